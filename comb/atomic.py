@@ -1,0 +1,52 @@
+"""Files that are there whole or not at all: a temporary one in the same folder, synced, then renamed into place."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+
+TEMPORARY_PREFIX = ".tmp-"
+FOREIGN_AGE_S = 86_400.0  # another host's process can't be asked for; nobody writes one file for a day
+
+_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+_PROCESS = uuid.uuid4().hex[:8]  # tells us from an earlier process with our id (ids repeat in containers)
+
+
+def write_temporary(folder: Path, data: bytes) -> Path:
+    """Writes and syncs a private temporary file in `folder`, named after this process.
+
+    Raises OSError, and then leaves nothing.
+    """
+    path = folder / f"{TEMPORARY_PREFIX}{_HOST}-{os.getpid()}-{_PROCESS}-{uuid.uuid4().hex}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether `path` is a temporary file whose process is gone."""
+    if not path.name.startswith(TEMPORARY_PREFIX):
+        return False
+    try:
+        host, pid, process, _ = path.name.removeprefix(TEMPORARY_PREFIX).split("-")
+        if host != _HOST:
+            return path.stat().st_mtime < time.time() - FOREIGN_AGE_S
+        if int(pid) == os.getpid():
+            return process != _PROCESS
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except (OSError, ValueError):  # not ours to signal, hence alive; or vanished; or no name of ours
+        return False
+    return False

@@ -1,0 +1,103 @@
+"""Attention of encoder and cross blocks, through whichever implementation transformers is set to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Token counts of the rows of a padded or packed batch.
+
+    Args:
+        counts: tokens per row, on the CPU. [rows] int64
+    """
+
+    counts: Tensor
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.counts.max())
+
+    @property
+    def equal(self) -> bool:
+        """Whether no row needs padding."""
+        return bool((self.counts == self.counts[0]).all())
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """True where a padded row holds a token; None when no row is padded. [rows, longest] bool"""
+        if self.equal:
+            return None
+        positions = torch.arange(self.longest, device=device)
+        return positions[None, :] < self.counts.to(device)[:, None]
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """Where each row starts in a packed batch, and where the last one ends. [rows + 1] int32"""
+        total = torch.zeros(len(self.counts) + 1, dtype=torch.int32)
+        total[1:] = self.counts.cumsum(0)
+        return total.to(device)
+
+
+def uses_packing(implementation: str | None) -> bool:
+    """Whether an implementation takes packed rows with offsets (the flash-attention family) and no mask."""
+    return implementation is not None and "flash" in implementation
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    implementation: str | None,
+    scaling: float,
+    key_mask: Tensor | None = None,
+    causal: bool = False,
+    **packing: Any,
+) -> Tensor:
+    """Softmax attention, without or with a causal mask.
+
+    Args:
+        module: has `num_key_value_groups`, as transformers' attention functions expect.
+        query: [rows, heads, queries, head_dim]
+        key, value: [rows, kv_heads, keys, head_dim]
+        key_mask: True where a key exists. [rows, keys] bool
+        packing: for the flash-attention family, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`.
+
+    Returns:
+        [rows, queries, heads, head_dim]
+    """
+    if implementation == "flex_attention":  # takes block masks only; sdpa gives the same result
+        implementation = "sdpa"
+    mask = None
+    if key_mask is not None:
+        mask = key_mask[:, None, None, :]
+    if implementation in (None, "eager"):
+        mask = _additive(mask, query, causal)
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+        implementation or "eager", eager_attention_forward
+    )
+    output, _ = function(
+        module, query, key, value, mask, dropout=0.0, scaling=scaling, is_causal=causal and mask is None, **packing
+    )
+    return output  # type: ignore[no-any-return]
+
+
+def _additive(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:
+    """The eager function adds its mask to the scores, and knows nothing of `is_causal`."""
+    lowest = torch.finfo(query.dtype).min
+    if causal:
+        count = query.shape[2]
+        visible = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()[None, None]
+        mask = visible if mask is None else mask & visible
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, lowest)

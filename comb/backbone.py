@@ -1,0 +1,269 @@
+"""Finds the parts of any Hugging Face causal language model: layers, attention geometry, embeddings, rotary set-up.
+
+Discovery reads the module tree and the configuration, and asks the model itself (one forward on two tokens,
+stopped at the first layer) where neither says enough. No model class is named here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
+LINEAR_NAMES = ("linear_attn", "mamba", "mixer", "conv", "short_conv", "ssm")
+NORM_EPS_NAMES = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
+
+
+class UnsupportedBackboneError(ValueError):
+    """A backbone that an encoder can't be attached to; the message says why."""
+
+
+@dataclass(frozen=True)
+class BackboneInfo:
+    """What discovery found.
+
+    `layer_kinds` holds one of ``full``, ``sliding``, ``linear``, ``both`` or ``none`` per decoder layer;
+    `embedding_scale` is the factor between the embedding module's output and the first layer's input.
+    """
+
+    model_type: str
+    layers_path: str
+    num_layers: int
+    layer_kinds: tuple[str, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    hidden_act: str
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    tied_embeddings: bool
+    embedding_scale: float
+    latent_attention: bool
+    notes: tuple[str, ...] = ()
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language model inside `model` (multimodal models nest it)."""
+    return model.config.get_text_config(decoder=True)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The stack of decoder layers. Raises UnsupportedBackboneError if there is none."""
+    layers: nn.ModuleList = model.get_submodule(_layers_path(model))
+    return layers
+
+
+def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
+    """Finds layers, geometry, rotary parameters and embedding scale of a causal language model.
+
+    Raises:
+        UnsupportedBackboneError: for encoder-decoder models, models without one stack of decoder layers, and
+            models whose layers don't pass on one hidden state ``[batch, tokens, hidden]``.
+    """
+    config = text_config(model)
+    if config.is_encoder_decoder or not hasattr(model, "generate"):
+        raise UnsupportedBackboneError(
+            f"{type(model).__name__} is not a decoder-only causal language model; load one with AutoModelForCausalLM"
+        )
+    path = _layers_path(model)
+    layers: nn.ModuleList = model.get_submodule(path)
+    embeddings = model.get_input_embeddings()
+    if embeddings is None or getattr(embeddings, "weight", None) is None:
+        raise UnsupportedBackboneError(f"{type(model).__name__} has no input embedding table to share with the encoder")
+    scale, notes = _probe_embedding_scale(model, layers[0])
+    heads, kv_heads, head_dim, latent = _attention_geometry(config, layers)
+    if latent:
+        notes.append("latent attention (MLA): the encoder gets ordinary K/V heads no wider than the latent")
+    output = model.get_output_embeddings()
+    return BackboneInfo(
+        model_type=str(config.model_type),
+        layers_path=path,
+        num_layers=len(layers),
+        layer_kinds=tuple(_layer_kind(config, index, layer) for index, layer in enumerate(layers)),
+        hidden_size=int(config.hidden_size),
+        intermediate_size=_intermediate_size(config, layers),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=int(embeddings.weight.shape[0]),
+        max_position_embeddings=int(_first(config, "max_position_embeddings", "n_positions", default=1 << 17)),
+        hidden_act=str(_first(config, "hidden_act", "hidden_activation", "activation_function", default="silu")),
+        rms_norm_eps=float(_first(config, *NORM_EPS_NAMES, default=1e-6)),
+        rope_parameters=_rope_parameters(config, head_dim),
+        tied_embeddings=output is not None and output.weight is embeddings.weight,
+        embedding_scale=scale,
+        latent_attention=latent,
+        notes=tuple(notes),
+    )
+
+
+# --- discovery, part by part ------------------------------------------------------------------------------
+
+
+def _layers_path(model: PreTrainedModel) -> str:
+    count = getattr(text_config(model), "num_hidden_layers", None)
+    found: list[str] = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and count
+    ]
+    # experts and per-layer adapters are lists too, but deeper in the tree than the layers that hold them
+    if not found:
+        lists = [f"{name} ({len(m)})" for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        raise UnsupportedBackboneError(
+            f"{type(model).__name__} has no list of {count} decoder layers; lists found: {', '.join(lists) or 'none'}"
+        )
+    return min(found, key=lambda name: name.count("."))
+
+
+class _FirstLayerReached(Exception):  # noqa: N818  a signal, not an error
+    pass
+
+
+def _probe_embedding_scale(model: PreTrainedModel, first_layer: nn.Module) -> tuple[float, list[str]]:
+    """Compares the embedding module's output with what the first layer is given.
+
+    Gemma and Granite scale in between (in the forward, or inside the embedding module), GPT-2 adds positions:
+    asking the model is the only way that needs no list of names.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return 1.0, ["weights on the meta device: the embedding scale was not probed"]
+    embeddings = model.get_input_embeddings()
+    tokens = torch.tensor([[1, 2]], device=embeddings.weight.device)
+    seen: list[Tensor] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(layer_input(args, kwargs))
+        raise _FirstLayerReached
+
+    was_training = model.training
+    model.eval()
+    handle = first_layer.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+    except _FirstLayerReached:
+        pass
+    finally:
+        handle.remove()
+        model.train(was_training)
+    if not seen:
+        raise UnsupportedBackboneError(f"{type(model).__name__} never ran its first decoder layer {first_layer}")
+    with torch.no_grad():
+        table = embeddings(tokens).float()
+    given = seen[0].float().to(table.device)
+    expected = (1, 2, text_config(model).hidden_size)
+    if tuple(given.shape) != expected or tuple(table.shape) != expected:
+        raise UnsupportedBackboneError(
+            f"the layers of {type(model).__name__} work on a hidden state of shape {tuple(given.shape)}, "
+            f"not [batch, tokens, hidden] = {expected}"
+        )
+    scale = float((given * table).sum() / (table * table).sum().clamp_min(1e-30))
+    residual = (given - scale * table).norm() / given.norm().clamp_min(1e-30)
+    if residual > 0.02:  # bf16 rounding stays below 0.01
+        return 1.0, ["the backbone adds to its embeddings before the first layer; the encoder reads the plain table"]
+    return (1.0 if abs(scale - 1) < 1e-3 else scale), []
+
+
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden state among a decoder layer's arguments: the first positional one, or by its usual name."""
+    value = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(value, Tensor):
+        raise UnsupportedBackboneError("a decoder layer was called without a hidden state tensor as first argument")
+    return value
+
+
+def find_child(layer: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    """The first child of `layer` with one of `names`."""
+    for name in names:
+        child = getattr(layer, name, None)
+        if isinstance(child, nn.Module):
+            return child
+    return None
+
+
+def _layer_kind(config: Any, index: int, layer: nn.Module) -> str:
+    has_attention = _is_attention(find_child(layer, ATTENTION_NAMES))
+    # `conv` and `mixer` also name things inside attention layers, so ask for state only where it is a child
+    linear = find_child(layer, LINEAR_NAMES)
+    if has_attention and linear is not None:
+        return "both"
+    if not has_attention:
+        nested_both = linear is not None and any(_is_attention(m) for m in layer.modules() if m is not layer)
+        return "both" if nested_both else ("linear" if linear is not None else _declared_kind(config, index))
+    if not getattr(config, "layer_types", None):  # Mistral: one window for all layers, no list of kinds
+        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        return "sliding" if windowed else "full"
+    return "sliding" if "sliding" in _declared_kind(config, index) else "full"
+
+
+def _declared_kind(config: Any, index: int) -> str:
+    declared = getattr(config, "layer_types", None) or []
+    return str(declared[index]) if index < len(declared) else "none"
+
+
+def _is_attention(module: nn.Module | None) -> bool:
+    return module is not None and any(hasattr(module, name) for name in ("q_proj", "qkv_proj", "query_key_value",
+        "c_attn", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "q_lin", "Wqkv"))  # fmt: skip
+
+
+def _attention_geometry(config: Any, layers: nn.ModuleList) -> tuple[int, int, int, bool]:
+    """(query heads, K/V heads, head_dim, latent?) of the encoder: the backbone's own where it has ordinary heads."""
+    heads = int(_first(config, "num_attention_heads", "n_head", "num_heads"))
+    attention = next((a for a in map(_attention_of, layers) if a is not None), None)
+    latent_width = _first(config, "kv_lora_rank", default=0)
+    if latent_width:
+        head_dim = int(_first(config, "v_head_dim", default=config.hidden_size // heads))
+        width = int(latent_width) + int(_first(config, "qk_rope_head_dim", default=0))
+        # ordinary K and V of the same bytes as the latent, so that a PICache layer costs no more than a decoder layer
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and 2 * n * head_dim <= width]
+        return heads, max(fitting, default=1), head_dim, True
+    kv_heads = int(_first(config, "num_key_value_heads", "num_kv_heads", default=heads))
+    head_dim = getattr(attention, "head_dim", None) or _first(config, "head_dim", default=0)
+    return heads, kv_heads, int(head_dim or config.hidden_size // heads), False
+
+
+def _attention_of(layer: nn.Module) -> nn.Module | None:
+    attention = find_child(layer, ATTENTION_NAMES)
+    return attention if _is_attention(attention) else None
+
+
+def _intermediate_size(config: Any, layers: nn.ModuleList) -> int:
+    size = _first(config, "intermediate_size", "ffn_hidden_size", "n_inner", default=None)
+    if isinstance(size, (list, tuple)):
+        size = max(size)
+    return int(size or 4 * config.hidden_size)
+
+
+def _rope_parameters(config: Any, head_dim: int) -> dict[str, Any]:
+    """One set of rotary parameters for the encoder: the global layers' where a backbone has several."""
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    if "full_attention" in parameters:
+        parameters = dict(parameters["full_attention"])
+    elif parameters and all(isinstance(value, dict) for value in parameters.values()):
+        parameters = dict(next(iter(parameters.values())))
+    parameters.setdefault("rope_type", "default")
+    parameters.setdefault("rope_theta", 10_000.0)
+    factor = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    if factor and factor != 1.0:
+        parameters["partial_rotary_factor"] = float(factor)
+    return parameters
+
+
+def _first(config: Any, *names: str, default: Any = ...) -> Any:
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    if default is ...:
+        raise UnsupportedBackboneError(f"the configuration of {config.model_type} has none of: {', '.join(names)}")
+    return default

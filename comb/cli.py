@@ -1,0 +1,210 @@
+"""The `comb` command. Commands of training and serving are added by their packages, if installed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+app = typer.Typer(
+    help="Position-independent caching for LLMs: compile a document once, link it anywhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+COMMANDS_GROUP = "comb.commands"
+
+ModelArgument = Annotated[str, typer.Argument(help="adapter folder, backbone folder, Hub id, or `nano`")]
+BackboneOption = Annotated[str | None, typer.Option(help="load the adapter's backbone from here instead")]
+DtypeOption = Annotated[str, typer.Option(help="dtype to load weights in: auto, float32, bfloat16, float16")]
+DeviceOption = Annotated[str, typer.Option(help="device to run on: auto, cpu, cuda, cuda:1")]
+
+
+@app.callback()
+def _options(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show log messages")] = False) -> None:
+    from transformers.utils import logging as transformers_logging
+
+    level = logging.INFO if verbose else logging.WARNING
+    handler = RichHandler(console=errors, show_time=False, show_path=False)
+    logging.basicConfig(level=level, format="%(message)s", handlers=[handler], force=True)
+    if not verbose:
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+
+
+def load(model: str, *, backbone: str | None = None, dtype: str = "auto", device: str = "auto") -> Any:
+    """A model for the command line: an adapter with its backbone, or a plain causal language model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from comb.adapter import resolve_name
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    options: dict[str, Any] = {"dtype": dtype}
+    if backbone is not None:
+        options["backbone"] = backbone
+    return AutoModelForCausalLM.from_pretrained(resolve_name(model), **options).to(device)
+
+
+@app.command()
+def info(
+    model: ModelArgument,
+    backbone: BackboneOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    encoder_layers: Annotated[int, typer.Option(help="encoder layers to plan for on a plain backbone")] = 8,
+    check: Annotated[bool, typer.Option(help="run the equivalence gate")] = True,
+) -> None:
+    """What discovery found, parameter counts, cache bytes per token, and the equivalence gate."""
+    from comb.inspection import describe
+
+    comb_model = _as_comb(load(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)
+    console.print(describe(comb_model))
+    if check:
+        _gate(comb_model)
+
+
+@app.command()
+def doctor(
+    model: ModelArgument,
+    backbone: BackboneOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    encoder_layers: Annotated[int, typer.Option(help="encoder layers to try on a plain backbone")] = 8,
+) -> None:
+    """The equivalence gate alone; exit code 1 if a check fails."""
+    if not _gate(_as_comb(load(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)):
+        raise typer.Exit(1)
+
+
+def _as_comb(model: Any, encoder_layers: int) -> Any:
+    from comb.model import CombForCausalLM
+
+    if isinstance(model, CombForCausalLM):
+        return model
+    return CombForCausalLM.from_backbone(model, num_encoder_layers=encoder_layers)
+
+
+def _gate(model: Any) -> bool:
+    from comb.doctor import run_checks
+
+    checks = run_checks(model)
+    for item in checks:
+        mark = "[green]ok  [/]" if item.passed else "[bold red]FAIL[/]"
+        console.print(f"{mark} {escape(item.name)}  [dim]{escape(item.detail)}[/]")
+    return all(item.passed for item in checks)
+
+
+@app.command()
+def ask(
+    model: ModelArgument,
+    question: Annotated[str, typer.Argument(help="the question")],
+    doc: Annotated[list[Path] | None, typer.Option("--doc", help="a text file to answer from; repeatable")] = None,
+    method: Annotated[str, typer.Option(help="comb, full or prefix; comb by default where there is an encoder")] = "",
+    encoder: Annotated[str, typer.Option(help="on or off; off puts the documents into the prompt")] = "on",
+    max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = 64,
+    repeat: Annotated[int, typer.Option(help="ask again: the second time documents come from the cache")] = 1,
+    cache: Annotated[Path | None, typer.Option(help="folder that keeps compiled documents between runs")] = None,
+    backbone: BackboneOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Asks a question about documents, and says what was cached, compiled and recomputed."""
+    from comb.documents import Document
+    from comb.engine import PICEngine
+    from comb.model import CombForCausalLM
+    from comb.store import PICacheStore
+
+    if encoder not in ("on", "off"):
+        raise ValueError(f"--encoder is on or off, not {encoder!r}")
+    documents = [Document(_read(path), id=path.name) for path in doc or []]
+    loaded = load(model, backbone=backbone, dtype=dtype, device=device)
+    method = method or ("comb" if isinstance(loaded, CombForCausalLM) else "full")
+    store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
+    engine = PICEngine(loaded, _tokenizer(model, loaded), method=method, store=store)
+    for _ in range(repeat):
+        answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
+        console.print(f"[bold]{escape(answer.text)}[/]")
+        console.print(f"[dim]{escape(str(answer.report))}[/]")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _tokenizer(name: str, model: Any) -> Any:
+    from comb.adapter import resolve_name
+    from comb.compatibility import load_tokenizer
+
+    return load_tokenizer(resolve_name(name), model)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="folder of a published COMB checkpoint (model_type combllama)")],
+    target: Annotated[Path, typer.Argument(help="where the adapter goes; its backbone goes to TARGET/backbone")],
+    backbone: Annotated[str | None, typer.Option(help="Hub id to record as the adapter's backbone")] = None,
+) -> None:
+    """Turns a checkpoint of the published COMB release into an adapter and a plain backbone."""
+    from comb.conversion import convert_release
+
+    model = convert_release(source, target, backbone_name=backbone)
+    trainable, total = model.num_trainable_parameters()
+    console.print(f"adapter ({trainable:,d} parameters) -> {target}")
+    console.print(f"backbone ({total - trainable:,d} parameters) -> {target / 'backbone'}")
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="adapter folder")],
+    repo: Annotated[str, typer.Argument(help="owner/name on the Hub")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the files and the card, upload nothing")] = False,
+    private: Annotated[bool, typer.Option("--private", help="create the repository as private")] = False,
+) -> None:
+    """Publishes an adapter to the Hugging Face Hub."""
+    from rich.markdown import Markdown
+
+    from comb.hub import plan_push
+    from comb.hub import push as upload
+
+    plan = plan_push(folder, repo)
+    for name, size in plan.files:
+        console.print(f"  {size / 1e6:9.3f} MB  {escape(name)}")
+    for name in plan.left_out:
+        console.print(f"  [dim]   left out  {escape(name)}[/]")
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
+    if dry_run:
+        console.print(Markdown(plan.card.split("---", 2)[-1]))
+        console.print(f"dry run: nothing was uploaded to {repo}")
+        return
+    console.print(upload(folder, repo, private=private))
+
+
+def main() -> None:
+    """Runs `comb`; errors a user can act on are one line, not a traceback (``COMB_TRACEBACK=1`` shows it)."""
+    import os
+
+    for entry_point in metadata.entry_points(group=COMMANDS_GROUP):
+        entry_point.load()(app)
+    try:
+        app()
+    except (ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("COMB_TRACEBACK") == "1":
+            raise
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(1)

@@ -1,0 +1,160 @@
+"""Gated cross-attention from decoder tokens to linked documents (COMB sec. 4.2, eq. 4-8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from comb.attention import Lengths, attend, uses_packing
+from comb.config import CombEncoderConfig
+
+KeyValues = tuple[Tensor, Tensor]  # each [cross_layers, tokens, kv_heads, head_dim]
+
+
+class LinkedDocuments:
+    """The documents of every row of a batch, laid out for the cross blocks: the result of COMB's link.
+
+    Documents of a row are concatenated; as keys carry no position, their order doesn't matter (COMB sec. 4.2).
+
+    Args:
+        rows: for each row of the batch its documents' keys and values; a row may have none.
+        implementation: the attention implementation the blocks will use.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[KeyValues]], implementation: str | None) -> None:
+        self.num_rows = len(rows)
+        self.with_documents = [index for index, documents in enumerate(rows) if documents]
+        self.implementation = implementation
+        self._expanded: dict[int, Tensor] = {}
+        if not self.with_documents:
+            return
+        keys = [torch.cat([k for k, _ in rows[index]], dim=1) for index in self.with_documents]
+        values = [torch.cat([v for _, v in rows[index]], dim=1) for index in self.with_documents]
+        self.device = keys[0].device
+        self.lengths = Lengths(torch.tensor([row.shape[1] for row in keys]))
+        self.packed = uses_packing(implementation)
+        self.key_mask = None if self.packed else self.lengths.mask(self.device)
+        self.keys, self.values = self._layout(keys), self._layout(values)
+
+    def _layout(self, rows: list[Tensor]) -> Tensor:
+        """Rows [cross_layers, tokens, kv_heads, head_dim] -> [cross_layers, rows, kv_heads, longest, head_dim],
+        or, packed, [cross_layers, 1, kv_heads, all tokens, head_dim]."""
+        if self.packed:
+            return torch.cat(rows, dim=1)[:, None].transpose(2, 3)
+        if len(rows) == 1:
+            return rows[0][:, None].transpose(2, 3)
+        padded = nn.utils.rnn.pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True)
+        return padded.permute(2, 0, 3, 1, 4).contiguous()
+
+    def rows_of(self, batch: int) -> Tensor | None:
+        """Which rows of a batch of hidden states have documents; None for all of them. [rows_with_documents]
+
+        Generation may repeat every row (beams, several returned sequences): row r of the prompt is then rows
+        ``r * repeats ... (r + 1) * repeats - 1``. Raises ValueError if `batch` is no multiple of the prompt rows.
+        """
+        if batch % self.num_rows:
+            raise ValueError(
+                f"documents were given for {self.num_rows} rows, but the batch has {batch}: "
+                "give one list of documents (possibly empty) per row of input_ids"
+            )
+        if len(self.with_documents) == self.num_rows:
+            return None
+        if batch not in self._expanded:
+            repeats = batch // self.num_rows
+            rows = [row * repeats + copy for row in self.with_documents for copy in range(repeats)]
+            self._expanded[batch] = torch.tensor(rows, device=self.device)
+        return self._expanded[batch]
+
+    def attention_inputs(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Query, keys, values and mask arguments of cross layer `layer` for `attend`.
+
+        query [rows_with_documents * repeats, heads, queries, head_dim]
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        repeats = query.shape[0] // len(self.with_documents)
+        if not self.packed:
+            mask = self.key_mask
+            if repeats > 1:
+                keys, values = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
+                mask = None if mask is None else mask.repeat_interleave(repeats, 0)
+            return query, keys, values, {"key_mask": mask}
+        rows, heads, queries, head_dim = query.shape
+        if repeats > 1:  # a prompt row's beams ask the same documents: one longer row of queries
+            rows, queries = rows // repeats, queries * repeats
+        packed = query.transpose(1, 2).reshape(1, rows * queries, heads, head_dim).transpose(1, 2)
+        offsets = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * queries
+        return packed, keys, values, {
+            "cu_seq_lens_q": offsets, "cu_seq_lens_k": self.lengths.offsets(query.device),
+            "max_length_q": queries, "max_length_k": self.lengths.longest,
+        }  # fmt: skip
+
+
+class CrossAttention(nn.Module):
+    """Query side of the cross-attention; keys and values come ready from the encoder. No positions, no mask."""
+
+    def __init__(self, config: CombEncoderConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        width = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, documents: LinkedDocuments, layer: int) -> Tensor:
+        """[rows_with_documents, tokens, hidden] -> the same shape."""
+        query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        query, keys, values, mask = documents.attention_inputs(layer, query)
+        mixed = attend(
+            self,
+            query,
+            keys.to(query.dtype),
+            values.to(query.dtype),
+            implementation=documents.implementation,
+            scaling=self.scaling,
+            **mask,
+        )
+        return self.o_proj(mixed.reshape(*hidden.shape[:2], -1))  # type: ignore[no-any-return]
+
+
+class CrossBlock(nn.Module):
+    """Cross-attention and gated MLP in front of one decoder layer, each behind a tanh gate that starts at zero.
+
+    Args:
+        config: shape of the encoder, shared by the block.
+        layer: which of the PICache's cross layers it reads.
+    """
+
+    def __init__(self, config: CombEncoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.cross_attn = CrossAttention(config)
+        self.attention_gate = nn.Parameter(torch.zeros(1))
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+        self.mlp_gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
+        """[batch, tokens, hidden] -> the same; rows without documents come back untouched, bit for bit."""
+        if not documents.with_documents:
+            return hidden
+        rows = documents.rows_of(hidden.shape[0])
+        if rows is None:
+            return self._mix(hidden, documents)
+        rows = rows.to(hidden.device)
+        return hidden.index_copy(0, rows, self._mix(hidden.index_select(0, rows), documents))
+
+    def _mix(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
+        # the block may be kept in higher precision than a bf16 backbone
+        x = hidden.to(self.attention_gate.dtype)
+        attended = self.cross_attn(self.input_layernorm(x), documents, self.layer)
+        x = x + self.attention_gate.tanh() * attended
+        x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
+        result: Tensor = x.to(hidden.dtype)
+        return result

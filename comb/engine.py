@@ -1,0 +1,395 @@
+"""PICEngine: the embedded engine. Questions over documents in this process, each document compiled once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from comb import methods
+from comb.adapter import resolve_name
+from comb.compatibility import check_tokenizer, load_tokenizer
+from comb.decoding import AnswerStream, Clock, check_wanted, decoding_settings, trim, with_length
+from comb.documents import Document, Message, Prompt, PromptBuilder, as_document
+from comb.library import Library, Segment, UnknownDocumentError
+from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, backbone_of
+from comb.methods.full import token_picache
+from comb.picache import PICache, content_key
+from comb.report import Answer, DocumentReport, Report, document_report
+from comb.store import Handle, PICacheStore
+
+__all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
+
+DEFAULT_STORE_BYTES = 4 * 2**30
+_ADD_CHUNK = 16
+
+Question = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question for `PICEngine.ask_batch`; a plain ``(question, documents)`` does as well."""
+
+    question: Question
+    documents: Sequence[str | Document] = ()
+    document_ids: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A checked call: per row the segments and the prompt, and what holds for all rows."""
+
+    segments: list[list[Segment]]
+    prompts: list[Prompt]
+    settings: dict[str, Any]
+    encoder: bool
+
+
+class PICEngine:
+    """Answers questions over documents with one model and one method, keeping what documents compile to.
+
+    Safe under threads: documents belong to a call, never to the engine or the model, and runs on one backbone take
+    turns.
+
+    Args:
+        model: `CombForCausalLM`, or any Hugging Face causal LM for methods that need no encoder.
+        tokenizer: the model's tokenizer.
+        method: a name from ``comb.methods.names()``, ``"name:parameters"``, or a `Method` instance.
+        store: where PICaches are kept; by default in memory, at most 4 GiB (and 4 GiB on the host for a GPU model).
+        salt: separates tenants; documents are never shared between engines with different salts.
+        prompt_builder: how documents and question become tokens.
+        encoder_enabled: False answers from the plain backbone with the documents in the prompt; may be changed at any
+            time, and per call.
+        parameters: of the method.
+
+    Raises:
+        ValueError: unknown method or parameter, a model without what the method needs, or a tokenizer that isn't
+            the model's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        method: str | Method = "comb",
+        store: PICacheStore | None = None,
+        salt: str = "",
+        prompt_builder: PromptBuilder | None = None,
+        encoder_enabled: bool = True,
+        **parameters: Any,
+    ) -> None:
+        check_tokenizer(model, tokenizer)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prompt_builder = PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder
+        self.store = _default_store(model) if store is None else store
+        self.salt = salt
+        self.encoder_enabled = encoder_enabled
+        self.library = Library(self.store)
+        self.method = self._make_method(method, parameters)
+        self._plain = methods.create("full", model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        method: str = "comb",
+        store: PICacheStore | None = None,
+        salt: str = "",
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> PICEngine:
+        """An engine from an adapter or a plain model: a folder, Hub id or registered name.
+
+        `model_kwargs` go to ``AutoModelForCausalLM.from_pretrained``; method parameters are written as
+        ``method="name:parameters"``.
+        """
+        model = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), **model_kwargs)
+        tokenizer = load_tokenizer(name_or_path, model) if tokenizer is None else tokenizer
+        return cls(model, tokenizer, method=method, store=store, salt=salt)
+
+    # ---- questions ----
+
+    def ask(
+        self,
+        question: str,
+        documents: Sequence[str | Document] = (),
+        *,
+        document_ids: Sequence[str] = (),
+        encoder: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> Answer:
+        """The answer to one question over documents.
+
+        Args:
+            documents: text or `Document`s; compiled now unless the store has them.
+            document_ids: ids from `add_documents`, appended behind `documents`.
+            encoder: overrides `encoder_enabled` for this call; False puts the documents into the prompt as text.
+            generate_kwargs: of Hugging Face ``generate``; greedy and 256 new tokens by default.
+
+        Raises:
+            UnknownDocumentError: an id that isn't there.
+            ValueError: empty or over-long documents, a prompt that doesn't fit, bad generation settings.
+            PICacheTooLargeError, StoreFullError: the store has no room for these documents.
+        """
+        return self._ask_all([Request(question, documents, document_ids)], encoder, generate_kwargs)[0]
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        documents: Sequence[str | Document] = (),
+        *,
+        document_ids: Sequence[str] = (),
+        encoder: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> Answer:
+        """Like `ask`, with chat messages (role and content) for a tokenizer that has a chat template."""
+        return self._ask_all([Request(messages, documents, document_ids)], encoder, generate_kwargs)[0]
+
+    def ask_batch(
+        self,
+        requests: Iterable[Request | tuple[Question, Sequence[str | Document]]],
+        *,
+        encoder: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> list[Answer]:
+        """Answers in the order of `requests`, which may have different numbers of documents, or none.
+
+        All documents that are not in the store are compiled in one call. Methods with `link_batch` (``comb``, ``full``)
+        decode all rows in one left-padded batch, the others row by row.
+        """
+        rows = [request if isinstance(request, Request) else Request(*request) for request in requests]
+        return self._ask_all(rows, encoder, generate_kwargs) if rows else []
+
+    def stream(
+        self,
+        question: Question,
+        documents: Sequence[str | Document] = (),
+        *,
+        document_ids: Sequence[str] = (),
+        encoder: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> AnswerStream:
+        """An iterator over pieces of the answer's text, with ``.answer`` and ``.report`` at its end.
+
+        Bad input is raised here, what goes wrong later by the iterator. Leaving the iterator stops generation and
+        gives back the documents.
+        """
+        start = time.perf_counter()
+        if "streamer" in generate_kwargs:
+            raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
+        call = self._prepare([Request(question, documents, document_ids)], encoder, generate_kwargs)
+
+        def run(streamer: Any, stop: threading.Event) -> Answer:
+            return self._answer(call, start, stop, streamer)[0]
+
+        return AnswerStream(run, self.tokenizer)
+
+    # ---- documents ----
+
+    def add_documents(
+        self, documents: Sequence[str | Document], *, pin: bool = False, ttl: float | None = None
+    ) -> list[str]:
+        """Compiles documents now; returns their ids for ``document_ids=``.
+
+        An id is the document's own or ``doc-`` and the start of its content key. Adding the same content again renews
+        pin and ttl. With method ``prefix`` only token ids are kept here: prefixes are stored when first asked about.
+
+        Args:
+            pin: keeps their PICaches from being evicted.
+            ttl: seconds after which the ids are unknown and the PICaches gone; None is for ever.
+
+        Raises:
+            ValueError: empty or over-long documents, a ttl that isn't positive, or an id that
+                stands for another text.
+        """
+        if ttl is not None and not ttl > 0:
+            raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
+        segments = self._segments(documents)
+        self._check_lengths(segments)
+        self.library.check(segments)
+        # in chunks, so that a store smaller than the whole collection can make room
+        for start in range(0, len(segments), _ADD_CHUNK):
+            chunk = segments[start : start + _ADD_CHUNK]
+            with ExitStack() as stack:
+                self._acquire(chunk, stack, ttl=ttl)
+                for segment in chunk:
+                    self.library.add(segment, pin=pin, ttl=ttl)
+        return [segment.id for segment in segments]
+
+    def remove_documents(self, ids: Iterable[str]) -> None:
+        """Forgets documents; answers under way keep theirs to the end.
+
+        Raises:
+            UnknownDocumentError: an unknown id; then none is removed.
+        """
+        self.library.remove(ids)
+
+    # ---- one call, from documents to answers ----
+
+    def _ask_all(
+        self, requests: Sequence[Request], encoder: bool | None, generate_kwargs: Mapping[str, Any]
+    ) -> list[Answer]:
+        start = time.perf_counter()
+        call = self._prepare(requests, encoder, generate_kwargs)
+        return self._answer(call, start)
+
+    def _prepare(self, requests: Sequence[Request], encoder: bool | None, generate_kwargs: Mapping[str, Any]) -> _Call:
+        """Everything that can be refused before something is computed."""
+        with_encoder = self.encoder_enabled if encoder is None else encoder
+        if not getattr(self.model, "encoder_enabled", True):  # inside `with model.encoder_disabled():`
+            with_encoder = False
+        settings = decoding_settings(generate_kwargs, self._plain.backbone, self.tokenizer)
+        segments, prompts = [], []
+        for request in requests:
+            row = self._segments(request.documents)
+            # keyed anew: an adapter may have been trained since they were added
+            added = self.library.find(request.document_ids)
+            keys = self._keys([segment.token_ids for segment in added])
+            row += [replace(segment, key=key) for segment, key in zip(added, keys, strict=True)]
+            if with_encoder:
+                self._check_lengths(row)
+            segments.append(row)
+            prompts.append(self.prompt_builder.build(request.question, [segment.token_ids for segment in row]))
+        return _Call(segments, prompts, settings, with_encoder)
+
+    def _answer(
+        self, call: _Call, start: float, stop: threading.Event | None = None, streamer: Any = None
+    ) -> list[Answer]:
+        """Compile or find, link, decode, report; whatever happens, all references are dropped at the end."""
+        method = self.method if call.encoder else self._plain
+        settings = call.settings if streamer is None else {**call.settings, "streamer": streamer}
+        answers: list[Answer] = []
+        with ExitStack() as stack:
+            check_wanted(stop)
+            handles: dict[str, Handle] = {}
+            if call.encoder:
+                handles = self._acquire([segment for row in call.segments for segment in row], stack)
+            pairs = zip(call.segments, call.prompts, strict=True)
+            rows = [self._row(segments, prompt, handles) for segments, prompt in pairs]
+            size = len(rows) if method.batches else 1
+            for first in range(0, len(rows), size):
+                check_wanted(stop)
+                state = _link(method, rows[first : first + size])
+                stack.callback(state.release)
+                check_wanted(stop)
+                clock = Clock(start, stop)
+                token_ids = _decode(state, method, settings, clock)
+                total_s = time.perf_counter() - start
+                for index, ids in enumerate(token_ids):
+                    row = call.segments[first + index]
+                    documents = _document_reports(row, state, index, handles)
+                    report = Report(
+                        method=self.method.name,
+                        encoder=call.encoder and self.method.uses_encoder,
+                        documents=documents,
+                        prompt_tokens=state.prompt_tokens[index],
+                        recomputed_tokens=state.recomputed[index],
+                        answer_tokens=len(ids),
+                        cache_bytes=_cache_bytes(row, documents, state),
+                        ttft_s=total_s if clock.ttft_s is None else clock.ttft_s,
+                        total_s=total_s,
+                    )
+                    answers.append(Answer(self.tokenizer.decode(ids, skip_special_tokens=True), ids, report))
+        return answers
+
+    def _row(self, segments: Sequence[Segment], prompt: Prompt, handles: Mapping[str, Handle]) -> LinkRow:
+        picaches: list[PICache] = [
+            handles[segment.key].picache if handles else token_picache(self._plain.fingerprint, segment.token_ids)
+            for segment in segments
+        ]
+        return LinkRow(picaches, prompt.tail, prompt.head)
+
+    def _acquire(self, segments: Sequence[Segment], stack: ExitStack, *, ttl: float | None = None) -> dict[str, Handle]:
+        """Handles by key, released by `stack`; all that are missing are compiled in one call."""
+        unique = list({segment.key: segment for segment in segments}.values())
+        handles = self.store.acquire(
+            [segment.key for segment in unique],
+            lambda missing: self.method.compile([unique[index].token_ids for index in missing]),
+            ttl_s=ttl,
+        )
+        stack.callback(handles.release)
+        return {handle.key: handle for handle in handles}
+
+    def _segments(self, documents: Sequence[str | Document]) -> list[Segment]:
+        if isinstance(documents, str | Document):
+            raise ValueError("documents is a list: write documents=[...] around a single one")
+        checked = [as_document(document) for document in documents]
+        token_ids = [self.prompt_builder.segment(document) for document in checked]
+        return [
+            Segment(f"doc-{key[:12]}" if document.id is None else document.id, ids, key)
+            for document, ids, key in zip(checked, token_ids, self._keys(token_ids), strict=True)
+        ]
+
+    def _keys(self, token_ids: Sequence[tuple[int, ...]]) -> list[str]:
+        """Content keys under the method, model, dtype and salt of this moment."""
+        if not token_ids:
+            return []
+        method = self.method
+        fields = {"fingerprint": method.fingerprint, "method": method.name, "dtype": method.dtype, "salt": self.salt}
+        return [content_key(ids, **fields) for ids in token_ids]
+
+    def _check_lengths(self, segments: Sequence[Segment]) -> None:
+        limit = self.method.max_segment_tokens
+        for segment in segments:
+            if limit is not None and len(segment.token_ids) > limit:
+                raise ValueError(
+                    f"document {segment.id!r} has {len(segment.token_ids)} tokens, but this model's encoder takes at "
+                    f"most {limit}: split it into parts of at most {limit} tokens, each its own document"
+                )
+
+    def _make_method(self, method: str | Method, parameters: dict[str, Any]) -> Method:
+        if isinstance(method, Method):
+            if parameters:
+                raise ValueError(f"parameters {', '.join(sorted(parameters))} belong into the Method instance")
+            return method
+        name, from_spec = methods.parse(method)
+        extra = {"store": self.store, "salt": self.salt} if methods.get(name).needs_store else {}
+        return methods.create(name, self.model, **{**from_spec, **parameters}, **extra)
+
+
+def _link(method: Method, rows: Sequence[LinkRow]) -> DecodeState:
+    if method.batches:
+        return method.link_batch(rows)
+    (row,) = rows
+    return method.link(row.picaches, row.query_ids, head_ids=row.head_ids)
+
+
+def _decode(state: DecodeState, method: Method, settings: Mapping[str, Any], clock: Clock) -> list[tuple[int, ...]]:
+    """New token ids per row."""
+    prompt = state.input_ids.shape[1]
+    arguments = with_length(settings, method.backbone, prompt, method.max_prompt_tokens)
+    arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), clock]
+    sequences = state.generate(**arguments)
+    return [trim(row[prompt:].tolist(), arguments, len(sequences)) for row in sequences]
+
+
+def _document_reports(
+    segments: Sequence[Segment], state: DecodeState, row: int, handles: Mapping[str, Handle]
+) -> tuple[DocumentReport, ...]:
+    uses: Sequence[SegmentUse | None] = [None] * len(segments) if state.uses is None else state.uses[row]
+    return tuple(
+        document_report(segment, use, handles.get(segment.key)) for segment, use in zip(segments, uses, strict=True)
+    )
+
+
+def _cache_bytes(segments: Sequence[Segment], documents: Sequence[DocumentReport], state: DecodeState) -> int:
+    sizes = [document.nbytes for document in documents]
+    if state.uses is not None:
+        return sum(sizes)
+    # a document given twice is one PICache
+    return sum(dict(zip((segment.key for segment in segments), sizes, strict=True)).values())
+
+
+def _default_store(model: Any) -> PICacheStore:
+    device = backbone_of(model).get_input_embeddings().weight.device
+    host_bytes = 0 if device.type == "cpu" else DEFAULT_STORE_BYTES
+    return PICacheStore(device=device, device_bytes=DEFAULT_STORE_BYTES, host_bytes=host_bytes)

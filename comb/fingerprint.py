@@ -1,0 +1,65 @@
+"""Tells one backbone's weights from another's, whatever dtype they were loaded in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_SKETCH_VALUES = 128
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """Identifies a backbone's weights: a hash of all parameter shapes, and a sample of its embedding table.
+
+    The sample is kept as values, not as a hash, so that the same weights loaded in another dtype still match.
+
+    Returns:
+        ``{"shapes": sha256 hex, "embedding": base64 of float32 values, "embedding_shape": [rows, hidden]}``
+    """
+    shapes = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        shapes.update(f"{name}:{tuple(parameter.shape)};".encode())
+    table = model.get_input_embeddings().weight.detach()
+    return {
+        "shapes": shapes.hexdigest(),
+        "embedding_shape": list(table.shape),
+        "embedding": base64.b64encode(_sketch(table).numpy().tobytes()).decode(),
+    }
+
+
+def backbone_fingerprint(model: PreTrainedModel) -> str:
+    """A short name for the backbone's weights, for cache keys: changes with shapes, embedding and dtype."""
+    text = repr(sorted(fingerprint(model).items())) + str(model.dtype) + str(model.config.model_type)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_fingerprint(model: PreTrainedModel, expected: dict[str, Any], name: str) -> None:
+    """Raises ValueError if `model` isn't the backbone that `expected` was taken from."""
+    found = fingerprint(model)
+    hint = f"this adapter belongs to {name or 'another backbone'}: load it onto that one (backbone=...)"
+    if found["embedding_shape"] != expected["embedding_shape"]:
+        raise ValueError(
+            f"the backbone's embedding table is {found['embedding_shape']}, the adapter was trained on "
+            f"{expected['embedding_shape']}; {hint}"
+        )
+    if found["shapes"] != expected["shapes"] and not getattr(model, "is_quantized", False):
+        raise ValueError(f"the backbone's weights have other names or shapes than the adapter's backbone; {hint}")
+    ours, theirs = (torch.frombuffer(bytearray(base64.b64decode(f["embedding"])), dtype=torch.float32)
+                    for f in (found, expected))  # fmt: skip
+    # half a unit in the last place of bfloat16, twice (each side may have been rounded once)
+    tolerance = theirs.abs() * 2**-7 + theirs.abs().max() * 1e-5
+    if not bool(((ours - theirs).abs() <= tolerance).all()):
+        raise ValueError(f"the backbone's embedding differs from the one this adapter was trained on; {hint}")
+
+
+def _sketch(table: Tensor) -> Tensor:
+    """Values spread evenly over the table, the same positions for every dtype. [_SKETCH_VALUES] float32."""
+    count = min(_SKETCH_VALUES, table.numel())
+    positions = torch.arange(count, device=table.device) * (table.numel() // count)
+    rows, columns = positions // table.shape[1], (positions * 31) % table.shape[1]
+    return table[rows, columns].float().cpu()

@@ -1,0 +1,159 @@
+"""Publishing adapters: the model card, what a push would upload, and the push itself."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCardData
+from jinja2 import Template
+from safetensors import safe_open
+
+from comb.config import CombConfig
+
+CARD = "README.md"
+TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+BEGIN, END = "<!-- comb: generated, rewritten on every save -->", "<!-- comb: end of the generated part -->"
+
+# what an adapter repository holds; everything else in the folder (optimizer state, logs) stays at home
+PUBLISHED = (
+    "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "README.md",
+    "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "added_tokens.json",
+    "training.json", "evaluation.json", "*.png",
+)  # fmt: skip
+
+
+def write_card(
+    config: CombConfig, folder: Path, *, repo: str | None = None, facts: dict[str, Any] | None = None
+) -> str:
+    """Writes the generated part of the model card, and leaves alone what a person wrote around it.
+
+    Args:
+        facts: further rows for the card's table, such as scores with the command that made them; by default
+            those in the folder's ``evaluation.json`` and ``training.json``.
+
+    Returns:
+        the card's text.
+    """
+    path = folder / CARD
+    fresh = render_card(config, repo or folder.name, _facts(folder) if facts is None else facts)
+    if path.exists():
+        old = path.read_text()
+        if BEGIN not in old or END not in old:
+            return old
+        body = fresh[fresh.index(BEGIN) : fresh.index(END) + len(END)]
+        fresh = old[: old.index(BEGIN)] + body + old[old.index(END) + len(END) :]
+    path.write_text(fresh)
+    return fresh
+
+
+def render_card(config: CombConfig, repo: str, facts: dict[str, Any]) -> str:
+    """The model card of an adapter as Markdown with the Hub's YAML header."""
+    encoder: Any = config.encoder_config
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    layers = config.cross_attention_layers or []
+    size = {"float64": 8, "float32": 4}.get(dtype, 2)
+    backbone = config.backbone_name_or_path
+    data = ModelCardData(
+        # the Hub links adapters to their backbone by this field, which must be a Hub id
+        base_model=backbone if is_hub_id(backbone) else None,
+        library_name="comb",
+        pipeline_tag="text-generation",
+        tags=["comb", "position-independent-caching", "kv-cache", "rag"],
+    )
+    card: str = Template(TEMPLATE.read_text(), keep_trailing_newline=True).render(
+        card_data=data.to_yaml(), begin=BEGIN, end=END, title=repo.split("/")[-1], repo=repo, backbone=backbone,
+        revision=config.backbone_revision, model_type=config.get_text_config().model_type,
+        encoder_layers=encoder.num_hidden_layers, causal=encoder.causal, cross_layers=layers, dtype=dtype,
+        max_document_tokens=encoder.max_position_embeddings, facts=sorted(facts.items()),
+        bytes_per_token=2 * len(layers) * encoder.num_key_value_heads * encoder.head_dim * size,
+    )  # fmt: skip
+    return card
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a backbone's name is an ``owner/name`` on the Hub, not a folder or a registered short name."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for name in ("training.json", "evaluation.json"):
+        if (folder / name).exists():
+            facts.update(json.loads((folder / name).read_text()).get("card", {}))
+    return facts
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """What a push uploads: (path in the repository, bytes) pairs, what stays at home, the card, and warnings."""
+
+    files: tuple[tuple[str, int], ...]
+    left_out: tuple[str, ...]
+    card: str
+    warnings: tuple[str, ...] = ()
+
+
+def plan_push(folder: str | Path, repo: str) -> PushPlan:
+    """Checks that `folder` is a complete adapter and says what would be uploaded; changes nothing on the Hub.
+
+    Raises:
+        ValueError: if the folder is no adapter, or its weights file holds more than an adapter.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} has no config.json: give the folder that save_pretrained or `comb train` wrote")
+    config = CombConfig.from_pretrained(folder)
+    if config.model_type != json.loads((folder / "config.json").read_text()).get("model_type"):
+        raise ValueError(f"{folder}/config.json is not of model_type 'comb': only adapters can be pushed")
+    _check_weights(folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [str(path.relative_to(folder)) for path in files]
+    chosen = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in PUBLISHED)]
+    return PushPlan(
+        files=tuple((name, (folder / name).stat().st_size) for name in chosen),
+        left_out=tuple(name for name in names if name not in chosen),
+        card=write_card(config, folder, repo=repo),
+        warnings=_warnings(config, names),
+    )
+
+
+def _warnings(config: CombConfig, names: list[str]) -> tuple[str, ...]:
+    found = []
+    if not is_hub_id(config.backbone_name_or_path):
+        found.append(
+            f"the backbone {config.backbone_name_or_path!r} is not a Hub id: others can load this adapter only with "
+            "backbone=..."
+        )
+    if "tokenizer.json" not in names:
+        found.append("there is no tokenizer.json: the backbone's tokenizer will be used")
+    return tuple(found)
+
+
+def _check_weights(folder: Path) -> None:
+    weights = sorted(folder.glob("model*.safetensors"))
+    if not weights:
+        raise ValueError(f"{folder} has no model.safetensors: the adapter's weights are missing")
+    for path in weights:
+        with safe_open(path, framework="pt") as file:
+            foreign = [name for name in file.keys() if not name.startswith(("encoder.", "cross_blocks."))]  # noqa: SIM118
+        if foreign:
+            raise ValueError(f"{path} holds weights that belong to no adapter, among them {foreign[0]!r}")
+
+
+def push(folder: str | Path, repo: str, *, private: bool = False, api: HfApi | None = None) -> str:
+    """Uploads an adapter to the Hub (`HF_TOKEN` or a login is used). Returns the commit's address."""
+    plan = plan_push(folder, repo)
+    api = api or HfApi()
+    api.create_repo(repo, private=private, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=repo,
+        folder_path=str(folder),
+        allow_patterns=[name for name, _ in plan.files],
+        commit_message="Upload comb adapter",
+    )
+    return str(commit.commit_url)

@@ -1,0 +1,98 @@
+"""Methods: named compile/link pairs. One file and one registration each.
+
+A new method is a subclass of `Method` in its own file:
+
+    from comb import methods
+
+    @methods.register("mine")
+    class Mine(methods.Method):
+        def compile(self, segments): ...     # each segment alone -> PICache
+        def link(self, picaches, query_ids, *, head_ids=()): ...     # -> DecodeState
+
+Command line, test matrix and comparison table read the registry, so nothing else has to be touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
+from comb.registry import Registry
+
+__all__ = ["DecodeState", "LinkRow", "Method", "SegmentUse", "create", "get", "names", "parse", "register", "registry"]
+
+MethodClass = TypeVar("MethodClass", bound=type[Method])
+
+registry: Registry[type[Method]] = Registry("method")
+registry.register_lazy("full", "comb.methods.full:Full")
+registry.register_lazy("prefix", "comb.methods.prefix:Prefix")
+registry.register_lazy("comb", "comb.methods.comb:Comb")
+
+
+def names() -> list[str]:
+    """Names of all methods, sorted."""
+    return registry.names()
+
+
+def get(name: str) -> type[Method]:
+    """The class of a method. Raises ValueError naming the known methods."""
+    return registry.get(name)
+
+
+def register(name: str) -> Callable[[MethodClass], MethodClass]:
+    """Class decorator that adds a method under `name`. Raises ValueError if the name is taken."""
+
+    def add(cls: MethodClass) -> MethodClass:
+        # inherited names don't count: the name is part of every key
+        if "name" not in cls.__dict__:
+            cls.name = name
+        registry.register(name)(cls)
+        return cls
+
+    return add
+
+
+def parse(spec: str) -> tuple[str, dict[str, Any]]:
+    """Splits ``"legolink:16"`` or ``"name:key=value,..."`` into a name and keyword parameters.
+
+    Raises:
+        ValueError: for an unknown name, or for more positional values than the method takes.
+    """
+    name, _, arguments = spec.partition(":")
+    cls = get(name)
+    parameters: dict[str, Any] = {}
+    positional = list(cls.positional)
+    for argument in filter(None, arguments.split(",")):
+        key, equals, value = argument.partition("=")
+        if not equals:
+            if not positional:
+                taken = ", ".join(cls.positional) or "none"
+                raise ValueError(
+                    f"method {spec!r}: {name!r} has no unnamed parameter for {argument!r} (it takes: {taken}); "
+                    "write name:key=value"
+                )
+            key, value = positional.pop(0), argument
+        parameters[key.strip()] = _value(value.strip())
+    return name, parameters
+
+
+def create(spec: str, model: Any, **options: Any) -> Method:
+    """A method instance for `model` from ``"comb"`` or ``"legolink:16"``; `options` win over the spec's.
+
+    Raises:
+        ValueError: for an unknown name or parameter, or when `model` lacks what the method needs.
+    """
+    name, parameters = parse(spec)
+    return get(name)(model, **{**parameters, **options})
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,94 @@
+"""COMB: a trained encoder compiles documents, gated cross-attention blocks in the backbone read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from comb.methods import register
+from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.picache import CrossPICache, PICache
+
+
+@register("comb")
+class Comb(Method):
+    """Documents as keys and values of the cross blocks; the decoder's own prompt is head + query.
+
+    Position-independent by construction: segments are encoded alone from position zero, and cross-attention has no
+    positions, so neither the order of the documents nor their neighbours matter.
+
+    Source: COMB sec. 3 (encoder and cross blocks).
+
+    Raises:
+        ValueError: when the model has no encoder.
+    """
+
+    name = "comb"
+    uses_encoder = True
+
+    def __init__(self, model: Any, **parameters: Any) -> None:
+        super().__init__(model, **parameters)
+        if not callable(getattr(model, "encode", None)) or not hasattr(model, "max_document_tokens"):
+            raise ValueError(
+                f"method 'comb' needs a model with a trained encoder, {type(model).__name__} is a plain backbone: make "
+                "one with CombForCausalLM.from_backbone(...) and train it with `comb train`, load a trained one with "
+                "CombForCausalLM.from_pretrained(...), or use method='full' or 'prefix'"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.model.fingerprint)
+
+    @property
+    def max_segment_tokens(self) -> int | None:
+        return int(self.model.max_document_tokens)
+
+    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
+        """One CrossPICache per segment.
+
+        Raises:
+            ValueError: when the encoder gives NaN or infinity, so that no such entry is ever stored.
+        """
+        with exclusive(self.model):
+            picaches: list[PICache] = list(self.model.encode([list(segment) for segment in segments]))
+        for index, picache in enumerate(picaches):
+            broken = [name for name, tensor in picache.tensors().items() if not bool(torch.isfinite(tensor).all())]
+            if broken:
+                raise ValueError(
+                    f"the encoder gave NaN or infinite {' and '.join(broken)} for segment {index + 1} of "
+                    f"{len(segments)}: the adapter's weights are damaged or overflow in {self.dtype}"
+                )
+        return picaches
+
+    def link(
+        self, picaches: Sequence[PICache], query_ids: Sequence[int], *, head_ids: Sequence[int] = ()
+    ) -> DecodeState:
+        return self.link_batch([LinkRow(picaches, query_ids, head_ids)])
+
+    def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
+        fingerprint = self.fingerprint
+        for row in rows:
+            self.check_prompt(0, len(row.head_ids) + len(row.query_ids))
+            for picache in row.picaches:
+                _check(picache, fingerprint)
+        input_ids, attention_mask = self.tensors([[*row.head_ids, *row.query_ids] for row in rows])
+        linked = any(row.picaches for row in rows)
+        return DecodeState(
+            self.model,
+            input_ids,
+            attention_mask,
+            documents=[list(row.picaches) for row in rows] if linked else None,
+            recomputed=(0,) * len(rows),
+        )
+
+
+def _check(picache: PICache, fingerprint: str) -> None:
+    if not isinstance(picache, CrossPICache):
+        raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__} of another method")
+    if picache.fingerprint != fingerprint:
+        raise ValueError(
+            f"this PICache was compiled by another model or adapter ({picache.fingerprint}; this one is "
+            f"{fingerprint}): compile the document again"
+        )

@@ -1,0 +1,69 @@
+"""Full recompute: documents go into the prompt as tokens and are prefilled every time. The reference for quality."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from comb.fingerprint import backbone_fingerprint
+from comb.methods import register
+from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
+from comb.picache import PICache, TokenPICache
+
+
+@register("full")
+class Full(Method):
+    """Prefills head + documents + query on the plain backbone; a PICache holds a segment's token ids only."""
+
+    name = "full"
+
+    def __init__(self, model: Any, **parameters: Any) -> None:
+        super().__init__(model, **parameters)
+        # token ids don't change with the weights, so taking it once is enough
+        self._fingerprint = backbone_fingerprint(self.backbone)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
+        return [token_picache(self.fingerprint, segment) for segment in segments]
+
+    def link(
+        self, picaches: Sequence[PICache], query_ids: Sequence[int], *, head_ids: Sequence[int] = ()
+    ) -> DecodeState:
+        return self.link_batch([LinkRow(picaches, query_ids, head_ids)])
+
+    def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
+        prompts, recomputed = [], []
+        for row in rows:
+            documents = [token for picache in row.picaches for token in token_ids(picache)]
+            self.check_prompt(len(documents), len(row.head_ids) + len(row.query_ids))
+            prompts.append([*row.head_ids, *documents, *row.query_ids])
+            recomputed.append(len(documents))
+        input_ids, attention_mask = self.tensors(prompts)
+        return DecodeState(
+            self.backbone,
+            input_ids,
+            attention_mask,
+            recomputed=tuple(recomputed),
+            uses=[[SegmentUse("inlined") for _ in row.picaches] for row in rows],
+        )
+
+
+def token_picache(fingerprint: str, segment: Sequence[int]) -> TokenPICache:
+    """A PICache that holds nothing but the segment's token ids."""
+    return TokenPICache(fingerprint, torch.tensor(list(segment), dtype=torch.int64))
+
+
+def token_ids(picache: PICache) -> list[int]:
+    """The segment's token ids. Raises ValueError if the PICache is another method's."""
+    if not isinstance(picache, TokenPICache):
+        raise ValueError(
+            f"expected a TokenPICache (methods full and prefix), got a {type(picache).__name__}: "
+            "PICaches can't be linked by another method than the one that compiled them"
+        )
+    ids: list[int] = picache.token_ids.tolist()
+    return ids

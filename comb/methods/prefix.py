@@ -1,0 +1,170 @@
+"""Prefix caching: exact reuse of the longest stored prompt prefix, as serving engines do today.
+
+The backbone's keys and values of each document are kept under a key of *everything before and including it*, so a
+document is reused only behind the same head and the same documents in the same order. Each entry holds the
+document's own tokens only: a prompt of N documents costs N entries of one document each, not N prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from comb.methods import register
+from comb.methods.base import DecodeState, Method, SegmentUse, exclusive
+from comb.methods.full import token_ids, token_picache
+from comb.methods.weights import weights_fingerprint
+from comb.picache import DecoderPICache, PICache, content_key
+from comb.store import PICacheStore
+
+# rotary embeddings whose angles depend on the length of the whole prompt: a stored key would be another one's
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@register("prefix")
+class Prefix(Method):
+    """Reuses keys and values of head + doc1 + ... + docN; gives what `full` gives.
+
+    `compile` of a single segment keeps its token ids, for there is nothing position-independent to keep. `link`
+    prefills what no stored prefix covers and stores it.
+
+    Args:
+        store: where prefixes are kept; a private one when not given.
+        salt: separates tenants that must not share prefixes.
+
+    Raises:
+        ValueError: when the model's cache can't be cut at a token (linear layers, sliding windows) or its keys
+            depend on the length of the prompt.
+    """
+
+    name = "prefix"
+    needs_store = True
+
+    def __init__(self, model: Any, *, store: PICacheStore | None = None, salt: str = "", **parameters: Any) -> None:
+        super().__init__(model, **parameters)
+        reason = why_not(self.backbone)
+        if reason is not None:
+            raise ValueError(f"method 'prefix' can't be used with this model: {reason}; use method='full'")
+        self.store = PICacheStore() if store is None else store
+        self.salt = salt
+
+    @property
+    def fingerprint(self) -> str:
+        return weights_fingerprint(self.backbone)
+
+    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
+        fingerprint = self.fingerprint
+        return [token_picache(fingerprint, segment) for segment in segments]
+
+    def link(
+        self, picaches: Sequence[PICache], query_ids: Sequence[int], *, head_ids: Sequence[int] = ()
+    ) -> DecodeState:
+        segments = [token_ids(picache) for picache in picaches]
+        document_tokens = sum(len(segment) for segment in segments)
+        self.check_prompt(document_tokens, len(head_ids) + len(query_ids))
+        input_ids, attention_mask = self.tensors([[*head_ids, *(t for s in segments for t in s), *query_ids]])
+        state = DecodeState(self.backbone, input_ids, attention_mask)
+        # the last token is always computed anew: its logits are what decoding starts from
+        reusable = segments if query_ids else segments[:-1]
+        try:
+            pieces = self._prefix(list(head_ids), reusable, state)
+        except BaseException:
+            state.release()
+            raise
+        uses = state.uses[0] if state.uses else []
+        uses += [SegmentUse("inlined")] * (len(segments) - len(reusable))
+        state.uses = [uses]
+        state.recomputed = (
+            sum(len(segment) for segment, use in zip(segments, uses, strict=True) if use.state != "hit"),
+        )
+        if pieces:
+            state.past_key_values = _cache(self.backbone, pieces)
+        return state
+
+    def _prefix(self, head: list[int], segments: Sequence[list[int]], state: DecodeState) -> list[DecoderPICache]:
+        """Stored or newly computed keys and values of head + segment 1, segment 2, ..., in order."""
+        fingerprint = self.fingerprint
+        pieces: list[DecoderPICache] = []
+        uses: list[SegmentUse] = []
+        tokens: list[int] = []
+        for index, segment in enumerate(segments):
+            start, piece = len(tokens), [*(head if index == 0 else ()), *segment]
+            tokens = tokens + piece
+            # where the piece starts belongs to the key: the same tokens may be cut into other documents
+            key = content_key(
+                tokens, fingerprint=fingerprint, method=f"prefix@{start}", dtype=self.dtype, salt=self.salt
+            )
+            extend = partial(self._extend, fingerprint, tuple(pieces), piece)
+            handle = self.store.acquire([key], extend)[0]
+            state.on_release.append(handle.release)
+            if not isinstance(handle.picache, DecoderPICache) or handle.picache.num_tokens != len(piece):
+                raise ValueError(f"the store holds something else under {key[:12]}: {handle.picache!r}")
+            pieces.append(handle.picache)
+            uses.append(SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes))
+        state.uses = [uses]
+        return pieces
+
+    def _extend(
+        self, fingerprint: str, before: Sequence[DecoderPICache], piece: Sequence[int], missing: Sequence[int]
+    ) -> list[PICache]:
+        """Keys and values of `piece` behind `before`, by a forward pass of the backbone over `piece` alone."""
+        start = sum(picache.num_tokens for picache in before)
+        cache = _cache(self.backbone, before) if before else DynamicCache(config=self.backbone.config)
+        input_ids, _ = self.tensors([piece])
+        mask = torch.ones(1, start + len(piece), dtype=torch.long, device=input_ids.device)
+        with exclusive(self.backbone):
+            self.backbone(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        layers: list[Any] = cache.layers
+        keys = tuple(_tail(layer.keys, start, len(piece)) for layer in layers)
+        values = tuple(_tail(layer.values, start, len(piece)) for layer in layers)
+        return [DecoderPICache(fingerprint, keys, values)]
+
+
+def why_not(model: Any) -> str | None:
+    """Why a model's prefixes can't be stored and continued exactly; None if they can."""
+    if getattr(model, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
+        return f"transformers has no key/value cache for it ({type(error).__name__}: {error})"
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    if other:
+        sliding = any("Sliding" in name for name in other)
+        why = (
+            "sliding-window layers drop the keys and values of early tokens"
+            if sliding
+            else "linear (recurrent) layers keep a state, not keys and values per token"
+        )
+        return f"its cache has layers of type {', '.join(other)}, and {why}"
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {str(rope.get("rope_type"))} | {
+        str(part.get("rope_type")) for part in rope.values() if isinstance(part, dict)
+    }
+    scaled = sorted(kinds.intersection(_LENGTH_DEPENDENT_ROPE))
+    if scaled:
+        return f"its rotary embedding ({scaled[0]}) changes all keys with the length of the prompt"
+    return None
+
+
+def _cache(model: Any, pieces: Sequence[DecoderPICache]) -> Cache:
+    """A cache [1, kv_heads, tokens, head_dim] per layer over all pieces, on the device of each layer's weights."""
+    cache = DynamicCache(config=model.config)
+    device = model.get_input_embeddings().weight.device
+    for index in range(len(pieces[0].keys)):
+        keys = torch.cat([piece.keys[index] for piece in pieces], dim=-2)[None]
+        values = torch.cat([piece.values[index] for piece in pieces], dim=-2)[None]
+        cache.update(keys.to(device), values.to(device), index)
+    return cache
+
+
+def _tail(tensor: Tensor | None, start: int, length: int) -> Tensor:
+    if tensor is None or tensor.shape[-2] != start + length:
+        found = "nothing" if tensor is None else f"{tensor.shape[-2]} tokens"
+        raise ValueError(f"the backbone left {found} in a cache layer, expected {start + length} tokens")
+    return tensor[0, :, start:]

@@ -1,0 +1,109 @@
+"""What an answer says about itself: per document hit or compiled, times, bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from comb.library import Segment
+from comb.methods.base import SegmentState, SegmentUse
+from comb.store import Handle
+
+
+@dataclass(frozen=True)
+class DocumentReport:
+    """How one document reached the model.
+
+    Args:
+        id: the caller's id, or ``doc-`` and the start of its content key.
+        state: ``hit`` (reused), ``compiled`` (computed in this request and stored) or ``inlined`` (prefilled as
+            part of the prompt, nothing reused).
+        tokens: of the document.
+        tier: of the store in which a hit was found; None otherwise.
+        nbytes: of its PICache; 0 for an inlined document.
+    """
+
+    id: str
+    state: SegmentState
+    tokens: int
+    tier: str | None = None
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        where = f" ({self.tier})" if self.tier is not None and self.state == "hit" else ""
+        size = f", {format_bytes(self.nbytes)}" if self.nbytes else ""
+        return f"{self.id}: {self.state}{where}, {self.tokens} tokens{size}"
+
+
+def document_report(segment: Segment, use: SegmentUse | None, handle: Handle | None) -> DocumentReport:
+    """The method's word on one document, where it has one, else the store's."""
+    tokens = len(segment.token_ids)
+    if use is None and handle is None:
+        return DocumentReport(segment.id, "inlined", tokens)
+    if use is None and handle is not None:
+        use = SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes)
+    assert use is not None
+    return DocumentReport(segment.id, use.state, tokens, use.tier if use.state == "hit" else None, use.nbytes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report that comes with every answer.
+
+    Args:
+        method: name of the method.
+        encoder: whether COMB's encoder took part; False for other methods and with the encoder switched off.
+        documents: one entry per document, in order.
+        prompt_tokens: that the decoder held as its prompt, without padding; with ``comb`` that is the query alone.
+        recomputed_tokens: document tokens that the backbone prefilled for this answer.
+        answer_tokens: tokens generated, the end-of-turn token included.
+        cache_bytes: bytes of the PICaches this answer was read from.
+        ttft_s: seconds from the call to the first token, compilation included; in a batch, of the whole batch.
+        total_s: seconds from the call to the last token.
+    """
+
+    method: str
+    encoder: bool
+    documents: tuple[DocumentReport, ...]
+    prompt_tokens: int
+    recomputed_tokens: int
+    answer_tokens: int
+    cache_bytes: int
+    ttft_s: float
+    total_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """One line in all, and one line per document."""
+        off = ", encoder off" if self.method == "comb" and not self.encoder else ""
+        head = (
+            f"method {self.method}{off}: first token {1000 * self.ttft_s:.1f} ms, all {self.answer_tokens} tokens "
+            f"{1000 * self.total_s:.1f} ms, prompt {self.prompt_tokens} tokens, "
+            f"{self.recomputed_tokens} document tokens recomputed, cache {format_bytes(self.cache_bytes)}"
+        )
+        return "\n".join([head, *(f"  {document}" for document in self.documents)])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated text, its token ids (the end-of-turn token included, no padding), and the report."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    report: Report
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def format_bytes(count: int) -> str:
+    """``1536`` -> ``1.5 KiB``."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,28 @@
+"""Fixtures shared by the library's tests: one tiny adapter on a tiny Llama, its gates open."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from comb import CombForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from families import open_gates, tiny
+
+
+@pytest.fixture
+def model() -> CombForCausalLM:
+    """A Llama of four layers with two encoder layers, cross blocks before layers 1 and 3, gates open."""
+    torch.manual_seed(1)
+    return open_gates(CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2))
+
+
+@pytest.fixture
+def query() -> torch.Tensor:
+    """Two rows of nine random tokens."""
+    return torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(5))

@@ -1,0 +1,68 @@
+"""Tiny random models of many families: configurations only, a few thousand parameters each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+
+BASE: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
+def _config(cls: str, **values: Any) -> Callable[[], Any]:
+    return lambda: getattr(tf, cls)(**values)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _config("LlamaConfig", **BASE, tie_word_embeddings=True),
+    "qwen2": _config("Qwen2Config", **BASE),
+    "qwen3": _config("Qwen3Config", **BASE, head_dim=16),
+    "mistral": _config("MistralConfig", **BASE, sliding_window=8),
+    "gemma2": _config("Gemma2Config", **BASE, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
+    "gemma3": _config("Gemma3TextConfig", **BASE, head_dim=16, sliding_window=8,
+                      layer_types=["sliding_attention", "full_attention"] * 2),
+    "phi3": _config("Phi3Config", **BASE),
+    "gpt_neox": _config("GPTNeoXConfig", **{k: v for k, v in BASE.items() if k != "num_key_value_heads"}),
+    "olmo2": _config("Olmo2Config", **BASE),
+    "granite": _config("GraniteConfig", **BASE, embedding_multiplier=12.0, residual_multiplier=0.22,
+                       attention_multiplier=0.2, logits_scaling=8.0),
+    "mixtral": _config("MixtralConfig", **BASE, num_local_experts=4),
+    "qwen3_moe": _config("Qwen3MoeConfig", **BASE, **MOE, head_dim=16),
+    "deepseek_v2": _config("DeepseekV2Config", **{**BASE, **MLA}, q_lora_rank=None),
+    "qwen3_next": _config("Qwen3NextConfig", **BASE, **MOE, **LINEAR, head_dim=16, shared_expert_intermediate_size=16),
+    "bamba": _config("BambaConfig", **BASE, **MAMBA, attn_layer_indices=[1, 3], mamba_expand=2),
+    "falcon_h1": _config("FalconH1Config", **BASE, **MAMBA, head_dim=8, mamba_d_ssm=64, embedding_multiplier=5.0),
+    "gpt2": _config("GPT2Config", vocab_size=128, n_embd=32, n_layer=4, n_head=4, n_positions=256),
+    "lfm2": _config("Lfm2Config", **BASE, full_attn_idxs=[1, 3]),
+}  # fmt: skip
+
+# expert kernels batch tokens of all rows, so a row's last bits depend on its neighbours in the plain model too
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "qwen3_next")
+
+
+def tiny(family: str, seed: int = 0) -> Any:
+    """A tiny random model of a family, in eval mode, the same for the same seed."""
+    torch.manual_seed(seed)
+    return tf.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+
+
+def open_gates(model: Any, attention: float = 0.7, mlp: float = 0.3) -> Any:
+    """Opens all gates, so that documents matter before any training. Returns the model."""
+    for block in model.cross_blocks:
+        block.attention_gate.data.fill_(attention)
+        block.mlp_gate.data.fill_(mlp)
+    return model

@@ -1,0 +1,147 @@
+"""Discovery: what is found on each family, and which models are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from families import BASE, FAMILIES, tiny
+from torch import nn
+
+from comb.attach import LayerHooks
+from comb.backbone import UnsupportedBackboneError, inspect_backbone
+from comb.fingerprint import backbone_fingerprint, check_fingerprint, fingerprint
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_discovery_finds_the_layers(family: str) -> None:
+    model = tiny(family)
+    info = inspect_backbone(model)
+    assert info.num_layers == 4
+    assert len(model.get_submodule(info.layers_path)) == 4
+    assert info.hidden_size == 32
+    assert info.vocab_size == 128
+    assert info.max_position_embeddings in (256, 2048)
+
+
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [("llama", (4, 2, 8)), ("qwen3", (4, 2, 16)), ("gemma2", (4, 2, 16)), ("gpt_neox", (4, 4, 8)), ("phi3", (4, 2, 8))],
+)
+def test_heads_follow_the_explicit_head_dim(family: str, heads: tuple[int, int, int]) -> None:
+    info = inspect_backbone(tiny(family))
+    assert (info.num_attention_heads, info.num_key_value_heads, info.head_dim) == heads
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama", ["full"] * 4),
+        ("mistral", ["sliding"] * 4),
+        ("gemma3", ["sliding", "full"] * 2),
+        ("deepseek_v2", ["full"] * 4),
+        ("qwen3_next", ["linear", "linear", "linear", "full"]),
+        ("bamba", ["linear", "full"] * 2),
+        ("falcon_h1", ["both"] * 4),
+        ("lfm2", ["linear", "full"] * 2),
+    ],
+)
+def test_layer_kinds(family: str, kinds: list[str]) -> None:
+    assert list(inspect_backbone(tiny(family)).layer_kinds) == kinds
+
+
+@pytest.mark.parametrize(("family", "scale"), [("granite", 12.0), ("falcon_h1", 5.0), ("llama", 1.0), ("gemma3", 1.0)])
+def test_embedding_scale_is_what_the_first_layer_sees(family: str, scale: float) -> None:
+    # Gemma 3 scales inside its embedding module, so nothing is left to do behind it
+    assert inspect_backbone(tiny(family)).embedding_scale == pytest.approx(scale, rel=1e-3)
+
+
+def test_embedding_scale_of_a_bf16_model() -> None:
+    assert inspect_backbone(tiny("granite").bfloat16()).embedding_scale == pytest.approx(12.0, rel=1e-2)
+
+
+def test_latent_attention_gets_heads_no_wider_than_the_latent() -> None:
+    info = inspect_backbone(tiny("deepseek_v2"))
+    assert info.latent_attention
+    assert 2 * info.num_key_value_heads * info.head_dim <= 16 + 8
+
+
+def test_absolute_positions_are_noted() -> None:
+    info = inspect_backbone(tiny("gpt2"))
+    assert info.embedding_scale == 1.0
+    assert any("plain table" in note for note in info.notes)
+
+
+def test_nested_rotary_parameters_take_the_global_layers() -> None:
+    parameters = inspect_backbone(tiny("gemma3")).rope_parameters
+    assert parameters["rope_theta"] == tiny("gemma3").config.rope_parameters["full_attention"]["rope_theta"]
+
+
+def test_partial_rotary_is_kept() -> None:
+    assert inspect_backbone(tiny("gpt_neox")).rope_parameters["partial_rotary_factor"] == 0.25
+
+
+def test_an_encoder_decoder_is_refused_with_the_reason() -> None:
+    t5 = tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2, d_ff=16))
+    with pytest.raises(UnsupportedBackboneError, match="not a decoder-only"):
+        inspect_backbone(t5)
+
+
+def test_a_model_without_a_stack_of_layers_is_refused_with_the_lists_it_has() -> None:
+    model = tiny("llama")
+    model.config.num_hidden_layers = 7
+    with pytest.raises(UnsupportedBackboneError, match=r"no list of 7 decoder layers; lists found: model.layers \(4\)"):
+        inspect_backbone(model)
+
+
+def test_a_hidden_state_of_another_shape_is_refused() -> None:
+    class Streams(nn.Module):
+        """Gives the layers several parallel streams, as some models do."""
+
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            return self.layer(hidden[0], **kwargs)
+
+    model = tiny("llama")
+    model.model.layers[0] = Streams(model.model.layers[0])
+    embed = model.model.embed_tokens.forward
+    model.model.embed_tokens.forward = lambda ids: embed(ids)[None].expand(2, -1, -1, -1)
+    with pytest.raises(UnsupportedBackboneError, match=r"hidden state of shape \(2, 1, 2, 32\)"):
+        inspect_backbone(model)
+
+
+def test_hooks_are_counted_and_leave_no_trace() -> None:
+    layers = nn.ModuleList(nn.Identity() for _ in range(3))
+    hooks = LayerHooks(layers, {1: lambda hidden: hidden + 1})
+    x = torch.zeros(1, 2, 4)
+    with hooks.attached():
+        with hooks.attached():
+            assert torch.equal(layers[1](x), x + 1)
+            assert len(layers[1]._forward_pre_hooks) == 1
+        assert torch.equal(layers[1](x), x + 1)
+    assert torch.equal(layers[1](x), x)
+    assert not any(layer._forward_pre_hooks for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fingerprint_matches_across_dtypes(dtype: torch.dtype) -> None:
+    check_fingerprint(tiny("llama").to(dtype), fingerprint(tiny("llama")), "llama")
+
+
+def test_fingerprint_tells_weights_apart() -> None:
+    expected = fingerprint(tiny("llama"))
+    with pytest.raises(ValueError, match="embedding differs"):
+        check_fingerprint(tiny("llama", seed=1), expected, "llama")
+    deeper = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "intermediate_size": 48}))
+    with pytest.raises(ValueError, match="other names or shapes"):
+        check_fingerprint(deeper, expected, "llama")
+    wider = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "vocab_size": 130}))
+    with pytest.raises(ValueError, match="embedding table"):
+        check_fingerprint(wider, expected, "llama")
+
+
+def test_cache_key_fingerprint_depends_on_dtype() -> None:
+    assert backbone_fingerprint(tiny("llama")) != backbone_fingerprint(tiny("llama").bfloat16())

@@ -1,0 +1,185 @@
+"""Saving and loading: the adapter alone, its backbone checked, and damage named."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, open_gates, tiny
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from comb import CombConfig, CombForCausalLM
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """``backbone/`` and ``adapter/`` of a tiny Llama, gates open."""
+    backbone = tiny("llama")
+    backbone.save_pretrained(tmp_path / "backbone")
+    model = CombForCausalLM.from_backbone(str(tmp_path / "backbone"), num_encoder_layers=2)
+    open_gates(model).save_pretrained(tmp_path / "adapter")
+    return tmp_path
+
+
+def logits(model: CombForCausalLM) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([[5, 6, 7]]), documents=[model.encode([[8, 9, 10]])]).logits
+
+
+def edit(path: Path, **values: object) -> None:
+    config = json.loads(path.read_text())
+    config.update(values)
+    path.write_text(json.dumps(config))
+
+
+def test_the_folder_holds_the_adapter_alone(saved: Path) -> None:
+    names = {path.name for path in (saved / "adapter").iterdir()}
+    assert {"config.json", "model.safetensors", "README.md", "generation_config.json"} <= names
+    weights = load_file(saved / "adapter" / "model.safetensors")
+    model = CombForCausalLM.from_pretrained(saved / "adapter")
+    assert set(weights) == {name for name, p in model.named_parameters() if p.requires_grad}
+    config = json.loads((saved / "adapter" / "config.json").read_text())
+    assert config["model_type"] == "comb"
+    assert config["backbone_config"]["model_type"] == "llama"
+    assert config["backbone_name_or_path"] == str(saved / "backbone")
+    assert config["architectures"] == ["CombForCausalLM"]
+
+
+@pytest.mark.parametrize("loader", [CombForCausalLM, AutoModelForCausalLM])
+def test_round_trip(saved: Path, loader: type) -> None:
+    torch.manual_seed(99)  # whatever the state of the generator, loading draws nothing from it
+    model = loader.from_pretrained(str(saved / "adapter"))
+    assert isinstance(model, CombForCausalLM)
+    assert not model.training
+    again = loader.from_pretrained(saved / "adapter")
+    assert torch.equal(logits(model), logits(again))
+    assert model.fingerprint == again.fingerprint
+    direct = CombForCausalLM.from_pretrained(saved / "adapter", backbone=tiny("llama"))
+    assert torch.equal(logits(model), logits(direct))
+    assert isinstance(AutoConfig.from_pretrained(saved / "adapter"), CombConfig)
+
+
+def test_trainable_after_loading(saved: Path) -> None:
+    model = CombForCausalLM.from_pretrained(saved / "adapter")
+    assert all(p.requires_grad == (not n.startswith("backbone.")) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_round_trips(family: str, tmp_path: Path) -> None:
+    model = open_gates(CombForCausalLM.from_backbone(tiny(family), num_encoder_layers=2))
+    model.save_pretrained(tmp_path)
+    loaded = CombForCausalLM.from_pretrained(tmp_path, backbone=tiny(family))
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_sharded_weights(saved: Path) -> None:
+    model = CombForCausalLM.from_pretrained(saved / "adapter")
+    model.save_pretrained(saved / "sharded", max_shard_size="20KB")
+    assert (saved / "sharded" / "model.safetensors.index.json").exists()
+    assert torch.equal(logits(CombForCausalLM.from_pretrained(saved / "sharded")), logits(model))
+
+
+def test_dtype_reaches_backbone_and_adapter(saved: Path) -> None:
+    model = CombForCausalLM.from_pretrained(saved / "adapter", dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    mixed = CombForCausalLM.from_pretrained(saved / "adapter", dtype=torch.bfloat16, adapter_dtype=torch.float32)
+    assert {p.dtype for n, p in mixed.named_parameters() if p.requires_grad} == {torch.float32}
+    assert mixed.backbone.dtype == torch.bfloat16
+
+
+def test_attention_implementation_reaches_everything(saved: Path) -> None:
+    model = CombForCausalLM.from_pretrained(saved / "adapter", attn_implementation="eager")
+    implementations = {c._attn_implementation for c in (model.config, model.encoder.config, model.backbone.config)}
+    assert implementations == {"eager"}
+
+
+def test_another_backbone_is_refused(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"embedding differs .* this adapter belongs to .*backbone"):
+        CombForCausalLM.from_pretrained(saved / "adapter", backbone=tiny("llama", seed=5))
+    with pytest.raises(ValueError, match="other names or shapes"):
+        CombForCausalLM.from_pretrained(saved / "adapter", backbone=tiny("qwen2"))
+
+
+def test_a_missing_backbone_says_what_to_do(saved: Path) -> None:
+    edit(saved / "adapter" / "config.json", backbone_name_or_path=str(saved / "gone"))
+    with pytest.raises(OSError, match=r"gone.* could not be loaded .*backbone=\.\.\."):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+    edit(saved / "adapter" / "config.json", backbone_name_or_path="")
+    with pytest.raises(ValueError, match="doesn't name its backbone"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+
+
+def test_nan_in_an_adapter_is_refused(saved: Path) -> None:
+    path = saved / "adapter" / "model.safetensors"
+    weights = load_file(path)
+    weights["encoder.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"encoder\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+
+
+def test_missing_and_misshapen_weights_are_refused(saved: Path) -> None:
+    path = saved / "adapter" / "model.safetensors"
+    weights = load_file(path)
+    gate = weights.pop("cross_blocks.0.mlp_gate")
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights, among them \['cross_blocks.0.mlp_gate'\]"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+    save_file({**weights, "cross_blocks.0.mlp_gate": gate.repeat(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"mlp_gate has shape \(2,\), its configuration says \(1,\)"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+
+
+def test_a_folder_without_weights(saved: Path) -> None:
+    (saved / "adapter" / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="not an adapter checkpoint"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+
+
+def test_a_truncated_weights_file(saved: Path) -> None:
+    path = saved / "adapter" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"(?i)incomplete|invalid|deserializ"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+
+
+def test_keys_of_a_newer_version_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(saved / "adapter" / "config.json", format_version=7, seam_tokens=3, other_new_key="x")
+    with caplog.at_level(logging.WARNING, logger="comb.config"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+    assert "other_new_key, seam_tokens" in caplog.text
+    assert "format 7, this is 1" in caplog.text
+
+
+def test_known_keys_are_not_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="comb.config"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+    assert not caplog.records
+
+
+def test_unknown_weights_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = saved / "adapter" / "model.safetensors"
+    save_file({**load_file(path), "encoder.extra": torch.zeros(1)}, path, metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger="comb.adapter"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+    assert "encoder.extra" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cross_encoder_layers": [0]}, "cross_encoder_layers must name one of"),
+        ({"cross_encoder_layers": [0, 9]}, "cross_encoder_layers must name one of"),
+        ({"cross_attention_layers": [2, 1]}, "must ascend"),
+        ({"encoder_config": {"qk_norm": "sometimes"}}, "qk_norm is one of"),
+        ({"encoder_config": {"num_attention_heads": 3, "num_key_value_heads": 2}}, "must be a multiple"),
+        ({"backbone_config": {"hidden_size": 3}}, "has no model_type"),
+    ],
+)
+def test_configurations_that_make_no_sense(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CombConfig(**{"cross_attention_layers": [1, 2], "encoder_config": {"num_hidden_layers": 2}, **values})

@@ -1,0 +1,147 @@
+"""Documents and prompts: structure is never read out of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from comb import Document, Prompt, PromptBuilder
+from comb.documents import as_document
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = TEMPLATE, **special: Any) -> Any:
+    """Every byte a token, and four special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", **special)
+    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]})
+    fast.chat_template = chat_template
+    return fast
+
+
+def ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_document_holds_one_thing() -> None:
+    assert as_document("some text") == Document("some text")
+    assert Document(token_ids=[1, 2]).token_ids == (1, 2)
+    for arguments in ({}, {"text": "a", "token_ids": (1,)}, {"text": ""}, {"text": " \n"}, {"token_ids": ()}):
+        with pytest.raises(ValueError, match="document"):
+            Document(**arguments)
+    with pytest.raises(ValueError, match=r"str or a comb\.Document, not int"):
+        as_document(3)
+
+
+def test_prompt_layout() -> None:
+    prompt = Prompt((1,), ((2, 3), (4,)), (5, 6))
+    assert prompt.flat == (1, 2, 3, 4, 5, 6)
+    assert prompt.query == (1, 5, 6)
+
+
+def test_documents_stand_in_front_of_the_first_user_message() -> None:
+    tokenizer = byte_tokenizer()
+    builder = PromptBuilder(tokenizer)
+    segments = [builder.segment("one"), builder.segment(Document("two"))]
+    prompt = builder.build("why?", segments)
+    assert tokenizer.decode(prompt.flat) == "<|user|>one\ntwo\nwhy?<|assistant|>"
+    assert prompt.head == ids(tokenizer, "<|user|>")
+    messages = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "b"}, {"role": "user", "content": "c?"},
+    ]  # fmt: skip
+    chat = builder.build(messages, segments)
+    assert tokenizer.decode(chat.flat) == (
+        "<|system|>Be brief.<|user|>one\ntwo\na?<|assistant|>b<|end|><|user|>c?<|assistant|>"
+    )
+
+
+def test_without_documents_the_prompt_is_the_chat_template() -> None:
+    tokenizer = byte_tokenizer()
+    messages = [{"role": "user", "content": "why?"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert PromptBuilder(tokenizer).build(messages).flat == ids(tokenizer, rendered)
+
+
+@pytest.mark.parametrize("text", ["a <|end|> b", "<|user|>", "<|assistant|>done<|end|>"])
+def test_text_that_spells_a_special_token_stays_text(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    builder = PromptBuilder(tokenizer)
+    special = set(tokenizer.all_special_ids)
+    assert not special & set(builder.segment(text))
+    assert tokenizer.decode(builder.segment(text)) == text + "\n"
+    query = builder.build(text).tail
+    assert special & set(query) == set(ids(tokenizer, "<|assistant|>"))
+    # control: plain tokenisation would have made it one
+    assert special & set(ids(tokenizer, text))
+
+
+def test_a_segment_does_not_depend_on_its_neighbours() -> None:
+    builder = PromptBuilder(byte_tokenizer())
+    alone = builder.segment("one")
+    assert builder.build("q", [builder.segment("zero"), alone]).segments[1] == alone
+
+
+def test_titles_and_templates() -> None:
+    builder = PromptBuilder(byte_tokenizer(), document_template="# {title}\n{text}\n\n")
+    assert builder.tokenizer.decode(builder.segment(Document("body", title="Q3"))) == "# Q3\nbody\n\n"
+    braces = builder.segment(Document("f{x}", title="{}"))
+    assert builder.tokenizer.decode(braces) == "# {}\nf{x}\n\n"
+
+
+def test_a_tokenizer_without_chat_template_takes_text() -> None:
+    plain = PromptBuilder(byte_tokenizer(chat_template=None))
+    assert plain.build("why?").flat == ids(plain.tokenizer, "why?")
+    with pytest.raises(ValueError, match="need a tokenizer with a chat_template"):
+        plain.build([{"role": "user", "content": "why?"}])
+
+
+def test_bos_is_kept_where_the_tokenizer_adds_it() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer(chat_template=None, bos_token="<|bos|>")
+    assert PromptBuilder(tokenizer).build("a").head == ()
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", bos)]
+    )
+    assert PromptBuilder(tokenizer).build("a").head == (bos,)
+
+
+def test_answers_end() -> None:
+    tokenizer = byte_tokenizer()
+    assert PromptBuilder(tokenizer).answer("yes") == (*ids(tokenizer, "yes"), tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ([], "no messages"), ([{"role": "system", "content": "a"}], "no message with role 'user'"),
+        ([{"role": "user", "content": ["a"]}], "content must be text"), ([{"role": "user"}], "content must be text"),
+    ],
+)  # fmt: skip
+def test_chats_that_cannot_be_built(query: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptBuilder(byte_tokenizer()).build(query)
+
+
+def test_a_template_that_leaves_out_a_message_is_refused() -> None:
+    only_last = "{{ messages[-1].content }}"
+    builder = PromptBuilder(byte_tokenizer(chat_template=only_last))
+    with pytest.raises(ValueError, match="leaves out a message"):
+        builder.build([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+def test_token_ids_of_another_tokenizer() -> None:
+    with pytest.raises(ValueError, match="another tokenizer"):
+        PromptBuilder(byte_tokenizer()).segment(Document(token_ids=(1, 99999)))

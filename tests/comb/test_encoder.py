@@ -1,0 +1,251 @@
+"""The encoder: batches of different lengths, packing, rotary set-ups, and starting from the backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, open_gates, tiny
+from torch import nn
+from transformers import AttentionInterface, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from comb import CombEncoderConfig, CombForCausalLM
+from comb.backbone import inspect_backbone, text_config
+from comb.config import spread_cross_layers, spread_encoder_layers
+from comb.encoder import EncoderLayer, Rotary
+from comb.initialization import copy_parts, encoder_config_for, read_layer
+
+LENGTHS = (3, 17, 1, 8, 17, 30)
+
+
+def segments() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 100, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_batch_equals_each_alone(causal: bool, implementation: str) -> None:
+    model = CombForCausalLM.from_backbone(tiny("qwen3"), num_encoder_layers=3, encoder_causal=causal)
+    model.config._attn_implementation = implementation
+    for picache, segment in zip(model.encode(segments()), segments(), strict=True):
+        (alone,) = model.encode([segment])
+        torch.testing.assert_close(picache.keys, alone.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(picache.values, alone.values, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_that_leaks_would_be_seen() -> None:
+    """The control of the test above: without a mask the padded rows differ."""
+    model = CombForCausalLM.from_backbone(tiny("qwen3"), num_encoder_layers=3)
+    hidden = nn.utils.rnn.pad_sequence([model._embed(tuple(s)) for s in segments()], batch_first=True)
+    positions = torch.arange(hidden.shape[1])[None]
+    with torch.no_grad():
+        leaky = model.encoder._run(hidden, positions, {"key_mask": None})[-1][0, :3]
+        right = model.encoder._run(hidden[:1, :3], positions[:, :3], {"key_mask": None})[-1][0]
+    assert (leaky - right).abs().max() > 1e-3
+
+
+def test_causal_encoding_of_a_prefix_is_a_prefix_of_the_encoding() -> None:
+    model = CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, encoder_causal=True)
+    whole, part = model.encode([[5, 6, 7, 8, 9], [5, 6, 7]])
+    torch.testing.assert_close(whole.keys[:, :3], part.keys, rtol=1e-4, atol=1e-5)
+    bidirectional = CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2)
+    whole, part = bidirectional.encode([[5, 6, 7, 8, 9], [5, 6, 7]])
+    assert (whole.keys[:, :3] - part.keys).abs().max() > 1e-3
+
+
+def test_keys_come_out_normalised() -> None:
+    model = CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2)
+    for head in model.encoder.key_value_heads:
+        head.k_norm.weight.data.fill_(1.0)
+    (picache,) = model.encode([[5, 6, 7]])
+    torch.testing.assert_close(picache.keys.pow(2).mean(-1), torch.ones(2, 3, 2), rtol=1e-3, atol=1e-3)
+
+
+def test_equal_segments_are_encoded_once(model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    honest = model.encoder.forward
+    monkeypatch.setattr(model.encoder, "forward", lambda e: batches.append(len(e)) or honest(e))
+    first, second, third = model.encode([[5, 6], [7, 8, 9], [5, 6]])
+    assert batches == [2]
+    assert torch.equal(first.keys, third.keys)
+    assert first.keys.data_ptr() != third.keys.data_ptr()
+    assert second.num_tokens == 3
+
+
+def test_large_compiles_are_cut_into_batches(model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comb.model.ENCODE_BATCH_TOKENS", 40)
+    rows: list[tuple[int, int]] = []
+    honest = model.encoder.forward
+    monkeypatch.setattr(model.encoder, "forward", lambda e: rows.append((len(e), max(map(len, e)))) or honest(e))
+    picaches = model.encode(segments())
+    assert [p.num_tokens for p in picaches] == list(LENGTHS)
+    assert all(count * longest <= 40 for count, longest in rows)
+
+
+# --- the flash-attention path, with a plain implementation of the same interface ---------------------------
+
+
+def varlen_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+    *, scaling: float, is_causal: bool, cu_seq_lens_q: torch.Tensor, cu_seq_lens_k: torch.Tensor,
+    max_length_q: int, max_length_k: int, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """What flash-attention's variable-length function computes, row by row."""
+    assert attention_mask is None
+    assert query.shape[0] == key.shape[0] == 1
+    pieces = []
+    for row in range(len(cu_seq_lens_q) - 1):
+        q = query[:, :, cu_seq_lens_q[row] : cu_seq_lens_q[row + 1]]
+        k, v = (t[:, :, cu_seq_lens_k[row] : cu_seq_lens_k[row + 1]] for t in (key, value))
+        assert q.shape[2] <= max_length_q
+        assert k.shape[2] <= max_length_k
+        pieces.append(nn.functional.scaled_dot_product_attention(
+            q, k, v, scale=scaling, is_causal=is_causal, enable_gqa=True))  # fmt: skip
+    return torch.cat(pieces, dim=2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_packed_rows_give_the_same_as_padded_rows(causal: bool, query: torch.Tensor) -> None:
+    AttentionInterface.register("flash_plain_test", varlen_attention)
+
+    def run(implementation: str) -> tuple[list[Any], torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        backbone = tiny("llama")
+        model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, encoder_causal=causal))
+        model.config._attn_implementation = implementation
+        backbone.config._attn_implementation = "sdpa"
+        pics = model.encode(segments())
+        documents = [[pics[0], pics[1], pics[4]], []]
+        beams = {"num_beams": 2, "max_new_tokens": 3, "do_sample": False}
+        return pics, model(query, documents=documents).logits, model.generate(query, documents=documents, **beams)
+
+    packed, padded = run("flash_plain_test"), run("sdpa")
+    for left, right in zip(packed[0], padded[0], strict=True):
+        torch.testing.assert_close(left.keys, right.keys, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[1], padded[1], rtol=1e-4, atol=1e-5)
+    assert torch.equal(packed[2], padded[2])
+
+
+# --- rotary ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1000.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rotary_equals_the_backbones(rope: dict[str, Any]) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=256, rope_parameters=rope)
+    ours = CombEncoderConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+                             max_position_embeddings=256, rope_parameters=config.rope_parameters)  # fmt: skip
+    positions = torch.arange(40)[None]
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    for left, right in zip(Rotary(ours)(positions), expected, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_length_dependent_rotary_is_fixed() -> None:
+    """Dynamic NTK rescales with the longest row of a batch: a document would depend on its neighbours."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config = CombEncoderConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+                               max_position_embeddings=32, rope_parameters=rope)  # fmt: skip
+    rotary = Rotary(config)
+    short = rotary(torch.arange(8)[None])[0]
+    torch.testing.assert_close(rotary(torch.arange(100)[None])[0][:, :8], short, rtol=0, atol=0)
+
+
+# --- starting from the backbone ----------------------------------------------------------------------------
+
+WHOLE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "granite", "bamba")
+# what a Llama-style layer has no counterpart for: LayerNorm and plain MLPs, experts, latent or gated attention
+PARTLY = {"gpt_neox": 7, "mixtral": 6, "qwen3_moe": 8, "deepseek_v2": 2, "qwen3_next": 7, "gpt2": 0, "lfm2": 6}
+
+
+def _layer_in_and_out(family: str) -> tuple[Any, nn.Module, torch.Tensor, torch.Tensor]:
+    model = tiny(family)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms of one hide whether "1 + w" was understood
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    info = inspect_backbone(model)
+    index = max(i for i, kind in enumerate(info.layer_kinds) if kind in ("full", "sliding", "both"))
+    layer = model.get_submodule(info.layers_path)[index]
+    seen: dict[str, torch.Tensor] = {}
+
+    def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen.update(x=args[0], y=output[0] if isinstance(output, tuple) else output)
+
+    with torch.no_grad(), layer.register_forward_hook(record, with_kwargs=True):
+        model(torch.randint(3, 100, (2, 7)))
+    return model, layer, seen["x"], seen["y"]
+
+
+def _our_layer(model: Any, layer: nn.Module) -> tuple[EncoderLayer, list[str], Any]:
+    info = inspect_backbone(model)
+    options = {"num_layers": 2, "causal": True, "max_document_tokens": None, "plain": False}
+    config = encoder_config_for(model, info, **options)
+    config._attn_implementation = "sdpa"
+    ours = EncoderLayer(config)
+    return ours, copy_parts(ours, read_layer(layer, info, text_config(model))), config
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_a_copied_layer_computes_what_the_backbones_layer_computes(family: str) -> None:
+    model, layer, x, y = _layer_in_and_out(family)
+    ours, copied, config = _our_layer(model, layer)
+    assert sorted(copied) == sorted(name for name, _ in ours.named_parameters())
+    with torch.no_grad():
+        result = ours(x, Rotary(config)(torch.arange(7)[None]))
+    torch.testing.assert_close(result, y, rtol=1e-4, atol=1e-5)
+    assert (y - x).abs().max() > 1e-3  # control: the layer does something
+
+
+@pytest.mark.parametrize("family", PARTLY)
+def test_other_layers_give_what_has_a_counterpart(family: str) -> None:
+    model, layer, *_ = _layer_in_and_out(family)
+    _, copied, _ = _our_layer(model, layer)
+    assert len(copied) == PARTLY[family]
+
+
+def test_every_family_is_covered() -> None:
+    assert set(WHOLE) | set(PARTLY) | {"falcon_h1"} == set(FAMILIES)  # falcon_h1: multipliers inside the layer
+
+
+def test_cross_blocks_start_from_the_layer_they_precede() -> None:
+    backbone = tiny("llama")
+    model = CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, cross_attention_layers=[1, 3])
+    for block, head, index in zip(model.cross_blocks, model.encoder.key_value_heads, (1, 3), strict=True):
+        layer = backbone.model.layers[index]
+        assert torch.equal(block.cross_attn.q_proj.weight, layer.self_attn.q_proj.weight)
+        assert torch.equal(block.mlp.down_proj.weight, layer.mlp.down_proj.weight)
+        assert torch.equal(head.v_proj.weight, layer.self_attn.v_proj.weight)
+        assert block.attention_gate.item() == block.mlp_gate.item() == 0.0
+
+
+def test_hybrid_linear_layers_borrow_attention_from_the_nearest_full_layer() -> None:
+    backbone = tiny("bamba")
+    model = CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, cross_attention_layers=[2])
+    attention = backbone.model.layers[1].self_attn
+    assert torch.equal(model.cross_blocks[0].cross_attn.q_proj.weight, attention.q_proj.weight)
+    assert torch.equal(model.encoder.key_value_heads[0].k_proj.weight, attention.k_proj.weight)
+
+
+def test_where_layers_go() -> None:
+    assert spread_cross_layers(32, 8) == [4, 7, 11, 14, 18, 21, 25, 28]
+    assert spread_cross_layers(6, 2) == [2, 4]
+    assert spread_cross_layers(3, 3) == [0, 1, 2]
+    assert spread_encoder_layers(8, 8) == list(range(8))
+    assert spread_encoder_layers(4, 2) == [1, 3]
+    assert spread_encoder_layers(2, 4) == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="can't place 5 cross blocks before 4"):
+        spread_cross_layers(4, 5)

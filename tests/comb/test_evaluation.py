@@ -1,0 +1,197 @@
+"""Evaluation: results of methods on a tiny model, tables, JSON and plots."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from comb import CombForCausalLM, Document, Example
+from comb.engine import PICEngine
+from comb.evaluation.plot import plot_losses, plot_results
+from comb.evaluation.run import MethodResult, Timing, evaluate
+from comb.evaluation.table import COLUMNS, environment, markdown_table, result_table, rows, write_results
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<pad>", "<end>", *alphabet])}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> CombForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+        initializer_range=0.2,
+    )  # fmt: skip
+    model = CombForCausalLM.from_backbone(LlamaForCausalLM(config), num_encoder_layers=1, cross_attention_layers=[1])
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate"):
+            torch.nn.init.constant_(parameter, 0.7)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def questions(model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast) -> list[Example]:
+    """Questions whose right answer is what the backbone says with the documents in its prompt: `full` scores 100%."""
+    engine = PICEngine(model, tokenizer, method="full")
+    examples = []
+    for number in range(6):
+        documents = (Document(f"fact {number} here"), Document(f"other {number}"))
+        query = f"what is {number}?"
+        answer = engine.ask(query, documents, max_new_tokens=6).text.strip()
+        examples.append(Example(documents, query, answer, id=str(number)))
+    return examples
+
+
+@pytest.fixture(scope="module")
+def results(
+    model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Example]
+) -> dict[str, MethodResult]:
+    methods = ["full", "prefix", "comb", "none"]
+    found = evaluate((model, tokenizer), questions, methods, timing_examples=3, batch_size=4, **OPTIONS)
+    assert [result.method for result in found] == methods
+    return {result.method: result for result in found}
+
+
+def test_methods_that_recompute_exactly_agree(results: dict[str, MethodResult], questions: list[Example]) -> None:
+    assert results["full"].em == results["prefix"].em == 1.0
+    assert results["full"].predictions == tuple(example.answer for example in questions)
+    assert all(result.n == 6 for result in results.values())
+
+
+def test_controls_without_documents_or_training_do_worse(results: dict[str, MethodResult]) -> None:
+    assert results["none"].em < 1.0
+    assert results["comb"].em < 1.0  # an untrained encoder
+    assert results["none"].predictions != results["comb"].predictions
+
+
+def test_cache_and_recomputation_are_accounted_for(results: dict[str, MethodResult]) -> None:
+    document_tokens = len("fact 0 here\n") + len("other 0\n")
+    assert results["full"].recomputed_tokens == document_tokens
+    assert results["full"].cache_bytes_per_document_token == 0
+    assert results["comb"].recomputed_tokens == 0
+    # one cross layer: K and V of one head of 16 float32
+    assert results["comb"].cache_bytes_per_document_token == 2 * 1 * 16 * 4
+    assert results["none"].recomputed_tokens == results["none"].cache_bytes_per_document_token == 0
+
+
+def test_times_are_taken_cold_and_cached(results: dict[str, MethodResult]) -> None:
+    for result in results.values():
+        for timing in (result.ttft_cold_s, result.ttft_cached_s):
+            assert timing is not None
+            assert timing.n == 3
+            assert 0 < timing.low <= timing.median <= timing.high < 60
+
+
+def test_times_need_examples_without_a_document_in_common(
+    model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Example]
+) -> None:
+    shared = [dataclasses.replace(example, documents=questions[0].documents) for example in questions]
+    [result] = evaluate((model, tokenizer), shared, ["full"], timing_examples=3, **OPTIONS)
+    assert result.ttft_cold_s is not None
+    assert result.ttft_cold_s.n == 1
+    [result] = evaluate((model, tokenizer), questions, ["full"], timing_examples=0, **OPTIONS)
+    assert result.ttft_cold_s is None
+
+
+def test_an_engine_brings_its_model_and_templates(
+    model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Example]
+) -> None:
+    engine = PICEngine(model, tokenizer)
+    [plain] = evaluate(engine, questions, ["full"], timing_examples=0, **OPTIONS)
+    [changed] = evaluate(engine, questions, ["full"], timing_examples=0, query_template="Q {query}", **OPTIONS)
+    assert plain.em == 1.0
+    assert changed.predictions != plain.predictions
+
+
+def test_references_count_as_alternatives(
+    model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Example]
+) -> None:
+    example = dataclasses.replace(questions[0], answer="wrong", answers=("wrong", questions[0].answer))
+    [result] = evaluate((model, tokenizer), [example], ["full"], timing_examples=0, **OPTIONS)
+    assert result.em == 1.0
+
+
+def test_what_cannot_be_evaluated(model: CombForCausalLM, tokenizer: Any, questions: list[Example]) -> None:
+    with pytest.raises(ValueError, match="no examples"):
+        evaluate((model, tokenizer), [], ["full"])
+    with pytest.raises(ValueError, match="no methods"):
+        evaluate((model, tokenizer), questions, [])
+    with pytest.raises(ValueError, match="unknown method 'fool'"):
+        evaluate((model, tokenizer), questions, ["fool"])
+    with pytest.raises(ValueError, match="plain backbone"):
+        evaluate((model.backbone, tokenizer), questions, ["comb"])
+
+
+def test_timing_of_few_measurements() -> None:
+    assert Timing.of([]) is None
+    assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(3.0, 2.0, 4.0, 5)
+
+
+# --- tables, JSON, plots --------------------------------------------------------------------------------------------
+
+
+def result(method: str = "full", em: float = 0.5, timing: Timing | None = None) -> MethodResult:
+    return MethodResult(method, 4, em, 0.625, 0.75, 3.0, timing, timing, 128.0, 7.0, 1.5, ("a", "b", "c", "d"))
+
+
+def test_tables_show_percent_and_milliseconds() -> None:
+    [timed, untimed] = rows([result(timing=Timing(0.0123, 0.0091, 0.02, 5)), result("comb")])
+    assert timed[:6] == ("full", "50.0", "62.5", "75.0", "12 (9.1-20)", "12 (9.1-20)")
+    assert untimed[4] == "-"
+    console = Console(width=80, file=io.StringIO())
+    console.print(result_table([result(timing=Timing(0.0123, 0.0091, 0.02, 5))], "held-out"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+    assert "12 (9.1-20)  12 (9.1-20)" in " ".join(text.split("\n")).replace("   ", "  ")
+    assert "…" not in text  # nothing is cut at 80 columns
+    assert "4 questions" in text
+    lines = markdown_table([result(), result("comb")]).splitlines()
+    assert len(lines) == 4
+    assert {line.count("|") for line in lines} == {len(COLUMNS) + 1}
+
+
+def test_json_says_how_it_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "result.json"
+    write_results(path, [result(timing=Timing(1.0, 0.5, 2.0, 3))], seed=7, dataset="nano")
+    content = json.loads(path.read_text())
+    assert content["results"][0]["em"] == 0.5
+    assert content["results"][0]["ttft_cold_s"] == {"median": 1.0, "low": 0.5, "high": 2.0, "n": 3}
+    assert content["results"][0]["predictions"] == ["a", "b", "c", "d"]
+    assert (content["seed"], content["dataset"]) == (7, "nano")
+    assert {"argv", "versions", "commit", "machine"} <= set(content)
+    assert content["versions"]["torch"] == torch.__version__
+    assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]  # no temporary file is left
+
+
+def test_environment_works_outside_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert environment()["commit"] is None
+
+
+def test_plots_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
+    timing = Timing(0.01, 0.005, 0.02, 3)
+    for path in (
+        plot_results([result(timing=timing), result("none")], tmp_path / "a" / "results.png", title="held-out"),
+        plot_losses([(1, 2.0), (2, 1.0)], tmp_path / "loss.png"),
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,403 @@
+"""Methods: full, prefix and comb give the logits they promise, and refuse what they can't do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from comb import CombForCausalLM, methods
+from comb.methods.base import LinkRow, Method, fork_cache
+from comb.methods.prefix import Prefix, why_not
+from comb.methods.weights import weights_fingerprint
+from comb.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
+from comb.store import PICacheStore
+
+VOCABULARY = 96
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEAD, QUERY = [1, 5], [7, 8, 9]
+DOCUMENTS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(kind: str, **changes: object) -> PreTrainedModel:
+    """A tiny random model with weights large enough that its tokens depend on its input."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "initializer_range": 0.2, **changes}
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).eval()
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16)).eval()
+    if kind == "neox":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)).eval()
+    raise AssertionError(kind)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "neox"])
+def backbone(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make(request.param)
+
+
+@pytest.fixture(scope="module")
+def comb_model() -> CombForCausalLM:
+    return open_gates(CombForCausalLM.from_backbone(make("llama"), num_encoder_layers=2))
+
+
+def open_gates(model: CombForCausalLM) -> CombForCausalLM:
+    with torch.no_grad():
+        for block in model.cross_blocks:
+            block.attention_gate.fill_(1.0)
+            block.mlp_gate.fill_(0.5)
+    return model
+
+
+def flat(documents: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([HEAD + [token for document in documents for token in document] + QUERY])
+
+
+def plain_logits(model: PreTrainedModel, documents: list[list[int]]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(flat(documents)).logits[:, -1].float()
+
+
+def plain_tokens(model: PreTrainedModel, documents: list[list[int]], count: int = 8) -> torch.Tensor:
+    return model.generate(flat(documents), max_new_tokens=count, do_sample=False)
+
+
+# ---- registry ----
+
+
+def test_registry_names_and_errors() -> None:
+    assert {"comb", "full", "prefix"} <= set(methods.names())
+    with pytest.raises(ValueError, match=r"unknown method 'ful'.*full"):
+        methods.get("ful")
+    with pytest.raises(ValueError, match="full"):
+        methods.create("full:3", make("llama"))
+    with pytest.raises(ValueError, match="no parameter k"):
+        methods.create("full", make("llama"), k=3)
+
+
+def test_a_method_is_one_class_and_its_parameters_come_from_the_spec() -> None:
+    class Mine(methods.get("full")):  # type: ignore[misc]
+        positional = ("k",)
+
+        def __init__(self, model: object, *, k: int = 4, scale: float = 1.0, exact: bool = False) -> None:
+            super().__init__(model)
+            self.parameters = (k, scale, exact)
+
+    methods.register("test-mine")(Mine)
+    try:
+        model = make("llama")
+        assert Mine.name == "test-mine"
+        assert methods.create("test-mine", model).parameters == (4, 1.0, False)
+        assert methods.create("test-mine:16", model).parameters == (16, 1.0, False)
+        assert methods.create("test-mine:16,scale=0.5,exact=true", model).parameters == (16, 0.5, True)
+        assert methods.create("test-mine:16", model, k=2).parameters[0] == 2
+        with pytest.raises(ValueError, match="registered already"):
+            methods.register("test-mine")(type("Other", (Mine,), {}))
+    finally:
+        del methods.registry._entries["test-mine"]
+
+
+# ---- full ----
+
+
+def test_full_is_the_plain_model(backbone: PreTrainedModel) -> None:
+    full = methods.create("full", backbone)
+    picaches = full.compile(DOCUMENTS)
+    assert all(isinstance(picache, TokenPICache) for picache in picaches)
+    state = full.link(picaches, QUERY, head_ids=HEAD)
+    assert torch.equal(state.input_ids, flat(DOCUMENTS))
+    logits = state.logits
+    torch.testing.assert_close(logits, plain_logits(backbone, DOCUMENTS), atol=1e-5, rtol=1e-5)
+    assert torch.equal(state.generate(max_new_tokens=8, do_sample=False), plain_tokens(backbone, DOCUMENTS))
+    assert state.recomputed_tokens == sum(map(len, DOCUMENTS))
+    assert [use.state for use in state.uses[0]] == ["inlined"] * 3
+    # the state was not used up, and documents matter
+    assert torch.equal(state.logits, logits)
+    assert not torch.allclose(state.logits, plain_logits(backbone, DOCUMENTS[:2]), atol=1e-3)
+
+
+def test_full_batch_equals_rows(backbone: PreTrainedModel) -> None:
+    full = methods.create("full", backbone)
+    rows = [LinkRow(full.compile(documents), QUERY, HEAD) for documents in (DOCUMENTS, [], DOCUMENTS[1:2])]
+    batch = full.link_batch(rows)
+    alone = [full.link(row.picaches, QUERY, head_ids=HEAD) for row in rows]
+    torch.testing.assert_close(batch.logits, torch.cat([state.logits for state in alone]), atol=1e-4, rtol=1e-4)
+    assert batch.recomputed == (12, 0, 3)
+    assert batch.prompt_tokens == [17, 5, 8]
+
+
+def test_prompt_longer_than_the_positions(backbone: PreTrainedModel) -> None:
+    for name in ("full", "prefix"):
+        method = methods.create(name, backbone)
+        with pytest.raises(ValueError, match=r"130 tokens \(125 of documents, 5 of query\).*128 positions"):
+            method.link(method.compile([[3] * 125]), QUERY, head_ids=HEAD)
+        with pytest.raises(ValueError, match="empty"):
+            method.link([], [])
+
+
+def test_a_picache_of_another_method_is_refused(comb_model: CombForCausalLM) -> None:
+    full, comb = methods.create("full", comb_model), methods.create("comb", comb_model)
+    with pytest.raises(ValueError, match="TokenPICache"):
+        full.link(comb.compile(DOCUMENTS), QUERY)
+    with pytest.raises(ValueError, match="CrossPICache"):
+        comb.link(full.compile(DOCUMENTS), QUERY)
+
+
+# ---- prefix ----
+
+
+def test_prefix_is_exact_and_reuses_the_longest_stored_prefix(backbone: PreTrainedModel) -> None:
+    store = PICacheStore()
+    prefix = methods.create("prefix", backbone, store=store)
+    picaches = prefix.compile(DOCUMENTS)
+
+    def link(order: list[int]) -> tuple[list[str], int]:
+        documents = [DOCUMENTS[index] for index in order]
+        state = prefix.link([picaches[index] for index in order], QUERY, head_ids=HEAD)
+        try:
+            torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
+            generated = state.generate(max_new_tokens=8, do_sample=False)
+            assert torch.equal(generated, plain_tokens(backbone, documents))
+            # neither call grew the stored keys and values
+            torch.testing.assert_close(state.logits, plain_logits(backbone, documents), atol=1e-5, rtol=1e-5)
+            return [use.state for use in state.uses[0]], state.recomputed_tokens
+        finally:
+            state.release()
+            state.release()
+
+    assert link([0, 1]) == (["compiled", "compiled"], 8)
+    assert link([0, 1]) == (["hit", "hit"], 0)
+    assert link([0, 1, 2]) == (["hit", "hit", "compiled"], 4)
+    assert link([0, 2]) == (["hit", "compiled"], 4)
+    # the same documents in another order are another prefix
+    assert link([1, 0]) == (["compiled", "compiled"], 8)
+    assert link([]) == ([], 0)
+    assert store.stats().in_use == 0
+    store.check_integrity()
+
+
+def test_prefix_survives_the_loss_of_its_middle() -> None:
+    model, store = make("llama"), PICacheStore()
+    prefix = methods.create("prefix", model, store=store)
+    picaches = prefix.compile(DOCUMENTS)
+    prefix.link(picaches, QUERY, head_ids=HEAD).release()
+    start = len(HEAD) + len(DOCUMENTS[0])
+    tokens = HEAD + DOCUMENTS[0] + DOCUMENTS[1]
+    key = content_key(tokens, fingerprint=prefix.fingerprint, method=f"prefix@{start}", dtype="float32")
+    assert store.remove(key)
+    state = prefix.link(picaches, QUERY, head_ids=HEAD)
+    assert [use.state for use in state.uses[0]] == ["hit", "compiled", "hit"]
+    torch.testing.assert_close(state.logits, plain_logits(model, DOCUMENTS), atol=1e-5, rtol=1e-5)
+
+
+def test_prefix_keys_tell_models_heads_cuts_and_tenants_apart() -> None:
+    store = PICacheStore()
+    model, other = make("llama"), make("llama")
+    with torch.no_grad():  # same shapes, same embedding: a fine-tune
+        other.model.layers[1].mlp.down_proj.weight[0, 0] += 0.5
+
+    def states(model: PreTrainedModel, documents: list[list[int]], head: list[int] = HEAD, salt: str = "") -> list[str]:
+        prefix = methods.create("prefix", model, store=store, salt=salt)
+        state = prefix.link(prefix.compile(documents), QUERY, head_ids=head)
+        state.release()
+        return [use.state for use in state.uses[0]]
+
+    assert states(model, DOCUMENTS[:1]) == ["compiled"]
+    assert states(model, DOCUMENTS[:1]) == ["hit"]
+    assert states(other, DOCUMENTS[:1]) == ["compiled"]
+    assert states(model, DOCUMENTS[:1], salt="tenant") == ["compiled"]
+    assert states(model, DOCUMENTS[:1], head=[1]) == ["compiled"]
+    assert states(model, [DOCUMENTS[0][:2], DOCUMENTS[0][2:]]) == ["compiled", "compiled"]
+
+
+def test_prefix_without_query_computes_the_last_segment_anew(backbone: PreTrainedModel) -> None:
+    prefix = methods.create("prefix", backbone)
+    state = prefix.link(prefix.compile(DOCUMENTS), [], head_ids=HEAD)
+    with torch.no_grad():
+        expected = backbone(torch.tensor([HEAD + [token for document in DOCUMENTS for token in document]])).logits[
+            :, -1
+        ]
+    torch.testing.assert_close(state.logits, expected, atol=1e-5, rtol=1e-5)
+    assert [use.state for use in state.uses[0]] == ["compiled", "compiled", "inlined"]
+
+
+def test_prefix_notices_a_foreign_entry() -> None:
+    model, store = make("llama"), PICacheStore()
+    prefix = methods.create("prefix", model, store=store)
+    tokens = HEAD + DOCUMENTS[0]
+    key = content_key(tokens, fingerprint=prefix.fingerprint, method="prefix@0", dtype="float32")
+    wrong = DecoderPICache("x", [torch.zeros(2, 3, 8)] * 2, [torch.zeros(2, 3, 8)] * 2)
+    store.acquire([key], lambda missing: [wrong]).release()
+    with pytest.raises(ValueError, match="something else"):
+        prefix.link(prefix.compile(DOCUMENTS[:1]), QUERY, head_ids=HEAD)
+    assert store.stats().in_use == 0
+
+
+def test_prefix_refuses_what_it_cannot_store() -> None:
+    sliding = MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=16))
+    with pytest.raises(ValueError, match="sliding-window layers drop"):
+        Prefix(sliding)
+    whole = MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None))
+    assert why_not(whole) is None
+    hybrid = BambaForCausalLM(
+        BambaConfig(
+            **SIZES, num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8
+        )
+    )
+    with pytest.raises(ValueError, match=r"recurrent.*method='full'"):
+        Prefix(hybrid)
+    dynamic = make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(ValueError, match="length of the prompt"):
+        Prefix(dynamic)
+
+
+def test_weights_fingerprint_sees_every_weight() -> None:
+    model = make("llama")
+    before = weights_fingerprint(model)
+    assert weights_fingerprint(make("llama")) == before
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    with torch.no_grad():
+        weight[[0, 1]] = weight[[1, 0]]
+    assert weights_fingerprint(model) != before
+    assert weights_fingerprint(make("llama").to(torch.bfloat16)) != before
+
+
+# ---- comb ----
+
+
+def test_comb_needs_an_encoder() -> None:
+    with pytest.raises(ValueError, match=r"(?s)plain backbone.*from_backbone.*comb train"):
+        methods.create("comb", make("llama"))
+
+
+def test_comb_is_the_model_with_documents(comb_model: CombForCausalLM) -> None:
+    comb = methods.create("comb", comb_model)
+    picaches = comb.compile(DOCUMENTS)
+    assert all(isinstance(picache, CrossPICache) for picache in picaches)
+    prompt = torch.tensor([HEAD + QUERY])
+    with torch.no_grad():
+        expected = comb_model(prompt, documents=[picaches]).logits[:, -1]
+        without = comb_model(prompt).logits[:, -1]
+    state = comb.link(picaches, QUERY, head_ids=HEAD)
+    torch.testing.assert_close(state.logits, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(state.logits, without, atol=1e-2)
+    tokens = comb_model.generate(prompt, documents=[picaches], max_new_tokens=8, do_sample=False)
+    assert torch.equal(state.generate(max_new_tokens=8, do_sample=False), tokens)
+    assert state.recomputed_tokens == 0
+    # the order of documents does not matter, a missing one does
+    reordered = comb.link(picaches[::-1], QUERY, head_ids=HEAD).logits
+    torch.testing.assert_close(reordered, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(comb.link(picaches[:2], QUERY, head_ids=HEAD).logits, expected, atol=1e-3)
+
+
+def test_comb_batch_equals_rows(comb_model: CombForCausalLM) -> None:
+    comb = methods.create("comb", comb_model)
+    rows = [
+        LinkRow(comb.compile(DOCUMENTS), QUERY, HEAD),
+        LinkRow([], [*QUERY, 40, 41], HEAD),
+        LinkRow(comb.compile(DOCUMENTS[1:2]), [50], HEAD),
+    ]
+    batch = comb.link_batch(rows)
+    alone = torch.cat([comb.link(row.picaches, row.query_ids, head_ids=HEAD).logits for row in rows])
+    torch.testing.assert_close(batch.logits, alone, atol=1e-4, rtol=1e-4)
+    empty = comb.link_batch([LinkRow([], QUERY, HEAD)])
+    assert empty.documents is None
+    torch.testing.assert_close(empty.logits, plain_logits(comb_model.backbone, []), atol=1e-5, rtol=1e-5)
+
+
+def test_comb_refuses_nan_and_other_adapters() -> None:
+    model = open_gates(CombForCausalLM.from_backbone(make("llama"), num_encoder_layers=2))
+    comb = methods.create("comb", model)
+    picaches = comb.compile(DOCUMENTS[:1])
+    parameter = next(p for name, p in model.encoder.named_parameters() if "v_proj" in name)
+    with torch.no_grad():
+        parameter[0, 0] += 1.0
+    with pytest.raises(ValueError, match="another model or adapter"):
+        comb.link(picaches, QUERY)
+    with torch.no_grad():
+        parameter.fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaN"):
+        comb.compile(DOCUMENTS[:1])
+
+
+def test_compile_is_a_function_of_the_segment_alone(comb_model: CombForCausalLM) -> None:
+    comb = methods.create("comb", comb_model)
+    together, (alone,) = comb.compile(DOCUMENTS)[1], comb.compile(DOCUMENTS[1:2])
+    torch.testing.assert_close(together.keys, alone.keys, atol=1e-5, rtol=1e-5)
+
+
+# ---- base ----
+
+
+def test_training_mode_is_switched_off_for_the_run_only() -> None:
+    model = make("llama", attention_dropout=0.5).train()
+    full = methods.create("full", model)
+    state = full.link(full.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+    assert torch.equal(state.logits, state.logits)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    with torch.no_grad():  # negative control: dropout is there
+        assert not torch.equal(model(flat(DOCUMENTS)).logits, model(flat(DOCUMENTS)).logits)
+
+
+def test_a_used_model_can_be_copied_and_pickled() -> None:
+    model = make("llama")
+    full = methods.create("full", model)
+    full.link(full.compile(DOCUMENTS), QUERY).generate(max_new_tokens=1)
+    methods.create("prefix", model)
+    clone = copy.deepcopy(model)
+    assert clone.__dict__["_comb_lock"] is not model.__dict__["_comb_lock"]
+    pickle.dumps(model)
+
+
+def test_fork_cache_copies_what_is_written_in_place() -> None:
+    model = make("llama")
+    with torch.no_grad():
+        cache = model(flat(DOCUMENTS), use_cache=True).past_key_values
+    fork = fork_cache(cache)
+    assert fork.layers[0].keys is cache.layers[0].keys
+    fork.layers[0].update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+    assert cache.get_seq_length() + 1 == fork.get_seq_length()
+
+
+def test_link_batch_is_optional() -> None:
+    prefix = methods.create("prefix", make("llama"))
+    assert isinstance(prefix, Method)
+    assert not prefix.batches
+    with pytest.raises(NotImplementedError, match="one row at a time"):
+        prefix.link_batch([])

@@ -1,0 +1,310 @@
+"""COMB on every family: encoder off is the backbone, order doesn't matter, rows don't see each other."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers as tf
+from families import BASE, FAMILIES, MIXTURES, open_gates, tiny
+
+from comb import CombForCausalLM
+from comb.doctor import run_checks
+
+SEGMENTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16, 17]]
+
+
+def hooks_on(model: CombForCausalLM) -> int:
+    return sum(len(layer._forward_pre_hooks) for layer in model.backbone.get_submodule(model.info.layers_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_family(family: str, query: torch.Tensor) -> None:
+    backbone = tiny(family)
+    plain = backbone(query).logits
+    tokens = backbone.generate(query, max_new_tokens=5, do_sample=False)
+    model = CombForCausalLM.from_backbone(backbone, num_encoder_layers=2)
+    a, b, c = model.encode(SEGMENTS)
+
+    # a fresh model, with documents and without, and the encoder off
+    assert torch.equal(model(query).logits, plain)
+    fresh = model(query, documents=[[a, b], [c]]).logits
+    assert torch.equal(fresh, plain)
+
+    open_gates(model)
+    linked = model(query, documents=[[a, b, c], []]).logits
+    assert (linked[0] - plain[0]).abs().max() > 1e-5  # control: documents do something
+    torch.testing.assert_close(linked[0], model(query, documents=[[c, a, b], []]).logits[0], rtol=1e-5, atol=1e-6)
+    alone = model(query[:1], documents=[[a, b, c]]).logits
+    torch.testing.assert_close(linked[:1], alone, rtol=1e-5, atol=1e-6)
+    if family in MIXTURES:
+        torch.testing.assert_close(linked[1], plain[1], rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(linked[1], plain[1])
+
+    with model.encoder_disabled():
+        assert torch.equal(model(query).logits, plain)
+        assert torch.equal(model.generate(query, max_new_tokens=5, do_sample=False), tokens)
+        assert hooks_on(model) == 0
+    with_documents = model.generate(query, documents=[[a], []], max_new_tokens=5, do_sample=False)
+    assert torch.equal(with_documents[1], tokens[1])
+    assert hooks_on(model) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "deepseek_v2"])
+def test_doctor_passes(family: str) -> None:
+    model = CombForCausalLM.from_backbone(tiny(family), num_encoder_layers=2)
+    checks = run_checks(model)
+    assert all(check.passed for check in checks), [check for check in checks if not check.passed]
+    assert all(block.attention_gate.item() == 0.0 for block in model.cross_blocks)
+
+
+def test_doctor_finds_a_broken_model(model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    # an encoder that leaks the other segments of its batch into a document
+    honest = model.encoder.forward
+    monkeypatch.setattr(
+        model.encoder, "forward", lambda embeddings: honest([e + embeddings[-1][0] for e in embeddings])
+    )
+    failed = {check.name for check in run_checks(model) if not check.passed}
+    assert "cached == fresh (disk round trip, encoded alone)" in failed
+
+
+@torch.no_grad()
+def test_generation_continues_from_documents_at_every_step(model: CombForCausalLM, query: torch.Tensor) -> None:
+    pics = model.encode(SEGMENTS)
+    documents = [[pics[0], pics[2]], [pics[1]]]
+    generated = model.generate(query, documents=documents, max_new_tokens=6, do_sample=False)
+    ids = query
+    for _ in range(6):  # the same without a K/V cache
+        step = model(ids, documents=documents, use_cache=False).logits[:, -1].argmax(-1)
+        ids = torch.cat([ids, step[:, None]], dim=1)
+    assert torch.equal(generated[:, : ids.shape[1]], ids[:, : generated.shape[1]])
+
+
+@torch.no_grad()
+def test_left_padded_batch_equals_single_rows(model: CombForCausalLM, query: torch.Tensor) -> None:
+    pics = model.encode(SEGMENTS)
+    short = query[1, 4:]
+    padded = torch.stack([query[0], torch.cat([torch.zeros(4, dtype=torch.long), short])])
+    mask = torch.ones_like(padded)
+    mask[1, :4] = 0
+    batch = model.generate(
+        padded, attention_mask=mask, documents=[[pics[0]], [pics[1], pics[2]]], max_new_tokens=5, do_sample=False
+    )
+    single = model.generate(short[None], documents=[[pics[1], pics[2]]], max_new_tokens=5, do_sample=False)
+    count = single.shape[1] - len(short)
+    assert torch.equal(batch[1, 9 : 9 + count], single[0, len(short) :])
+
+
+@torch.no_grad()
+def test_beams_and_several_sequences_keep_their_rows(model: CombForCausalLM, query: torch.Tensor) -> None:
+    pics = model.encode(SEGMENTS)
+    both = model.generate(
+        query,
+        documents=[[pics[0], pics[2]], []],
+        num_beams=3,
+        num_return_sequences=2,
+        max_new_tokens=4,
+        do_sample=False,
+    )
+    first = model.generate(
+        query[:1],
+        documents=[[pics[0], pics[2]]],
+        num_beams=3,
+        num_return_sequences=2,
+        max_new_tokens=4,
+        do_sample=False,
+    )
+    plain = model.generate(query[1:], num_beams=3, num_return_sequences=2, max_new_tokens=4, do_sample=False)
+    assert torch.equal(both[:2, : first.shape[1]], first)
+    assert torch.equal(both[2:, : plain.shape[1]], plain)
+
+
+@torch.no_grad()
+def test_sampling_and_streaming(model: CombForCausalLM, query: torch.Tensor) -> None:
+    class Collect:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    (pic,) = model.encode([SEGMENTS[0]])
+    collect = Collect()
+    torch.manual_seed(0)
+    out = model.generate(query[:1], documents=[[pic]], max_new_tokens=4, do_sample=True, streamer=collect)
+    assert collect.tokens == out[0].tolist()
+    assert collect.ended
+
+
+@torch.no_grad()
+def test_a_request_without_documents_after_one_with(model: CombForCausalLM, query: torch.Tensor) -> None:
+    plain = model(query).logits
+    (pic,) = model.encode([SEGMENTS[0]])
+    assert not torch.equal(model(query, documents=[[pic], [pic]]).logits, plain)
+    assert torch.equal(model(query).logits, plain)
+    with pytest.raises(IndexError):  # a failing forward also lets go of its documents
+        model(query + 1000, documents=[[pic], [pic]])
+    assert hooks_on(model) == 0
+    assert torch.equal(model(query).logits, plain)
+
+
+@torch.no_grad()
+def test_threads_see_only_their_own_documents(model: CombForCausalLM, query: torch.Tensor) -> None:
+    pics = model.encode(SEGMENTS)
+    wanted = {i: model(query, documents=[[pics[i]], []]).logits for i in range(3)} | {3: model(query).logits}
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        documents = None if index == 3 else [[pics[index]], []]
+        for _ in range(10):
+            with torch.no_grad():
+                if not torch.equal(model(query, documents=documents).logits, wanted[index]):
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(i % 4,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert hooks_on(model) == 0
+
+
+@torch.no_grad()
+def test_nested_models_keep_their_documents_apart(query: torch.Tensor) -> None:
+    left = open_gates(CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2))
+    right = open_gates(CombForCausalLM.from_backbone(tiny("llama", seed=3), num_encoder_layers=2))
+    wanted = right(query, documents=[right.encode([SEGMENTS[1]])] * 2).logits
+    with left.linked([left.encode([SEGMENTS[0]])] * 2):
+        assert torch.equal(right(query, documents=[right.encode([SEGMENTS[1]])] * 2).logits, wanted)
+
+
+def test_copies_are_independent(model: CombForCausalLM, query: torch.Tensor) -> None:
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        documents = [model.encode([SEGMENTS[0]]), []]
+        assert torch.equal(twin(query, documents=documents).logits, model(query, documents=documents).logits)
+        twin.cross_blocks[0].attention_gate.fill_(-2.0)
+        assert not torch.equal(twin(query, documents=documents).logits, model(query, documents=documents).logits)
+
+
+# --- bad input ---------------------------------------------------------------------------------------------
+
+
+def test_documents_while_the_encoder_is_off(model: CombForCausalLM, query: torch.Tensor) -> None:
+    pics = model.encode(SEGMENTS[:1])
+    with model.encoder_disabled(), pytest.raises(ValueError, match="encoder is disabled"):
+        model(query, documents=[pics, []])
+    with model.encoder_disabled():
+        model(query, documents=[[], []])
+
+
+def test_one_list_of_documents_per_row(model: CombForCausalLM, query: torch.Tensor) -> None:
+    pics = model.encode(SEGMENTS[:1])
+    with pytest.raises(ValueError, match="1 lists for 2 rows"):
+        model(query, documents=[pics])
+    with pytest.raises(ValueError, match="1 lists for 2 rows"):
+        model.generate(query, documents=[pics])
+
+
+@pytest.mark.parametrize(
+    ("segment", "message"),
+    [([], "empty document"), (list(range(3, 120)) * 3, "longer than the encoder's 256"), ([5, 128], "token id 128"),
+     ([-1, 5], "document holds token id")],
+)  # fmt: skip
+def test_segments_that_cannot_be_encoded(model: CombForCausalLM, segment: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.encode([[5, 6], segment])
+
+
+def test_a_picache_of_other_weights_is_refused(model: CombForCausalLM, query: torch.Tensor) -> None:
+    (pic,) = model.encode([SEGMENTS[0]])
+    with torch.no_grad():
+        model.encoder.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="compiled by other weights"):
+        model(query, documents=[[pic], []])
+
+
+def test_cross_layers_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match="exceed the backbone's 4 layers"):
+        CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, cross_attention_layers=[1, 4])
+    with pytest.raises(ValueError, match="without repeats"):
+        CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, cross_attention_layers=[1, 1])
+    with pytest.raises(ValueError, match="num_encoder_layers"):
+        CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=0)
+    with pytest.raises(ValueError, match="'backbone' or 'random'"):
+        CombForCausalLM.from_backbone(tiny("llama"), initialization="zeros")
+
+
+# --- options -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_more_cross_blocks_than_encoder_layers(query: torch.Tensor) -> None:
+    model = open_gates(
+        CombForCausalLM.from_backbone(tiny("qwen3"), num_encoder_layers=2, cross_attention_layers=[0, 1, 3])
+    )
+    assert model.config.cross_encoder_layers == [0, 1, 1]
+    (pic,) = model.encode([SEGMENTS[0]])
+    assert pic.keys.shape == (3, 4, 2, 16)
+    assert not torch.equal(model(query, documents=[[pic], []]).logits, model(query).logits)
+
+
+@torch.no_grad()
+def test_random_initialisation_has_no_trace_of_the_backbone(query: torch.Tensor) -> None:
+    backbone = tiny("llama")
+    model = CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, initialization="random")
+    theirs = {parameter.detach().sum().item() for parameter in backbone.model.layers.parameters() if parameter.ndim > 1}
+    ours = {parameter.detach().sum().item() for parameter in model.encoder.parameters() if parameter.ndim > 1}
+    assert not theirs & ours
+    assert torch.equal(model(query, documents=[model.encode([SEGMENTS[0]]), []]).logits, backbone(query).logits)
+
+
+@torch.no_grad()
+def test_adapter_in_float32_on_a_bf16_backbone(query: torch.Tensor) -> None:
+    backbone = tiny("llama").bfloat16()
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, adapter_dtype=torch.float32))
+    (pic,) = model.encode([SEGMENTS[0]])
+    assert pic.keys.dtype == torch.float32
+    linked = model(query, documents=[[pic], []]).logits
+    assert linked.dtype == torch.bfloat16
+    assert torch.equal(linked[1], backbone(query).logits[1])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_attention_implementations_agree(implementation: str, query: torch.Tensor) -> None:
+    def logits(name: str, causal: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        backbone = tiny("llama")
+        model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, encoder_causal=causal))
+        model.config._attn_implementation = name
+        pics = model.encode(SEGMENTS)
+        backbone.config._attn_implementation = "sdpa"
+        return model(query, documents=[pics[:2], pics[2:]]).logits
+
+    for causal in (False, True):
+        torch.testing.assert_close(logits(implementation, causal), logits("sdpa", causal), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(logits("sdpa", False), logits("sdpa", True))
+
+
+def test_print_trainable_parameters(model: CombForCausalLM, capsys: pytest.CaptureFixture[str]) -> None:
+    model.print_trainable_parameters()
+    trainable = sum(p.numel() for p in [*model.encoder.parameters(), *model.cross_blocks.parameters()])
+    assert f"trainable params: {trainable:,d}" in capsys.readouterr().out
+    assert not any(p.requires_grad for p in model.backbone.parameters())
+
+
+def test_works_on_an_untied_backbone_with_scaled_embeddings() -> None:
+    config = tf.GraniteConfig(**BASE, embedding_multiplier=3.0, tie_word_embeddings=False)
+    model = CombForCausalLM.from_backbone(tf.AutoModelForCausalLM.from_config(config).eval(), num_encoder_layers=1)
+    ids = (5, 6)
+    expected = model.backbone.get_input_embeddings()(torch.tensor([ids]))[0] * 3.0
+    torch.testing.assert_close(model._embed(ids), expected)

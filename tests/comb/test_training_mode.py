@@ -1,0 +1,127 @@
+"""Gradients through linked documents, with and without checkpointing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import open_gates, tiny
+
+from comb import CombForCausalLM
+
+DOCUMENTS = [[[5, 6, 7, 8], [9, 10]], [[11, 12, 13]], []]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, 100, (3, 9), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[:, :5] = -100
+    return ids, labels
+
+
+def fresh(family: str = "llama", **kwargs: object) -> CombForCausalLM:
+    torch.manual_seed(1)
+    return open_gates(CombForCausalLM.from_backbone(tiny(family), num_encoder_layers=2, **kwargs))
+
+
+def gradients(model: CombForCausalLM, documents: object = DOCUMENTS) -> dict[str, torch.Tensor]:
+    ids, labels = batch()
+    model.zero_grad()
+    model(ids, documents=documents, labels=labels).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, gradient in left.items():
+        torch.testing.assert_close(gradient, right[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gradients_reach_every_trainable_parameter_and_no_other() -> None:
+    model = fresh().train()
+    found = gradients(model)
+    assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert not any(name.startswith("backbone.") for name in found)
+    dead = [name for name, gradient in found.items() if not gradient.abs().max() > 0]
+    # nothing reads what the last encoder layer's neighbours don't: all layers feed a cross block here
+    assert not dead
+
+
+def test_gates_of_a_fresh_model_get_gradients_first() -> None:
+    model = fresh().train()
+    open_gates(model, 0.0, 0.0)
+    alive = {name for name, gradient in gradients(model).items() if gradient.abs().max() > 0}
+    assert alive == {f"cross_blocks.{i}.{gate}" for i in (0, 1) for gate in ("attention_gate", "mlp_gate")}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next"])
+def test_checkpointing_recomputes_with_the_documents_of_its_forward(family: str) -> None:
+    plain = fresh(family).train()
+    wanted = gradients(plain)
+    model = fresh(family).train()
+    model.gradient_checkpointing_enable()
+    ids, labels = batch()
+    model.zero_grad()
+    loss = model(ids, documents=DOCUMENTS, labels=labels).loss
+    # the documents of another forward in between must not be taken for its own
+    with torch.no_grad():
+        model(ids, documents=[[[20, 21]], [[22]], [[23, 24, 25]]])
+    loss.backward()
+    assert_same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wanted)
+    assert not any(layer._forward_pre_hooks for layer in model.backbone.model.layers)
+
+
+def test_checkpointing_really_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh().train()
+    calls: list[int] = []
+    honest = model._cross
+    block = model.cross_blocks[0]
+    monkeypatch.setattr(block, "forward", lambda *args, f=block.forward: calls.append(1) or f(*args))
+    gradients(model)
+    once = len(calls)
+    model.gradient_checkpointing_enable()
+    calls.clear()
+    gradients(model)
+    assert len(calls) == 2 * once
+    assert honest is not None
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        fresh().gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def test_token_ids_in_a_forward_equal_picaches() -> None:
+    model = fresh()
+    ids, _ = batch()
+    with torch.no_grad():
+        pics = [model.encode(row) if row else [] for row in DOCUMENTS]
+        torch.testing.assert_close(
+            model(ids, documents=DOCUMENTS).logits, model(ids, documents=pics).logits, rtol=1e-5, atol=1e-6
+        )
+        mixed = [[pics[0][0], DOCUMENTS[0][1]], DOCUMENTS[1], []]
+        torch.testing.assert_close(
+            model(ids, documents=mixed).logits, model(ids, documents=pics).logits, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_step_of_training_lowers_the_loss() -> None:
+    model = fresh().train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    ids, labels = batch()
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(ids, documents=DOCUMENTS, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_fingerprint_follows_the_weights() -> None:
+    model = fresh().train()
+    before = model.fingerprint
+    assert model.fingerprint == before
+    gradients(model)
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2).step()
+    assert model.fingerprint != before
