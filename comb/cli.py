@@ -102,7 +102,7 @@ def _gate(model: Any) -> bool:
     checks = run_checks(model)
     for item in checks:
         mark = "[green]ok  [/]" if item.passed else "[bold red]FAIL[/]"
-        console.print(f"{mark} {escape(item.name)}  [dim]{escape(item.detail)}[/]")
+        console.print(f"{mark} {escape(item.name)}  [dim]{escape(item.detail)}[/]", soft_wrap=True)
     return all(item.passed for item in checks)
 
 
@@ -136,7 +136,9 @@ def ask(
     for _ in range(repeat):
         answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
         console.print(f"[bold]{escape(answer.text)}[/]")
-        console.print(f"[dim]{escape(str(answer.report))}[/]")
+        console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
+    if store is not None:
+        store.flush()
 
 
 def _read(path: Path) -> str:

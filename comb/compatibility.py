@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from comb.adapter import resolve_name
+from comb.adapter import backbone_beside, resolve_name
 from comb.methods.base import backbone_of
 
 
@@ -25,15 +25,19 @@ def load_tokenizer(name_or_path: str | Path, model: Any) -> Any:
     """The tokenizer of a checkpoint; for an adapter folder without one, its backbone's.
 
     Raises:
-        OSError, ValueError: as transformers does, when there is none.
+        ValueError: when there is none.
+        OSError: as transformers does, when the backbone's can't be found.
     """
     try:
         return AutoTokenizer.from_pretrained(resolve_name(name_or_path))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         backbone = getattr(model.config, "backbone_name_or_path", "")
         if not backbone:
-            raise
-        return AutoTokenizer.from_pretrained(resolve_name(backbone))
+            raise ValueError(
+                f"no tokenizer found in {str(name_or_path)!r}: save the model's own there with "
+                "tokenizer.save_pretrained(...)"
+            ) from error
+        return AutoTokenizer.from_pretrained(resolve_name(backbone_beside(backbone, name_or_path)))
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:

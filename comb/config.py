@@ -133,7 +133,17 @@ class CombConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; keys that this version doesn't know are named in a warning, and kept."""
+        """As in transformers; keys that this version doesn't know are named in a warning, and kept.
+
+        Raises:
+            ValueError: if it is the configuration of another kind of model.
+        """
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ValueError(
+                f"this is a checkpoint of model_type {model_type!r}, not a COMB adapter; "
+                "to put an encoder on it, use CombForCausalLM.from_backbone"
+            )
         known = set(cls.__dataclass_fields__) | _BASE_KEYS
         unknown = sorted(key for key in config_dict if key not in known and not key.startswith("_"))
         if unknown:

@@ -108,8 +108,6 @@ def plan_push(folder: str | Path, repo: str) -> PushPlan:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json: give the folder that save_pretrained or `comb train` wrote")
     config = CombConfig.from_pretrained(folder)
-    if config.model_type != json.loads((folder / "config.json").read_text()).get("model_type"):
-        raise ValueError(f"{folder}/config.json is not of model_type 'comb': only adapters can be pushed")
     _check_weights(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [str(path.relative_to(folder)) for path in files]

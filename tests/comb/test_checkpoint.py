@@ -113,6 +113,11 @@ def test_a_missing_backbone_says_what_to_do(saved: Path) -> None:
         CombForCausalLM.from_pretrained(saved / "adapter")
 
 
+def test_a_plain_model_is_no_adapter(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"model_type 'llama', not a COMB adapter; .* from_backbone"):
+        CombForCausalLM.from_pretrained(saved / "backbone")
+
+
 def test_nan_in_an_adapter_is_refused(saved: Path) -> None:
     path = saved / "adapter" / "model.safetensors"
     weights = load_file(path)
