@@ -114,7 +114,7 @@ def test_a_missing_backbone_says_what_to_do(saved: Path) -> None:
 
 
 def test_a_plain_model_is_no_adapter(saved: Path) -> None:
-    with pytest.raises(ValueError, match=r"model_type 'llama', not a COMB adapter; .* from_backbone"):
+    with pytest.raises(ValueError, match=r"model_type 'llama', not a COMB adapter; .*from_backbone"):
         CombForCausalLM.from_pretrained(saved / "backbone")
 
 
