@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
+HUB_ARGUMENTS = ("token", "cache_dir", "force_download", "local_files_only", "proxies")
+
 backbones: Registry[Path] = Registry("backbone")
 """Short names for backbone folders that come with the package (training registers `nano`)."""
 
@@ -31,7 +33,7 @@ def resolve_name(name: str | Path) -> str:
 
 def backbone_beside(backbone_name: str, adapter: str | Path) -> str:
     """Where the backbone named in an adapter's configuration is: ``./...`` is relative to the adapter's folder."""
-    return str(Path(adapter) / backbone_name) if backbone_name.startswith("./") else backbone_name
+    return str((Path(adapter) / backbone_name).resolve()) if backbone_name.startswith("./") else backbone_name
 
 
 def load_backbone(
@@ -43,6 +45,12 @@ def load_backbone(
         OSError: when nothing is found under that name, saying where it was looked for.
     """
     if isinstance(name_or_model, nn.Module):
+        unused = sorted([*kwargs, *(["revision"] if revision is not None else [])])
+        if unused:
+            raise ValueError(
+                f"{', '.join(unused)} can't apply to a backbone that is loaded already: leave it out, or give the "
+                "backbone by name"
+            )
         return name_or_model
     if not str(name_or_model):
         raise ValueError("this checkpoint doesn't name its backbone: pass one with backbone=...")
@@ -56,14 +64,14 @@ def load_backbone(
         ) from error
 
 
-def load_adapter(model: nn.Module, name_or_path: str | Path, *, revision: str | None = None, **hub: Any) -> None:
-    """Reads the trained parameters of an adapter into `model`.
+def load_adapter(model: nn.Module, name_or_path: str | Path, **hub: Any) -> torch.dtype:
+    """Reads the trained parameters of an adapter into `model`. Returns the dtype they were saved in.
 
     Raises:
         OSError: if the checkpoint has no weights.
         ValueError: if weights are missing, have other shapes, or are not finite.
     """
-    weights = _read_weights(str(name_or_path), revision=revision, **hub)
+    weights = _read_weights(str(name_or_path), **hub)
     own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
     missing = sorted(own.keys() - weights.keys())
     if missing:
@@ -84,6 +92,7 @@ def load_adapter(model: nn.Module, name_or_path: str | Path, *, revision: str | 
     model.load_state_dict({name: weights[name] for name in own}, strict=False, assign=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in own)
+    return weights[next(iter(own))].dtype
 
 
 def _read_weights(name_or_path: str, **hub: Any) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,9 +30,9 @@ class LayerHooks:
         self._users = 0
         self._handles: list[Any] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerHooks:
-        # a lock can't be copied, and a copied model starts with nobody inside
-        return LayerHooks(copy.deepcopy(self._layers, memo), copy.deepcopy(self._functions, memo))
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a lock can't be copied or pickled, and a copied model starts with nobody inside
+        return LayerHooks, (self._layers, self._functions)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

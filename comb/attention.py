@@ -85,10 +85,15 @@ def attend(
     function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
         implementation or "eager", eager_attention_forward
     )
+    given = query.dtype
+    if (implementation or "").startswith("flash_attention") and given == torch.float32:
+        # its kernels know 16-bit types only; an adapter kept in float32 computes its attention in bfloat16
+        query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
     output, _ = function(
         module, query, key, value, mask, dropout=0.0, scaling=scaling, is_causal=causal and mask is None, **packing
     )
-    return output  # type: ignore[no-any-return]
+    result: Tensor = output.to(given)
+    return result
 
 
 def _additive(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:

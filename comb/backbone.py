@@ -162,7 +162,12 @@ def _probe_embedding_scale(model: PreTrainedModel, first_layer: nn.Module) -> tu
         table = embeddings(tokens).float()
     given = seen[0].float().to(table.device)
     expected = (1, 2, text_config(model).hidden_size)
-    if tuple(given.shape) != expected or tuple(table.shape) != expected:
+    if tuple(table.shape) != expected and tuple(given.shape) == expected:
+        raise UnsupportedBackboneError(
+            f"the embedding table of {type(model).__name__} is {table.shape[-1]} wide, its layers {expected[-1]}: "
+            "the projection in between can't be shared with the encoder"
+        )
+    if tuple(given.shape) != expected:
         raise UnsupportedBackboneError(
             f"the layers of {type(model).__name__} work on a hidden state of shape {tuple(given.shape)}, "
             f"not [batch, tokens, hidden] = {expected}"
@@ -265,5 +270,8 @@ def _first(config: Any, *names: str, default: Any = ...) -> Any:
         if value is not None:
             return value
     if default is ...:
-        raise UnsupportedBackboneError(f"the configuration of {config.model_type} has none of: {', '.join(names)}")
+        raise UnsupportedBackboneError(
+            f"the configuration of {config.model_type} has none of {', '.join(names)}: the encoder needs softmax "
+            "attention heads to take its shape from"
+        )
     return default

@@ -30,8 +30,17 @@ DtypeOption = Annotated[str, typer.Option(help="dtype to load weights in: auto, 
 DeviceOption = Annotated[str, typer.Option(help="device to run on: auto, cpu, cuda, cuda:1")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"comb {metadata.version('comb-pic')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _options(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show log messages")] = False) -> None:
+def _options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show log messages")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="show it")] = False,
+) -> None:
     from transformers.utils import logging as transformers_logging
 
     level = logging.INFO if verbose else logging.WARNING
@@ -48,13 +57,16 @@ def load(model: str, *, backbone: str | None = None, dtype: str = "auto", device
     from transformers import AutoModelForCausalLM
 
     from comb.adapter import resolve_name
+    from comb.model import CombForCausalLM
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    options: dict[str, Any] = {"dtype": dtype}
-    if backbone is not None:
-        options["backbone"] = backbone
-    return AutoModelForCausalLM.from_pretrained(resolve_name(model), **options).to(device)
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
+    folder = resolve_name(model)
+    if backbone is None:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    return CombForCausalLM.from_pretrained(folder, backbone=resolve_name(backbone), dtype=dtype).to(device)
 
 
 @app.command()
@@ -114,13 +126,14 @@ def ask(
     method: Annotated[str, typer.Option(help="comb, full or prefix; comb by default where there is an encoder")] = "",
     encoder: Annotated[str, typer.Option(help="on or off; off puts the documents into the prompt")] = "on",
     max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = 64,
-    repeat: Annotated[int, typer.Option(help="ask again: the second time documents come from the cache")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="ask again: the second time documents come from the cache")] = 1,
     cache: Annotated[Path | None, typer.Option(help="folder that keeps compiled documents between runs")] = None,
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     """Asks a question about documents, and says what was cached, compiled and recomputed."""
+    from comb.compatibility import load_tokenizer
     from comb.documents import Document
     from comb.engine import PICEngine
     from comb.model import CombForCausalLM
@@ -132,7 +145,7 @@ def ask(
     loaded = load(model, backbone=backbone, dtype=dtype, device=device)
     method = method or ("comb" if isinstance(loaded, CombForCausalLM) else "full")
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
-    engine = PICEngine(loaded, _tokenizer(model, loaded), method=method, store=store)
+    engine = PICEngine(loaded, load_tokenizer(model, loaded), method=method, store=store)
     for _ in range(repeat):
         answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
         console.print(f"[bold]{escape(answer.text)}[/]")
@@ -146,13 +159,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def _tokenizer(name: str, model: Any) -> Any:
-    from comb.adapter import resolve_name
-    from comb.compatibility import load_tokenizer
-
-    return load_tokenizer(resolve_name(name), model)
 
 
 @app.command()

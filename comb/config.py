@@ -23,6 +23,9 @@ class CombEncoderConfig(PreTrainedConfig):
     The field names are the usual ones of a Llama-style decoder; what differs from one is written here.
 
     Args:
+        attention_bias: biases of the encoder's query, key and value projections; `attention_output_bias` of its
+            output projection; `cross_attention_bias` of the cross-attention's query, key and value projections
+            (None: as `attention_bias`).
         qk_norm: RMSNorm on the encoder's own queries and keys: ``none``, per ``head`` (Qwen3) or ``flat`` over
             all heads at once (OLMo-2). Cross-attention always normalises both per head (COMB release).
         norm_placement: ``pre`` (Llama), ``post`` (OLMo-2) or ``sandwich`` (Gemma 2) norms around each sub-layer.
@@ -46,6 +49,8 @@ class CombEncoderConfig(PreTrainedConfig):
     max_position_embeddings: int = 131072
     rope_parameters: dict[str, Any] | None = None
     attention_bias: bool = False
+    attention_output_bias: bool = False
+    cross_attention_bias: bool | None = None
     mlp_bias: bool = False
     qk_norm: str = "none"
     norm_placement: str = "pre"
@@ -64,6 +69,11 @@ class CombEncoderConfig(PreTrainedConfig):
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         super().__post_init__(**kwargs)
+
+    @property
+    def cross_bias(self) -> bool:
+        """Whether the cross-attention's query, key and value projections have biases."""
+        return self.attention_bias if self.cross_attention_bias is None else self.cross_attention_bias
 
 
 class CombConfig(PreTrainedConfig):
@@ -117,8 +127,8 @@ class CombConfig(PreTrainedConfig):
     def _check(self) -> None:
         layers, sources = self.cross_attention_layers or [], self.cross_encoder_layers or []
         depth = getattr(self.encoder_config, "num_hidden_layers", 0)
-        if sorted(set(layers)) != layers:
-            raise ValueError(f"cross_attention_layers must ascend without repeats, got {layers}")
+        if sorted(set(layers)) != layers or any(layer < 0 for layer in layers):
+            raise ValueError(f"cross_attention_layers must ascend from 0 on without repeats, got {layers}")
         if len(sources) != len(layers) or any(not 0 <= source < depth for source in sources):
             raise ValueError(
                 f"cross_encoder_layers must name one of the {depth} encoder layers for each of the {len(layers)} "

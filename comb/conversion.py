@@ -7,9 +7,11 @@ The release keeps everything in one file: ``chunk_model.*`` is the encoder with 
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ ENCODER_RENAMES = tuple(
         (_CROSS, "cross_blocks."),
     )
 )
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
 BACKBONE_PREFIX = "language_model."
 SHARED_EMBEDDING = "chunk_model.embed_tokens.weight"
 
@@ -56,10 +59,14 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
         ValueError: if `source` isn't in the release's layout, naming what differs.
     """
     source, target = Path(source), Path(target)
+    if source.resolve() == target.resolve():
+        raise ValueError(f"source and target are the same folder ({source}): the checkpoint would be overwritten")
     release = _read_config(source)
     weights = _read_weights(source)
     adapter, backbone_weights = split_weights(weights)
-    positions = sorted(release["cross_attention_layers"])
+    positions = list(release["cross_attention_layers"])
+    if positions != sorted(set(positions)):
+        raise ValueError(f"cross_attention_layers {positions} don't ascend; which weights belong where isn't certain")
     backbone = _build_backbone(release, backbone_weights, len(positions))
     config = CombConfig(
         backbone_name_or_path=backbone_name or "./backbone",  # relative to the adapter's folder
@@ -75,6 +82,10 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
         model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
     backbone.save_pretrained(target / "backbone")
     model.save_pretrained(target)
+    for file in source.iterdir():
+        if any(fnmatch.fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES):
+            for folder in (target, target / "backbone"):
+                shutil.copy(file, folder)
     logger.info("wrote the adapter to %s and its backbone to %s", target, target / "backbone")
     return model
 
@@ -109,16 +120,25 @@ def _read_config(source: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{source} has no config.json: give the folder of a published COMB checkpoint")
     release: dict[str, Any] = json.loads(path.read_text())
-    if not RELEASE_MODEL_TYPE.match(str(release.get("model_type"))) or "text_config" not in release:
+    text = release.get("text_config") or {}
+    named = RELEASE_MODEL_TYPE.match(str(release.get("model_type")))
+    if not named or "model_type" not in text or "cross_attention_layers" not in release:
         raise ValueError(
             f"{path} has model_type {release.get('model_type')!r}; `comb convert` reads the published COMB layout "
-            "(model_type 'combllama' with a text_config)"
+            "(model_type 'combllama', with cross_attention_layers and a text_config that names its model_type)"
         )
     return release
 
 
 def _read_weights(source: Path) -> dict[str, Tensor]:
-    files = sorted(source.glob("model*.safetensors"))
+    index = source / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({source / name for name in json.loads(index.read_text())["weight_map"].values()})
+        absent = [file.name for file in files if not file.exists()]
+        if absent:
+            raise ValueError(f"{source} lacks {', '.join(absent)}, which its index names")
+    else:
+        files = sorted(source.glob("model*.safetensors"))
     if not files:
         raise ValueError(f"{source} has no model*.safetensors")
     weights: dict[str, Tensor] = {}
@@ -130,9 +150,12 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
 def _build_backbone(release: dict[str, Any], weights: dict[str, Tensor], num_cross: int) -> PreTrainedModel:
     text = dict(release["text_config"])
     text["num_hidden_layers"] = text["num_hidden_layers"] - num_cross
+    tied = text.get("tie_word_embeddings", release.get("tie_word_embeddings"))
+    if "lm_head.weight" not in weights and tied is False:
+        raise ValueError("language_model.lm_head.weight is missing, and the configuration says it isn't tied")
     text["tie_word_embeddings"] = "lm_head.weight" not in weights
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if token not in text and release.get(token) is not None:
+        if text.get(token) is None and release.get(token) is not None:
             text[token] = release[token]
     config: PreTrainedConfig = AutoConfig.for_model(**text)
     dtype = next(iter(weights.values())).dtype
@@ -161,6 +184,8 @@ def _encoder_config(text: PreTrainedConfig, adapter: dict[str, Tensor]) -> CombE
         max_position_embeddings=text.max_position_embeddings,
         rope_parameters=dict(text.rope_parameters),
         attention_bias="encoder.layers.0.self_attn.q_proj.bias" in adapter,
+        attention_output_bias="encoder.layers.0.self_attn.o_proj.bias" in adapter,
+        cross_attention_bias="cross_blocks.0.cross_attn.q_proj.bias" in adapter,
         mlp_bias="encoder.layers.0.mlp.gate_proj.bias" in adapter,
         kv_input_norm=False,
     )
@@ -173,6 +198,9 @@ def _load_exactly(model: CombForCausalLM, adapter: dict[str, Tensor]) -> None:
             f"the adapter's weights don't fit: missing {sorted(own - adapter.keys())[:3]}, "
             f"unexpected {sorted(adapter.keys() - own)[:3]}"
         )
+    damaged = next((name for name, tensor in adapter.items() if not bool(torch.isfinite(tensor).all())), None)
+    if damaged is not None:
+        raise ValueError(f"{damaged} holds NaN or infinity: the checkpoint is damaged")
     model.load_state_dict(adapter, strict=False)
     for part in (model.encoder, model.cross_blocks):
         part.to(next(iter(adapter.values())).dtype)

@@ -29,6 +29,7 @@ class LinkedDocuments:
         self.num_rows = len(rows)
         self.with_documents = [index for index, documents in enumerate(rows) if documents]
         self.implementation = implementation
+        self.was_read = False
         self._expanded: dict[int, Tensor] = {}
         if not self.with_documents:
             return
@@ -81,7 +82,7 @@ class LinkedDocuments:
             if repeats > 1:
                 keys, values = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
                 mask = None if mask is None else mask.repeat_interleave(repeats, 0)
-            return query, keys, values, {"key_mask": mask}
+            return query, keys, values, {"key_mask": None if mask is None else mask.to(query.device)}
         rows, heads, queries, head_dim = query.shape
         if repeats > 1:  # a prompt row's beams ask the same documents: one longer row of queries
             rows, queries = rows // repeats, queries * repeats
@@ -98,11 +99,12 @@ class CrossAttention(nn.Module):
 
     def __init__(self, config: CombEncoderConfig) -> None:
         super().__init__()
+        self.config = config  # transformers' attention functions ask for it
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         width = config.num_attention_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
         self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -113,8 +115,8 @@ class CrossAttention(nn.Module):
         mixed = attend(
             self,
             query,
-            keys.to(query.dtype),
-            values.to(query.dtype),
+            keys.to(query),
+            values.to(query),
             implementation=documents.implementation,
             scaling=self.scaling,
             **mask,
@@ -152,9 +154,9 @@ class CrossBlock(nn.Module):
 
     def _mix(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
         # the block may be kept in higher precision than a bf16 backbone
-        x = hidden.to(self.attention_gate.dtype)
+        x = hidden.to(self.attention_gate)
         attended = self.cross_attn(self.input_layernorm(x), documents, self.layer)
         x = x + self.attention_gate.tanh() * attended
         x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
-        result: Tensor = x.to(hidden.dtype)
+        result: Tensor = x.to(hidden)
         return result

@@ -5,6 +5,7 @@ All of it is quick (of files, only names are touched) and happens under the one 
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -154,6 +155,30 @@ class Directory:
             if count > 1:
                 self._pins[key] = count - 1
             return count > 0
+
+    def set_expiry(self, key: str, ttl_s: float | None) -> bool:
+        """Gives an entry in memory a new time to live, from now; None: for ever. False if it isn't in memory.
+
+        A copy on disk is dropped, as it holds the old time; it is written again at the next eviction or flush.
+
+        Raises:
+            ValueError: `ttl_s` <= 0.
+        """
+        with self._changed:
+            self._drop_if_expired(key)
+            found = [entry for tier in (self._device, self._host) if (entry := tier.get(key)) is not None]
+            for entry in found:
+                entry.expires_at = self._expiry(ttl_s)
+            if found and self._disk is not None:
+                self._disk.remove(key)
+            return bool(found)
+
+    def _expiry(self, ttl_s: float | None) -> float:
+        if ttl_s is None:
+            return math.inf
+        if not ttl_s > 0:
+            raise ValueError(f"ttl_s expects seconds > 0, or None for no expiry, got {ttl_s}")
+        return self._clock() + ttl_s
 
     def remove(self, key: str) -> bool:
         """Forgets `key` in all tiers, pinned or not; True if it was there (or being compiled or moved).

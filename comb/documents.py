@@ -9,8 +9,6 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-DOCUMENT_TEMPLATE = "{text}\n"
-
 
 @dataclass(frozen=True)
 class Document:
@@ -94,12 +92,20 @@ class PromptBuilder:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        document_template: a format string with ``{text}`` and, optionally, ``{title}``.
+        document_template: a format string with ``{text}`` and, optionally, ``{title}``; by default the title, if
+            there is one, and the text, each on its own line.
+
+    Raises:
+        ValueError: for a template without ``{text}``.
     """
 
     tokenizer: Any
-    document_template: str = DOCUMENT_TEMPLATE
+    document_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.document_template is not None and "{text}" not in self.document_template:
+            raise ValueError(f"document_template {self.document_template!r} has no {{text}}: documents would be empty")
 
     def segment(self, document: str | Document) -> tuple[int, ...]:
         """Token ids of one document. Raises ValueError if it tokenises to nothing."""
@@ -107,7 +113,8 @@ class PromptBuilder:
         if document.token_ids is not None:
             self._check_ids(document)
             return document.token_ids
-        text = self.document_template.format(text=document.text, title=document.title or "")
+        template = self.document_template or ("{title}\n{text}\n" if document.title else "{text}\n")
+        text = template.format(text=document.text, title=document.title or "")
         ids = self._ids(text)
         if not ids:
             raise ValueError(f"document (id={document.id!r}) has no token left after tokenisation")

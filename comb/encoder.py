@@ -83,7 +83,7 @@ class EncoderAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_output_bias)
         if config.qk_norm != "none":
             flat = config.qk_norm == "flat"
             self.q_norm = LlamaRMSNorm(heads * self.head_dim if flat else self.head_dim, config.rms_norm_eps)
@@ -148,8 +148,8 @@ class KeyValueHead(nn.Module):
         self.head_dim = config.head_dim
         width = config.num_key_value_heads * config.head_dim
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if config.kv_input_norm else nn.Identity()
-        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
         self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

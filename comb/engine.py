@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
 from comb import methods
-from comb.adapter import resolve_name
+from comb.adapter import HUB_ARGUMENTS, resolve_name
 from comb.compatibility import check_tokenizer, load_tokenizer
 from comb.decoding import AnswerStream, Clock, check_wanted, decoding_settings, trim, with_length
 from comb.documents import Document, Message, Prompt, PromptBuilder, as_document
@@ -113,7 +114,10 @@ class PICEngine:
         ``method="name:parameters"``.
         """
         model = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), **model_kwargs)
-        tokenizer = load_tokenizer(name_or_path, model) if tokenizer is None else tokenizer
+        if tokenizer is None:
+            places = ("revision", "subfolder", *HUB_ARGUMENTS)
+            hub = {key: value for key, value in model_kwargs.items() if key in places}
+            tokenizer = load_tokenizer(name_or_path, model, **hub)
         return cls(model, tokenizer, method=method, store=store, salt=salt)
 
     # ---- questions ----
@@ -217,7 +221,8 @@ class PICEngine:
         self._check_lengths(segments)
         self.library.check(segments)
         # in chunks, so that a store smaller than the whole collection can make room
-        for start in range(0, len(segments), _ADD_CHUNK):
+        starts = range(0, len(segments), _ADD_CHUNK)
+        for start in tqdm(starts, "compiling documents", disable=True if len(starts) < 2 else None):
             chunk = segments[start : start + _ADD_CHUNK]
             with ExitStack() as stack:
                 self._acquire(chunk, stack, ttl=ttl)

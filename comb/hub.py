@@ -27,34 +27,42 @@ PUBLISHED = (
 )  # fmt: skip
 
 
-def write_card(
-    config: CombConfig, folder: Path, *, repo: str | None = None, facts: dict[str, Any] | None = None
-) -> str:
+def write_card(config: CombConfig, folder: Path, *, dtype: Any, repo: str | None = None) -> str:
     """Writes the generated part of the model card, and leaves alone what a person wrote around it.
 
     Args:
-        facts: further rows for the card's table, such as scores with the command that made them; by default
-            those in the folder's ``evaluation.json`` and ``training.json``.
+        dtype: of the adapter's weights, and so of its cache.
+        repo: name of the repository it is for; the folder's by default.
 
     Returns:
         the card's text.
     """
+    card = merged_card(config, folder, dtype=dtype, repo=repo)
+    (folder / CARD).write_text(card)
+    return card
+
+
+def merged_card(config: CombConfig, folder: Path, *, dtype: Any, repo: str | None = None) -> str:
+    """The text `write_card` would write: the generated part anew, everything else as it stands in the folder."""
     path = folder / CARD
-    fresh = render_card(config, repo or folder.name, _facts(folder) if facts is None else facts)
-    if path.exists():
-        old = path.read_text()
-        if BEGIN not in old or END not in old:
-            return old
-        body = fresh[fresh.index(BEGIN) : fresh.index(END) + len(END)]
-        fresh = old[: old.index(BEGIN)] + body + old[old.index(END) + len(END) :]
-    path.write_text(fresh)
-    return fresh
+    fresh = render_card(config, repo or folder.name, _facts(folder), dtype=dtype)
+    if not path.exists():
+        return fresh
+    old = path.read_text()
+    if BEGIN not in old or END not in old:
+        return old
+    body = fresh[fresh.index(BEGIN) : fresh.index(END) + len(END)]
+    return old[: old.index(BEGIN)] + body + old[old.index(END) + len(END) :]
 
 
-def render_card(config: CombConfig, repo: str, facts: dict[str, Any]) -> str:
-    """The model card of an adapter as Markdown with the Hub's YAML header."""
+def render_card(config: CombConfig, repo: str, facts: dict[str, Any], *, dtype: Any) -> str:
+    """The model card of an adapter as Markdown with the Hub's YAML header.
+
+    Args:
+        facts: further rows for the card's table, such as scores with the command that made them.
+    """
     encoder: Any = config.encoder_config
-    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    dtype = str(dtype).removeprefix("torch.")
     layers = config.cross_attention_layers or []
     size = {"float64": 8, "float32": 4}.get(dtype, 2)
     backbone = config.backbone_name_or_path
@@ -108,19 +116,20 @@ def plan_push(folder: str | Path, repo: str) -> PushPlan:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json: give the folder that save_pretrained or `comb train` wrote")
     config = CombConfig.from_pretrained(folder)
-    _check_weights(folder)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [str(path.relative_to(folder)) for path in files]
-    chosen = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in PUBLISHED)]
+    card = merged_card(config, folder, dtype=_check_weights(folder), repo=repo)
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | {CARD}
+    # fnmatch's * crosses slashes; only files at the top are published
+    chosen = {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
+    sizes = {name: len(card.encode()) if name == CARD else (folder / name).stat().st_size for name in chosen}
     return PushPlan(
-        files=tuple((name, (folder / name).stat().st_size) for name in chosen),
-        left_out=tuple(name for name in names if name not in chosen),
-        card=write_card(config, folder, repo=repo),
-        warnings=_warnings(config, names),
+        files=tuple(sorted(sizes.items())),
+        left_out=tuple(sorted(names - chosen)),
+        card=card,
+        warnings=_warnings(config, chosen),
     )
 
 
-def _warnings(config: CombConfig, names: list[str]) -> tuple[str, ...]:
+def _warnings(config: CombConfig, names: set[str]) -> tuple[str, ...]:
     found = []
     if not is_hub_id(config.backbone_name_or_path):
         found.append(
@@ -132,20 +141,26 @@ def _warnings(config: CombConfig, names: list[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_weights(folder: Path) -> None:
+def _check_weights(folder: Path) -> str:
+    """Refuses weights files with more or less than an adapter. Returns the weights' dtype."""
     weights = sorted(folder.glob("model*.safetensors"))
     if not weights:
         raise ValueError(f"{folder} has no model.safetensors: the adapter's weights are missing")
+    dtypes: set[str] = set()
     for path in weights:
         with safe_open(path, framework="pt") as file:
-            foreign = [name for name in file.keys() if not name.startswith(("encoder.", "cross_blocks."))]  # noqa: SIM118
+            names = list(file.keys())
+            dtypes.update(str(file.get_tensor(name).dtype) for name in names[:1])
+        foreign = [name for name in names if not name.startswith(("encoder.", "cross_blocks."))]
         if foreign:
             raise ValueError(f"{path} holds weights that belong to no adapter, among them {foreign[0]!r}")
+    return min(dtypes)
 
 
 def push(folder: str | Path, repo: str, *, private: bool = False, api: HfApi | None = None) -> str:
     """Uploads an adapter to the Hub (`HF_TOKEN` or a login is used). Returns the commit's address."""
     plan = plan_push(folder, repo)
+    (Path(folder) / CARD).write_text(plan.card)
     api = api or HfApi()
     api.create_repo(repo, private=private, exist_ok=True)
     commit = api.upload_folder(

@@ -183,7 +183,7 @@ def encoder_config_for(
         head_dim=info.head_dim,
         hidden_act=info.hidden_act,
         rms_norm_eps=max(info.rms_norm_eps, 1e-6),
-        max_position_embeddings=max_document_tokens or info.max_position_embeddings,
+        max_position_embeddings=info.max_position_embeddings if max_document_tokens is None else max_document_tokens,
         rope_parameters=info.rope_parameters,
         causal=causal,
     )

@@ -60,6 +60,7 @@ class Library:
         with self._lock:
             before = self._entries.get(segment.id)
             self._entries[segment.id] = entry
+            self.store.set_expiry(segment.key, self._longest_left(segment.key))
             if pin:
                 self.store.pin(segment.key)
             if before is not None:
@@ -81,6 +82,12 @@ class Library:
             for entry in found:
                 if entry.segment.key not in kept:
                     self.store.remove(entry.segment.key)
+
+    def _longest_left(self, key: str) -> float | None:
+        """Seconds until the last id of a content expires; None if one never does."""
+        ends = [entry.expires_at for entry in self._entries.values() if entry.segment.key == key]
+        now = self.clock()
+        return None if None in ends else max(end - now for end in ends if end is not None)
 
     def _find(self, ids: Iterable[str]) -> list[_Entry]:
         if isinstance(ids, str):

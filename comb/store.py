@@ -18,7 +18,6 @@ call that compiles returns, the device needs room for its misses beyond the budg
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -291,13 +290,6 @@ class PICacheStore(Directory):
                 lambda: any(key not in self._in_flight or key in self._device.entries for key in busy), self._wait_s
             ):
                 raise TimeoutError(f"another thread has been compiling or moving {busy[0]} for over {self._wait_s} s")
-
-    def _expiry(self, ttl_s: float | None) -> float:
-        if ttl_s is None:
-            return math.inf
-        if not ttl_s > 0:
-            raise ValueError(f"ttl_s expects seconds > 0, or None for no expiry, got {ttl_s}")
-        return self._clock() + ttl_s
 
     # ---- moving down ----
 

@@ -68,11 +68,12 @@ class Comb(Method):
         return self.link_batch([LinkRow(picaches, query_ids, head_ids)])
 
     def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
-        fingerprint = self.fingerprint
         for row in rows:
             self.check_prompt(0, len(row.head_ids) + len(row.query_ids))
             for picache in row.picaches:
-                _check(picache, fingerprint)
+                if not isinstance(picache, CrossPICache):
+                    raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__}")
+                self.model.check_picache(picache)
         input_ids, attention_mask = self.tensors([[*row.head_ids, *row.query_ids] for row in rows])
         linked = any(row.picaches for row in rows)
         return DecodeState(
@@ -81,14 +82,4 @@ class Comb(Method):
             attention_mask,
             documents=[list(row.picaches) for row in rows] if linked else None,
             recomputed=(0,) * len(rows),
-        )
-
-
-def _check(picache: PICache, fingerprint: str) -> None:
-    if not isinstance(picache, CrossPICache):
-        raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__} of another method")
-    if picache.fingerprint != fingerprint:
-        raise ValueError(
-            f"this PICache was compiled by another model or adapter ({picache.fingerprint}; this one is "
-            f"{fingerprint}): compile the document again"
         )

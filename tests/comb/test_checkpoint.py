@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,8 +92,42 @@ def test_dtype_reaches_backbone_and_adapter(saved: Path) -> None:
     assert mixed.backbone.dtype == torch.bfloat16
 
 
-def test_attention_implementation_reaches_everything(saved: Path) -> None:
-    model = CombForCausalLM.from_pretrained(saved / "adapter", attn_implementation="eager")
+def test_a_mixed_precision_adapter_keeps_its_precision(saved: Path, tmp_path: Path) -> None:
+    backbone = tiny("llama").bfloat16()
+    backbone.save_pretrained(tmp_path / "half")
+    options = {"num_encoder_layers": 2, "adapter_dtype": torch.float32}
+    CombForCausalLM.from_backbone(str(tmp_path / "half"), **options).save_pretrained(tmp_path / "mixed")
+    loaded = CombForCausalLM.from_pretrained(tmp_path / "mixed")
+    assert loaded.backbone.dtype == torch.bfloat16
+    assert loaded.encoder.dtype == torch.float32
+    assert "in float32" in (tmp_path / "mixed" / "README.md").read_text()
+
+
+def test_arguments_of_from_pretrained(saved: Path, tmp_path: Path) -> None:
+    (saved / "repository").mkdir()
+    (saved / "adapter").rename(saved / "repository" / "inner")
+    model = CombForCausalLM.from_pretrained(saved / "repository", subfolder="inner")
+    assert isinstance(AutoModelForCausalLM.from_pretrained(saved / "repository", subfolder="inner"), CombForCausalLM)
+    assert torch.equal(logits(model), logits(CombForCausalLM.from_pretrained(saved / "repository" / "inner")))
+    inner = saved / "repository" / "inner"
+    assert CombForCausalLM.from_pretrained(inner, config=str(inner)).config.cross_attention_layers == [1, 3]
+    with pytest.raises(ValueError, match="not supported for COMB adapters"):
+        CombForCausalLM.from_pretrained(inner, output_loading_info=True)
+    with pytest.raises(ValueError, match="not supported for COMB adapters"):
+        CombForCausalLM.from_pretrained(inner, "stray")
+
+
+def test_a_relative_backbone_folder_is_found_from_anywhere(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved)
+    model = CombForCausalLM.from_backbone("./backbone", num_encoder_layers=1)
+    model.save_pretrained("relative")
+    monkeypatch.chdir(saved.parent)
+    CombForCausalLM.from_pretrained(saved / "relative")
+
+
+@pytest.mark.parametrize("loader", [CombForCausalLM, AutoModelForCausalLM])
+def test_attention_implementation_reaches_everything(saved: Path, loader: Any) -> None:
+    model = loader.from_pretrained(saved / "adapter", attn_implementation="eager")
     implementations = {c._attn_implementation for c in (model.config, model.encoder.config, model.backbone.config)}
     assert implementations == {"eager"}
 

@@ -117,6 +117,8 @@ def test_errors_are_one_line(
         (["ask", adapter.parent / "backbone", "why?", "--method", "comb"], "from_backbone"),
         (["ask", adapter.parent / "bare", "why?"], "no tokenizer found in"),
         (["ask", adapter, "why?", "--encoder", "maybe"], "--encoder is on or off"),
+        (["info", adapter, "--dtype", "bf16"], "--dtype is auto, float32"),
+        (["info", adapter.parent / "backbone", "--backbone", adapter.parent / "backbone"], "not a COMB adapter"),
         (["convert", adapter, tmp_path / "x"], "model_type 'comb'"),
         (["push", tmp_path / "nothing", "me/x"], "no config.json"),
     ]

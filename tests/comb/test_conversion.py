@@ -54,7 +54,15 @@ def test_the_backbone_is_a_plain_model(tmp_path: Path) -> None:
 # --- checkpoints of other sizes, made here -----------------------------------------------------------------
 
 
-def write_release(folder: Path, *, tied: bool = False, bias: bool = False, head_dim: int = 8, shards: int = 1) -> Path:
+def write_release(
+    folder: Path,
+    *,
+    tied: bool = False,
+    bias: bool = False,
+    output_bias: bool = False,
+    head_dim: int = 8,
+    shards: int = 1,
+) -> Path:
     """A random checkpoint in the release's layout: 5 backbone layers, cross layers before 1, 3 and 4."""
     torch.manual_seed(0)
     hidden, inner, heads, kv_heads, vocab, cross = 24, 40, 6, 3, 50, [1, 3, 4]
@@ -70,9 +78,11 @@ def write_release(folder: Path, *, tied: bool = False, bias: bool = False, head_
     def layer(name: str) -> None:
         for letter, size in sizes.items():
             linear(f"{name}.self_attn.{letter}_proj", size)
-            if bias:
+            if bias or output_bias:
                 weights[f"{name}.self_attn.{letter}_proj.bias"] = torch.randn(size) * 0.1
         linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim)
+        if output_bias:  # Llama's attention_bias has one here too, and the release's cross-attention has none at all
+            weights[f"{name}.self_attn.o_proj.bias"] = torch.randn(hidden) * 0.1
         mlp(name)
         norm(f"{name}.input_layernorm")
         norm(f"{name}.post_attention_layernorm")
@@ -111,7 +121,7 @@ def write_release(folder: Path, *, tied: bool = False, bias: bool = False, head_
         "model_type": "qwen2" if bias else "llama", "hidden_size": hidden, "intermediate_size": inner,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
         "num_hidden_layers": 5 + len(cross), "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-        "rope_theta": 500.0, "rope_scaling": None, "hidden_act": "silu",
+        "rope_theta": 500.0, "rope_scaling": None, "hidden_act": "silu", "attention_bias": output_bias,
     }  # fmt: skip
     folder.mkdir(parents=True)
     config = {"model_type": "combllama", "cross_attention_layers": cross, "num_hidden_layers": 8, "text_config": text}
@@ -125,7 +135,9 @@ def write_release(folder: Path, *, tied: bool = False, bias: bool = False, head_
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"tied": True}, {"shards": 3}, {"head_dim": 16}, {"bias": True, "head_dim": 4}], ids=str
+    "options",
+    [{}, {"tied": True}, {"shards": 3}, {"head_dim": 16}, {"bias": True, "head_dim": 4}, {"output_bias": True}],
+    ids=str,
 )
 @torch.no_grad()
 def test_other_sizes(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -147,6 +159,22 @@ def test_the_result_can_be_moved(tmp_path: Path) -> None:
     CombForCausalLM.from_pretrained(tmp_path / "elsewhere")
 
 
+def test_the_result_can_be_saved_elsewhere(tmp_path: Path) -> None:
+    convert_release(write_release(tmp_path / "release"), tmp_path / "out")
+    CombForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "tuned")
+    CombForCausalLM.from_pretrained(tmp_path / "tuned")
+
+
+def test_tokenizer_files_come_along(tmp_path: Path) -> None:
+    source = write_release(tmp_path / "release")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("x")
+    convert_release(source, tmp_path / "out")
+    for folder in (tmp_path / "out", tmp_path / "out" / "backbone"):
+        assert (folder / "tokenizer.json").exists()
+        assert (folder / "chat_template.jinja").exists()
+
+
 def test_a_published_backbone_can_be_named(tmp_path: Path) -> None:
     model = convert_release(write_release(tmp_path / "release"), tmp_path / "out", backbone_name="owner/backbone")
     assert model.config.backbone_name_or_path == "owner/backbone"
@@ -164,6 +192,23 @@ def test_what_is_not_the_release_is_refused(tmp_path: Path) -> None:
     weights = load_file(source / "model.safetensors")
     save_file({**weights, "vision_tower.weight": torch.zeros(1)}, source / "model.safetensors")
     with pytest.raises(ValueError, match=r"vision_tower\.weight"):
+        convert_release(source, tmp_path / "out")
+    with pytest.raises(ValueError, match="would be overwritten"):
+        convert_release(source, source)
+    for broken, message in [
+        ({"cross_attention_layers": [4, 1, 3]}, "don't ascend"),
+        ({"text_config": {}}, "names its model_type"),
+        ({"text_config": {**config["text_config"], "tie_word_embeddings": False}}, "lm_head.weight is missing"),
+    ]:
+        (source / "config.json").write_text(json.dumps({**config, **broken}))
+        without_head = {name: tensor for name, tensor in weights.items() if "lm_head" not in name}
+        save_file(without_head, source / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            convert_release(source, tmp_path / "out")
+    (source / "config.json").write_text(json.dumps(config))
+    damaged = {**weights, "chunk_model.k_proj.1.weight": weights["chunk_model.k_proj.1.weight"] * float("nan")}
+    save_file(damaged, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"encoder\.key_value_heads\.1\.k_proj\.weight holds NaN"):
         convert_release(source, tmp_path / "out")
     own = {**weights, "chunk_model.embed_tokens.weight": weights["chunk_model.embed_tokens.weight"] + 1}
     save_file(own, source / "model.safetensors")

@@ -92,6 +92,13 @@ def test_a_segment_does_not_depend_on_its_neighbours() -> None:
     assert builder.build("q", [builder.segment("zero"), alone]).segments[1] == alone
 
 
+def test_a_title_stands_above_its_text() -> None:
+    builder = PromptBuilder(byte_tokenizer())
+    assert builder.tokenizer.decode(builder.segment(Document("body", title="Q3"))) == "Q3\nbody\n"
+    with pytest.raises(ValueError, match=r"has no \{text\}"):
+        PromptBuilder(byte_tokenizer(), document_template="doc:")
+
+
 def test_titles_and_templates() -> None:
     builder = PromptBuilder(byte_tokenizer(), document_template="# {title}\n{text}\n\n")
     assert builder.tokenizer.decode(builder.segment(Document("body", title="Q3"))) == "# Q3\nbody\n\n"

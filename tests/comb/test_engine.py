@@ -535,6 +535,30 @@ def test_documents_expire(engine: PICEngine) -> None:
     assert engine.store.stats().pinned == 0
 
 
+def test_expiry_follows_the_last_call(comb_model: CombForCausalLM, tokenizer: Any) -> None:
+    now = [0.0]
+    store = PICacheStore(clock=lambda: now[0], wall_clock=lambda: now[0])
+    engine = PICEngine(comb_model, tokenizer, store=store)
+    engine.library.clock = lambda: now[0]
+    engine.ask("Where?", [LAKE], max_new_tokens=1)  # compiled without an end, which `ttl` then sets
+    (name,) = engine.add_documents([LAKE], ttl=5)
+    now[0] = 6.0
+    assert store.sweep() == 1
+    with pytest.raises(UnknownDocumentError):
+        engine.ask("Where?", document_ids=[name])
+
+    engine.add_documents([LAKE], pin=True, ttl=5)
+    engine.add_documents([LAKE], pin=True)  # renewed, for ever
+    now[0] = 60.0
+    assert store.sweep() == 0
+    assert states(engine.ask("Where?", document_ids=[name], max_new_tokens=1)) == ["hit"]
+
+    engine.add_documents([Document(LAKE, id="other name")], ttl=5)  # the content still has an id without an end
+    now[0] = 70.0
+    assert store.sweep() == 0
+    store.check_integrity()
+
+
 def test_a_small_store_evicts_and_compiles_again(comb_model: CombForCausalLM, tokenizer: Any) -> None:
     one = PICEngine(comb_model, tokenizer).ask(QUESTION, [LAKE], max_new_tokens=NEW)
     store = PICacheStore(device_bytes=int(one.report.cache_bytes * 1.5))
@@ -622,7 +646,7 @@ def test_a_plain_model_has_no_encoder(backbone: LlamaForCausalLM, tokenizer: Any
 
 def test_another_tokenizer_is_refused(tokenizer: Any) -> None:
     model = make_backbone()
-    with pytest.raises(ValueError, match=r"260 tokens \(largest id 259\).*259 rows"):
+    with pytest.raises(ValueError, match=r"260 tokens.*259 rows"):
         PICEngine(model, make_tokenizer("<more>"), method="full")
     model.config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
     PICEngine(model, make_tokenizer(template=TEMPLATE), method="full")  # how prompts look is not what ids mean

@@ -14,6 +14,7 @@ from fake_hub import fake_hub
 from families import open_gates, tiny
 from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
+from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM
 from comb.hub import is_hub_id, plan_push, push
@@ -93,7 +94,7 @@ def test_a_folder_that_is_no_adapter(tmp_path: Path, adapter: Path) -> None:
         plan_push(tmp_path, "me/x")
     weights = load_file(adapter / "model.safetensors")
     save_file({**weights, "backbone.lm_head.weight": torch.zeros(2)}, adapter / "model.safetensors")
-    with pytest.raises(ValueError, match="belong to no adapter, among them 'backbone.lm_head.weight'"):
+    with pytest.raises(ValueError, match=r"belong to no adapter, among them 'backbone\.lm_head\.weight'"):
         plan_push(adapter, "me/x")
     (adapter / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="weights are missing"):
@@ -101,6 +102,21 @@ def test_a_folder_that_is_no_adapter(tmp_path: Path, adapter: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="model_type 'llama', not a COMB adapter"):
         plan_push(tmp_path / "plain", "me/x")
+
+
+def test_only_files_at_the_top_are_published(adapter: Path) -> None:
+    (adapter / "tokenizer_backup").mkdir()
+    (adapter / "tokenizer_backup" / "secret.txt").write_text("x")
+    (adapter / "README.md").unlink()
+    plan = plan_push(adapter, "me/x")
+    assert "tokenizer_backup/secret.txt" in plan.left_out
+    assert "README.md" in dict(plan.files)
+    assert not (adapter / "README.md").exists()  # a plan writes nothing
+
+
+def test_bytes_in_the_card_follow_the_weights(tmp_path: Path) -> None:
+    CombForCausalLM.from_backbone(tiny("llama").bfloat16(), num_encoder_layers=2).save_pretrained(tmp_path)
+    assert "128 bytes in bfloat16" in (tmp_path / "README.md").read_text()
 
 
 LOAD = """
@@ -121,6 +137,13 @@ def test_push_and_load_by_id(adapter: Path, tmp_path: Path, monkeypatch: pytest.
         assert address.startswith(f"{hub.url}/me/tiny/commit/")
         assert set(hub.repos["me/tiny"]) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
         assert hub.private["me/tiny"]
+        monkeypatch.setattr("comb.pretrained._api", lambda token: HfApi(endpoint=hub.url, token="hf_fake"))
+        model = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
+        model.push_to_hub("me/method", tokenizer=byte_tokenizer())
+        model.save_pretrained(tmp_path / "copy", tokenizer=byte_tokenizer(), push_to_hub=True, repo_id="me/argument")
+        for name in ("me/method", "me/argument"):
+            assert "tokenizer.json" in hub.repos[name]
+            assert b"base_model: owner/backbone" in hub.repos[name]["README.md"]
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0",
                        "HF_TOKEN": "hf_fake", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
         command = [sys.executable, "-c", LOAD, str(tmp_path / "backbone")]

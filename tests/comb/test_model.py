@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +197,89 @@ def test_copies_are_independent(model: CombForCausalLM, query: torch.Tensor) -> 
         assert not torch.equal(twin(query, documents=documents).logits, model(query, documents=documents).logits)
 
 
+def test_can_be_pickled(model: CombForCausalLM, query: torch.Tensor) -> None:
+    twin = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        documents = [model.encode([SEGMENTS[0]]), []]
+        assert torch.equal(twin(query, documents=documents).logits, model(query, documents=documents).logits)
+
+
+@torch.no_grad()
+def test_a_compiled_model_never_answers_without_its_documents(model: CombForCausalLM, query: torch.Tensor) -> None:
+    documents = [model.encode([SEGMENTS[0]]), []]
+    wanted = model(query, documents=documents).logits
+    model.backbone.compile(backend="eager")
+    model(query)  # compiled now, without hooks
+    with pytest.raises(RuntimeError, match="documents were not read"):
+        model(query, documents=documents)
+    torch._dynamo.reset()
+    model.generate(query, max_new_tokens=4)
+    with pytest.raises(RuntimeError, match="documents were not read"):
+        model.generate(query, documents=documents, max_new_tokens=4)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):  # what the message says helps
+        model(query)
+        torch.testing.assert_close(model(query, documents=documents).logits, wanted, rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_the_switch_belongs_to_a_thread(model: CombForCausalLM, query: torch.Tensor) -> None:
+    documents = [model.encode([SEGMENTS[0]]), []]
+    wanted = model(query, documents=documents).logits
+    found: list[torch.Tensor] = []
+
+    def work() -> None:
+        with torch.no_grad():
+            found.append(model(query, documents=documents).logits)
+
+    with model.encoder_disabled():
+        assert not model.encoder_enabled
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], wanted)
+
+
+def test_generation_config_is_the_backbones(model: CombForCausalLM, query: torch.Tensor) -> None:
+    model.generation_config = tf.GenerationConfig(max_new_tokens=3, eos_token_id=None)
+    assert model.backbone.generation_config.max_new_tokens == 3
+    assert model.generate(query).shape[1] == query.shape[1] + 3
+
+
+@torch.no_grad()
+def test_pipeline(model: CombForCausalLM) -> None:
+    from test_documents import byte_tokenizer
+
+    backbone = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "vocab_size": 300})).eval()
+    comb = CombForCausalLM.from_backbone(backbone, num_encoder_layers=1)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_tensors": True}
+    tokenizer = byte_tokenizer()
+    ours = tf.pipeline("text-generation", model=comb, tokenizer=tokenizer)("hello", **options)
+    plain = tf.pipeline("text-generation", model=backbone, tokenizer=tokenizer)("hello", **options)
+    assert ours == plain
+
+
+def test_writes_behind_torchs_back_are_noticed_after_training_mode(model: CombForCausalLM) -> None:
+    before = model.fingerprint
+    model.train()
+    model.encoder.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    model.eval()
+    assert model.fingerprint != before
+
+
+def test_the_fingerprint_covers_the_embedding_and_outlives_an_upgrade(
+    model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = model.fingerprint
+    model.encoder.config.transformers_version = "9.9.9"
+    model._fingerprint = None
+    assert model.fingerprint == before
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.01)
+    assert model.fingerprint != before
+
+
 # --- bad input ---------------------------------------------------------------------------------------------
 
 
@@ -215,9 +300,42 @@ def test_one_list_of_documents_per_row(model: CombForCausalLM, query: torch.Tens
 
 
 @pytest.mark.parametrize(
+    "documents", ["text", [[8, 9]], [["text"], []], [[None], []], [[torch.ones(2, 2)], []], [[[1.5]], []], ["ab", "cd"]]
+)
+def test_documents_nested_wrongly(model: CombForCausalLM, query: torch.Tensor, documents: Any) -> None:
+    with pytest.raises(ValueError, match=r"one list per row|flat list of token ids|lists for 2 rows"):
+        model(query, documents=documents)
+    (pic,) = model.encode([SEGMENTS[0]])
+    with pytest.raises(ValueError, match=r"write documents=\[\[\.\.\.\]\]"):
+        model(query, documents=[pic, pic])
+    with pytest.raises(ValueError, match="flat list of token ids"):
+        model.encode([8, 9])
+
+
+def test_embeddings_have_rows_too(model: CombForCausalLM, query: torch.Tensor) -> None:
+    embedded = model.get_input_embeddings()(query.repeat(2, 1))
+    documents = [model.encode([SEGMENTS[0]]), []]
+    with pytest.raises(ValueError, match="2 lists for 4 rows"):
+        model.generate(inputs_embeds=embedded, documents=documents, max_new_tokens=2)
+
+
+def test_what_cannot_be_done_to_an_adapter(model: CombForCausalLM) -> None:
+    with pytest.raises(ValueError, match="adapter on a backbone already"):
+        CombForCausalLM.from_backbone(model)
+    with pytest.raises(ValueError, match=r"before CombForCausalLM\.from_backbone"):
+        model.resize_token_embeddings(200)
+    with pytest.raises(ValueError, match="dtype, revision can't apply to a backbone that is loaded"):
+        CombForCausalLM.from_backbone(tiny("llama"), dtype="bfloat16", revision="main")
+    with pytest.raises(ValueError, match="max_document_tokens must be at least 1"):
+        CombForCausalLM.from_backbone(tiny("llama"), max_document_tokens=0)
+    with pytest.raises(ValueError, match="must ascend from 0"):
+        CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, cross_attention_layers=[-1])
+
+
+@pytest.mark.parametrize(
     ("segment", "message"),
     [([], "empty document"), (list(range(3, 120)) * 3, "longer than the encoder's 256"), ([5, 128], "token id 128"),
-     ([-1, 5], "document holds token id")],
+     ([-1, 5], "document holds token id -1")],
 )  # fmt: skip
 def test_segments_that_cannot_be_encoded(model: CombForCausalLM, segment: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -228,7 +346,7 @@ def test_a_picache_of_other_weights_is_refused(model: CombForCausalLM, query: to
     (pic,) = model.encode([SEGMENTS[0]])
     with torch.no_grad():
         model.encoder.layers[0].mlp.up_proj.weight.mul_(1.5)
-    with pytest.raises(ValueError, match="compiled by other weights"):
+    with pytest.raises(ValueError, match="compiled by another model or adapter"):
         model(query, documents=[[pic], []])
 
 

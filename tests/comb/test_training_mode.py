@@ -85,6 +85,17 @@ def test_checkpointing_really_recomputes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert honest is not None
 
 
+def test_two_backwards_through_one_checkpointed_forward() -> None:
+    model = fresh().train()
+    model.gradient_checkpointing_enable()
+    ids, labels = batch()
+    loss = model(ids, documents=DOCUMENTS, labels=labels).loss
+    loss.backward(retain_graph=True)
+    once = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    loss.backward()
+    assert_same({n: p.grad / 2 for n, p in model.named_parameters() if p.grad is not None}, once)
+
+
 def test_reentrant_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match="use_reentrant=False"):
         fresh().gradient_checkpointing_enable({"use_reentrant": True})
