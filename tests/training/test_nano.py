@@ -1,0 +1,249 @@
+"""The nano world, its tokenizer, the packed rows and the checkpoint made from them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import pytest
+import torch
+from comb_training.nano import CHECKPOINT, Question, Scene, World
+from comb_training.nano import lexicon as lex
+from comb_training.nano.evaluate import exact_match, row_match
+from comb_training.nano.initialise import build_model
+from comb_training.nano.packing import encode, pack
+from comb_training.nano.pretrain import Optimizers, Recipe, forward, loss_of, parse
+from comb_training.nano.tokenizer import train_tokenizer, world_words
+from comb_training.nano.world import KINDS, pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+
+def scenes(split: str, count: int = 60, **options: float) -> list[Scene]:
+    world = World(5, split, **options)  # type: ignore[arg-type]
+    return [world.scene(1 + index % 8, 8) for index in range(count)]
+
+
+def every(kind: str) -> list[tuple[Scene, Question]]:
+    return [(scene, q) for scene in scenes("heldout", 120) for q in scene.questions if q.kind == kind]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(0)
+
+
+# --- the world --------------------------------------------------------------------------------------------
+
+
+def test_same_seed_gives_same_scenes() -> None:
+    assert scenes("train") == scenes("train")
+    assert scenes("train") != scenes("heldout")
+
+
+def test_splits_share_no_name() -> None:
+    for heads, tails in ((lex.FIRST_NAMES, lex.LAST_NAMES), (lex.COMPANY_HEADS, lex.COMPANY_TAILS)):
+        train, heldout = set(pairs(heads, tails, "train")), set(pairs(heads, tails, "heldout"))
+        assert train.isdisjoint(heldout)
+        assert len(train) + len(heldout) == len(heads) * len(tails)
+        assert 0.2 < len(heldout) / (len(train) + len(heldout)) < 0.3
+
+
+def test_heldout_names_never_occur_in_training_text() -> None:
+    told = " ".join(
+        itertools.chain.from_iterable((*s.documents, *(q.query for q in s.questions)) for s in scenes("train", 300))
+    )
+    heldout = pairs(lex.FIRST_NAMES, lex.LAST_NAMES, "heldout") + pairs(lex.COMPANY_HEADS, lex.COMPANY_TAILS, "heldout")
+    assert not [name for name in heldout if name in told]
+    movers = {q.query.removeprefix("Where is ").removesuffix("?") for _, q in every("story")}
+    assert not [name for name in movers if re.search(rf"\b{name} (moved|went|journeyed|travelled)", told)]
+
+
+def test_documents_are_single_lines_and_every_kind_is_asked() -> None:
+    for scene in scenes("heldout"):
+        assert all(text and text == text.strip() and "\n" not in text for text in scene.documents)
+        assert len({(q.query, q.answer) for q in scene.questions}) == len(scene.questions)
+    assert all(every(kind) for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", ["person", "company", "two_document"])
+def test_supporting_documents_hold_the_answer(kind: str) -> None:
+    for scene, question in every(kind):
+        text = " ".join(scene.documents[index] for index in question.supporting)
+        answer_words = question.answer.replace(".", "").split()
+        value = answer_words[-1]
+        assert re.search(rf"\b{value}\b", text), (question, text)
+        assert len(question.supporting) == question.hops == (2 if kind == "two_document" else 1)
+
+
+def test_two_document_questions_need_both_documents() -> None:
+    for scene, question in every("two_document"):
+        person_document, company_document = (scene.documents[index] for index in question.supporting)
+        first, second = re.findall(r"[^.]+", question.answer)
+        person = " ".join(first.split()[:2])
+        company = first.split(" works at ")[1]
+        assert company not in question.query
+        assert person in question.query
+        assert person in person_document
+        assert company in person_document
+        assert person not in company_document
+        assert second.strip().startswith(company)
+
+
+def test_last_place_counts() -> None:
+    moves = re.compile(r"(\w+) (?:moved to|went to|went back to|journeyed to|travelled to) the (\w+)\.")
+    for scene, question in every("story"):
+        told = [scene.documents[index] for index in question.supporting]
+        assert re.sub(moves, "", told[0]).strip() == ""
+        last = dict(moves.findall(told[0]))
+        name = question.query.removeprefix("Where is ").removesuffix("?")
+        assert question.answer == f"{name} is in the {last[name]}."
+        assert sum(name in document for document in scene.documents) == 1
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="heldout"):
+        World(0, "test")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_documents"):
+        World(0).scene(0, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 12, 30])
+def test_any_number_of_documents(count: int) -> None:
+    for stories in (0.0, 1.0):
+        world = World(1, "heldout", stories=stories, mixed=1.0 - stories)
+        assert all(len(world.scene(count, 8).documents) == count for _ in range(50))
+
+
+@functools.cache
+def _checkpoint_tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+# --- tokenizer --------------------------------------------------------------------------------------------
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_tokenizer_round_trips_any_text(text: str) -> None:
+    loaded = _checkpoint_tokenizer()
+    ids = loaded(text, add_special_tokens=False)["input_ids"]
+    assert loaded.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+
+
+@pytest.mark.parametrize("text", ["Größe 😀👩‍👩‍👧", "日本語", "a  b\n\tc ", "'s don't", "\x00\x7f"])
+def test_tokenizer_round_trips_unusual_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_names_and_common_words_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    words = [f" {word}" for word in (*world_words(), *lex.COMMON_ENGLISH)] + [
+        *lex.FIRST_NAMES,
+        *lex.LAST_NAMES,
+        *lex.COMPANY_HEADS,
+    ]
+    assert not [word for word in words if len(tokenizer(word, add_special_tokens=False)["input_ids"]) != 1]
+
+
+def test_chat_template_gives_the_prompt_layout(tokenizer: PreTrainedTokenizerFast) -> None:
+    for scene in scenes("heldout", 20):
+        encoded = encode(tokenizer, scene)
+        for number, question in enumerate(scene.questions):
+            content = "".join(f"{document}\n" for document in scene.documents) + question.query
+            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": question.answer}]
+            asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+            whole = tokenizer.apply_chat_template(turns, tokenize=False)
+            assert tokenizer(asked, add_special_tokens=False)["input_ids"] == encoded.prompt(number)
+            expected = encoded.prompt(number) + encoded.answers[number]
+            assert tokenizer(whole, add_special_tokens=False)["input_ids"] == expected
+
+
+# --- packed rows ------------------------------------------------------------------------------------------
+
+
+def test_packed_rows_equal_single_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model(tokenizer, 0).eval()
+    torch.nn.init.normal_(model.model.layers[3].self_attn.o_proj.weight, std=0.1)
+    torch.nn.init.normal_(model.model.layers[3].mlp.down_proj.weight, std=0.1)
+    encoded = [encode(tokenizer, scene) for scene in scenes("train", 5)]
+    rows = pack(encoded, tokenizer.pad_token_id, document_weight=0.0)
+    with torch.no_grad():
+        packed, _ = forward(model, rows)
+        single = []
+        for scene in encoded:
+            for ask, answer in zip(scene.asks, scene.answers, strict=True):
+                ids = torch.tensor([scene.context + ask + answer])
+                single.append(model(input_ids=ids).logits[0, -len(answer) - 1 : -1])
+    torch.testing.assert_close(packed, torch.cat(single), atol=1e-4, rtol=1e-4)
+
+
+def test_row_match_counts_whole_answers(tokenizer: PreTrainedTokenizerFast) -> None:
+    encoded = [encode(tokenizer, scene) for scene in scenes("train", 3)]
+    rows = pack(encoded, tokenizer.pad_token_id, document_weight=0.2)
+    where = rows.weights > 0
+    logits = torch.nn.functional.one_hot(rows.targets[where], len(tokenizer)).float()
+    asked = sum(len(scene.asks) for scene in encoded)
+    assert sum(right for right, _ in row_match(logits, rows, where).values()) == asked
+    answers = (rows.weights[where] > 0.5).nonzero()
+    logits[answers[0]] = -logits[answers[0]]  # one wrong token makes one answer wrong
+    counts = row_match(logits, rows, where).values()
+    assert (sum(right for right, _ in counts), sum(n for _, n in counts)) == (asked - 1, asked)
+
+
+def test_training_step_lowers_the_loss(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model(tokenizer, 0)
+    rows = pack([encode(tokenizer, scene) for scene in scenes("train", 4)], tokenizer.pad_token_id, 0.2)
+    optimizers = Optimizers(model, 1e-2, 2e-3)
+    losses = []
+    for _ in range(8):
+        logits, where = forward(model, rows)
+        loss = loss_of(logits, rows, where)
+        losses.append(loss.item())
+        optimizers.step(loss, 1.0)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_command_line_follows_the_recipe() -> None:
+    recipe, output = parse(["--seed", "3", "--target", "0.5"])
+    assert (recipe, output) == (Recipe(seed=3, target=0.5), CHECKPOINT)
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+
+
+def test_checkpoint_is_small_and_knows_its_tokens(checkpoint: torch.nn.Module) -> None:
+    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= 10_000_000
+    loaded = _checkpoint_tokenizer()
+    assert (loaded.eos_token, loaded.pad_token, loaded.bos_token) == ("<|end|>", "<|pad|>", None)
+    assert checkpoint.generation_config.eos_token_id == loaded.eos_token_id
+    assert checkpoint.config.vocab_size == len(loaded)
+
+
+def test_checkpoint_answers_heldout_questions(checkpoint: torch.nn.Module) -> None:
+    scores = exact_match(checkpoint, _checkpoint_tokenizer(), num_scenes=15, seed=77)
+    assert scores["all"]["n"] >= 80
+    assert scores["all"]["exact_match"] >= 0.95, scores
+
+
+def test_checkpoint_reads_stories_in_the_forms_of_babi(checkpoint: torch.nn.Module) -> None:
+    world = World(3, "train", stories=1.0)
+    hits = []
+    for _ in range(40):
+        scene = world.scene(1, 1)
+        encoded = encode(_checkpoint_tokenizer(), scene)
+        ids = torch.tensor([encoded.prompt(0)])
+        output = checkpoint.generate(input_ids=ids, do_sample=False)[0, ids.shape[1] :]
+        hits.append(output.tolist() == encoded.answers[0])
+    assert sum(hits) >= 38
+
+
+def test_checkpoint_cannot_answer_without_documents(checkpoint: torch.nn.Module) -> None:
+    scores = exact_match(checkpoint, _checkpoint_tokenizer(), num_scenes=12, seed=78, documents=False)
+    assert scores["all"]["exact_match"] <= 0.08, scores

@@ -1,0 +1,231 @@
+"""A closed world of people, companies and rooms, told in short documents with questions about them.
+
+Three kinds of document: a person (employer and two more facts), a company (seat, product, founding year) and a
+story of people moving between rooms in the sentence forms of bAbI task 1 (Weston et al. 2015). Every fact is drawn
+afresh for every scene, so that a question can only be answered from the documents beside it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from . import lexicon as lex
+
+Split = Literal["train", "heldout"]
+KINDS = ("person", "company", "two_document", "story")
+
+# Rooms are asked for by first name alone, so what is held out there is first names rather than pairs of names.
+# The names of bAbI task 1 (Mary, John, Sandra, Daniel) stand first in the list and are trained on.
+# Surnames stand for people too: the more names move, the less depends on which.
+_TRAIN_STORY_NAMES = (*lex.FIRST_NAMES[:-16], *lex.LAST_NAMES)
+_HELDOUT_STORY_NAMES = lex.FIRST_NAMES[-16:]
+_MAX_STORIES = 8  # in one scene, so that the held-out names are enough for two people in each
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its whole-sentence answer; `supporting` indexes the documents that are needed."""
+
+    query: str
+    answer: str
+    hops: int
+    kind: str
+    supporting: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Documents (without trailing newline) and questions about them."""
+
+    documents: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class _Entity:
+    """A person or a company: its document's facts in the order told, `{relation: value}`."""
+
+    name: str
+    pronoun: str
+    possessive: str
+    facts: dict[str, str]
+
+
+def pairs(heads: tuple[str, ...], tails: tuple[str, ...], split: Split) -> list[str]:
+    """Two-part names of one split: a quarter of all pairs is held out, and each part occurs in both splits."""
+    return [
+        f"{head} {tail}"
+        for i, head in enumerate(heads)
+        for j, tail in enumerate(tails)
+        if ((i + j) % 4 == 0) == (split == "heldout")
+    ]
+
+
+class World:
+    """Seeded stream of scenes: the same seed, split and calls give the same scenes.
+
+    `pronouns` is the probability that a document says "she", "he" or "it" after its first sentence, `stories` the
+    probability that a scene holds room stories only, `mixed` that stories stand among people and companies. Up to
+    three stories in a scene have up to `longest_story` moves each, more of them up to 5.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        split: Split = "train",
+        *,
+        pronouns: float = 0.5,
+        stories: float = 0.2,
+        mixed: float = 0.25,
+        longest_story: int = 10,
+    ) -> None:
+        if split not in ("train", "heldout"):
+            raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
+        self._random = random.Random(f"{split}:{seed}")
+        self._people = pairs(lex.FIRST_NAMES, lex.LAST_NAMES, split)
+        self._companies = pairs(lex.COMPANY_HEADS, lex.COMPANY_TAILS, split)
+        self._story_names = _TRAIN_STORY_NAMES if split == "train" else _HELDOUT_STORY_NAMES
+        self._pronouns = pronouns
+        self._stories = stories
+        self._mixed = mixed
+        self._longest_story = longest_story
+
+    def scene(self, num_documents: int, num_questions: int) -> Scene:
+        """Draw one scene; it has fewer questions where the documents don't hold `num_questions` different ones."""
+        if num_documents < 1 or num_questions < 0:
+            raise ValueError(
+                f"expected num_documents >= 1 and num_questions >= 0, got {num_documents}, {num_questions}"
+            )
+        num_stories = self._num_stories(num_documents)
+        rest = num_documents - num_stories
+        companies = self._draw_companies(rest // 2 if rest > 1 else self._random.randrange(2) * rest)
+        stories = self._draw_stories(num_stories)
+        taken = frozenset(name for moves in stories for name, _ in moves)
+        people = self._draw_people(rest - len(companies), companies, taken)
+        order = self._random.sample(range(num_documents), num_documents)
+        told = [self._tell(entity) for entity in (*people, *companies)] + [self._tell_story(s) for s in stories]
+        documents = [""] * num_documents
+        for place, text in zip(order, told, strict=True):
+            documents[place] = text
+        asked = list(self._ask(people, companies, stories, order))
+        return Scene(tuple(documents), tuple(self._choose(asked, num_questions)))
+
+    # --- what there is ------------------------------------------------------------------------------------
+
+    def _num_stories(self, num_documents: int) -> int:
+        draw = self._random.random()
+        if draw < self._stories:
+            return min(num_documents, _MAX_STORIES)
+        if draw < self._stories + self._mixed and num_documents > 1:
+            return self._random.randint(1, min(_MAX_STORIES, max(1, num_documents // 3)))
+        return 0
+
+    def _distinct(self, names: list[str], count: int, taken: frozenset[str] = frozenset()) -> list[str]:
+        """Draw `count` two-part names with different first parts and no part `taken`, so that none are confused."""
+        by_head: dict[str, list[str]] = {}
+        for name in names:
+            head, tail = name.split()
+            if head not in taken and tail not in taken:
+                by_head.setdefault(head, []).append(name)
+        if count > len(by_head):
+            raise ValueError(f"a scene has room for {len(by_head)} people and as many companies, asked for {count}")
+        return [self._random.choice(by_head[head]) for head in self._random.sample(sorted(by_head), count)]
+
+    def _draw_companies(self, count: int) -> list[_Entity]:
+        names = self._distinct(self._companies, count)
+        return [_Entity(name, "It", "Its", self._facts(lex.COMPANY_RELATIONS, 3)) for name in names]
+
+    def _draw_people(self, count: int, companies: list[_Entity], taken: frozenset[str]) -> list[_Entity]:
+        """People without a name that is `taken` by a story, so that a single name stands for one person."""
+        people = []
+        for name in self._distinct(self._people, count, taken):
+            others = {key: rel for key, rel in lex.PERSON_RELATIONS.items() if key != lex.EMPLOYER}
+            facts = self._facts(others, 2)
+            # One person in six works for a company that no document is about.
+            absent = not companies or self._random.random() < 1 / 6
+            employer = self._random.choice(self._companies) if absent else self._random.choice(companies).name
+            items = [*facts.items(), (lex.EMPLOYER, employer)]
+            self._random.shuffle(items)
+            woman = name.split()[0] in lex.WOMEN
+            people.append(_Entity(name, "She" if woman else "He", "Her" if woman else "His", dict(items)))
+        return people
+
+    def _facts(self, relations: dict[str, lex.Relation], count: int) -> dict[str, str]:
+        return {key: self._random.choice(relations[key].values) for key in self._random.sample(list(relations), count)}
+
+    def _draw_stories(self, count: int) -> list[list[tuple[str, str]]]:
+        """Stories as `(name, place)` moves; nobody is in two stories, so document order never matters."""
+        names = self._random.sample(self._story_names, len(self._story_names))
+        stories: list[list[tuple[str, str]]] = []
+        for _ in range(count):
+            few = count <= 3
+            longest = self._longest_story if few else min(5, self._longest_story)
+            cast = [names.pop() for _ in range(self._random.randint(1, 4 if few else 2))]
+            moves = [self._random.choice(cast) for _ in range(self._random.randint(2, longest))]
+            stories.append([(name, self._random.choice(lex.PLACES)) for name in moves])
+        return stories
+
+    # --- how it is told -----------------------------------------------------------------------------------
+
+    def _tell(self, entity: _Entity) -> str:
+        relations = lex.PERSON_RELATIONS if lex.EMPLOYER in entity.facts else lex.COMPANY_RELATIONS
+        full = (entity.name, f"{entity.name}'" if entity.name.endswith("s") else f"{entity.name}'s")
+        again = (entity.pronoun, entity.possessive) if self._random.random() < self._pronouns else full
+        sentences = []
+        for index, (key, value) in enumerate(entity.facts.items()):
+            subject, possessive = again if index else full
+            pattern = self._random.choice(relations[key].statements)
+            sentences.append(pattern.format(s=subject, p=possessive, v=value))
+        return " ".join(sentences)
+
+    def _tell_story(self, moves: list[tuple[str, str]]) -> str:
+        return " ".join(f"{name} {self._random.choice(lex.MOVES)} the {place}." for name, place in moves)
+
+    # --- what is asked ------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        people: list[_Entity],
+        companies: list[_Entity],
+        stories: list[list[tuple[str, str]]],
+        order: list[int],
+    ) -> Iterator[Question]:
+        """Every different question of a scene; `order[i]` is the document index of the i-th thing told."""
+        where = {company.name: order[len(people) + i] for i, company in enumerate(companies)}
+        for document, person in zip(order, people, strict=False):
+            yield from self._direct(person, lex.PERSON_RELATIONS, "person", document)
+            employer = next((c for c in companies if c.name == person.facts[lex.EMPLOYER]), None)
+            if employer is not None:
+                yield from self._bridge(person, employer, (document, where[employer.name]))
+        for company in companies:
+            yield from self._direct(company, lex.COMPANY_RELATIONS, "company", where[company.name])
+        for document, moves in zip(order[len(people) + len(companies) :], stories, strict=True):
+            for name, place in dict(moves).items():  # the last move of each person counts
+                answer = lex.PLACE_ANSWER.format(s=name, v=place)
+                yield Question(lex.PLACE_QUERY.format(s=name), answer, 1, "story", (document,))
+
+    def _direct(
+        self, entity: _Entity, relations: dict[str, lex.Relation], kind: str, document: int
+    ) -> Iterator[Question]:
+        for key, value in entity.facts.items():
+            query = self._random.choice(relations[key].queries).format(s=entity.name)
+            yield Question(query, relations[key].answer.format(s=entity.name, v=value), 1, kind, (document,))
+
+    def _bridge(self, person: _Entity, employer: _Entity, supporting: tuple[int, int]) -> Iterator[Question]:
+        first = lex.PERSON_RELATIONS[lex.EMPLOYER].answer.format(s=person.name, v=employer.name)
+        for key, value in employer.facts.items():
+            query = self._random.choice(lex.BRIDGE_QUERIES[key]).format(s=person.name)
+            second = lex.COMPANY_RELATIONS[key].answer.format(s=employer.name, v=value)
+            yield Question(query, f"{first} {second}", 2, "two_document", supporting)
+
+    def _choose(self, asked: list[Question], count: int) -> list[Question]:
+        """Draw questions, a random kind first, so that the kinds with few questions are asked as often."""
+        pools = {kind: [q for q in asked if q.kind == kind] for kind in KINDS}
+        chosen: list[Question] = []
+        while len(chosen) < count and any(pools.values()):
+            pool = pools[self._random.choice([kind for kind in KINDS if pools[kind]])]
+            chosen.append(pool.pop(self._random.randrange(len(pool))))
+        return chosen
