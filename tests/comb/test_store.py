@@ -111,6 +111,24 @@ def test_release_is_idempotent_and_ends_use() -> None:
     assert store.stats().in_use == 0
 
 
+def test_an_expiry_can_be_set_anew(tmp_path: Path) -> None:
+    now = [0.0]
+    clocks = {"clock": lambda: now[0], "wall_clock": lambda: now[0]}
+    store = PICacheStore(disk_path=tmp_path / "store", **clocks)
+    use(store, "k1", "k2")
+    store.flush()
+    assert store.set_expiry("k1", 5.0)
+    assert not store.set_expiry("k9", 5.0)
+    with pytest.raises(ValueError, match="ttl_s expects seconds > 0"):
+        store.set_expiry("k1", 0)
+    store.flush()
+    now[0] = 6.0
+    assert store.lookup("k1") is None
+    again = PICacheStore(disk_path=tmp_path / "store", **clocks)
+    assert [again.lookup(key) for key in ("k1", "k2")] == [None, "disk"]
+    store.check_integrity()
+
+
 def test_least_recently_used_goes_first() -> None:
     store = PICacheStore(device_bytes=3 * NBYTES)
     use(store, "k1", "k2", "k3")
