@@ -33,23 +33,24 @@ class LinkedDocuments:
         self._expanded: dict[int, Tensor] = {}
         if not self.with_documents:
             return
-        keys = [torch.cat([k for k, _ in rows[index]], dim=1) for index in self.with_documents]
-        values = [torch.cat([v for _, v in rows[index]], dim=1) for index in self.with_documents]
-        self.device = keys[0].device
-        self.lengths = Lengths(torch.tensor([row.shape[1] for row in keys]))
+        given = [rows[index] for index in self.with_documents]
+        self.lengths = Lengths(torch.tensor([sum(keys.shape[1] for keys, _ in row) for row in given]))
+        self.device = given[0][0][0].device
         self.packed = uses_packing(implementation)
         self.key_mask = None if self.packed else self.lengths.mask(self.device)
-        self.keys, self.values = self._layout(keys), self._layout(values)
+        # each document once, however many rows read it, and where in that table each row's tokens are
+        unique = list({id(keys): (keys, values) for row in given for keys, values in row}.values())
+        table = _token_table(unique, given, longest=None if self.packed else self.lengths.longest)
+        self.keys, self.values = (self._layout(documents, table) for documents in zip(*unique, strict=True))
 
-    def _layout(self, rows: list[Tensor]) -> Tensor:
-        """Rows [cross_layers, tokens, kv_heads, head_dim] -> [cross_layers, rows, kv_heads, longest, head_dim],
+    def _layout(self, documents: Sequence[Tensor], table: Tensor) -> Tensor:
+        """Documents [cross_layers, tokens, kv_heads, head_dim] -> [cross_layers, rows, kv_heads, longest, head_dim],
         or, packed, [cross_layers, 1, kv_heads, all tokens, head_dim]."""
-        if self.packed:
-            return torch.cat(rows, dim=1)[:, None].transpose(2, 3)
-        if len(rows) == 1:
-            return rows[0][:, None].transpose(2, 3)
-        padded = nn.utils.rnn.pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True)
-        return padded.permute(2, 0, 3, 1, 4).contiguous()
+        tokens = torch.cat([document.transpose(0, 1) for document in documents])
+        # an embedding look-up is the gather with the cheapest gradient, and rows share documents in training
+        rows = nn.functional.embedding(table.to(tokens.device), tokens.flatten(1))
+        laid_out: Tensor = rows.unflatten(-1, tokens.shape[1:]).permute(2, 0, 3, 1, 4).contiguous()
+        return laid_out
 
     def rows_of(self, batch: int) -> Tensor | None:
         """Which rows of a batch of hidden states have documents; None for all of them. [rows_with_documents]
@@ -92,6 +93,28 @@ class LinkedDocuments:
             "cu_seq_lens_q": offsets, "cu_seq_lens_k": self.lengths.offsets(query.device),
             "max_length_q": queries, "max_length_k": self.lengths.longest,
         }  # fmt: skip
+
+
+def _token_table(
+    documents: Sequence[KeyValues], rows: Sequence[Sequence[KeyValues]], *, longest: int | None
+) -> Tensor:
+    """Positions of each row's tokens among those of `documents` laid end to end.
+
+    Returns:
+        [rows, longest], padded with 0; or, without `longest`, all rows behind one another: [1, tokens]. int64
+    """
+    starts: dict[int, int] = {}
+    total = 0
+    for keys, _ in documents:
+        starts[id(keys)] = total
+        total += keys.shape[1]
+    positions = [
+        torch.cat([torch.arange(keys.shape[1]) + starts[id(keys)] for keys, _ in documents_of_row])
+        for documents_of_row in rows
+    ]
+    if longest is None:
+        return torch.cat(positions)[None]
+    return nn.utils.rnn.pad_sequence(positions, batch_first=True)
 
 
 class CrossAttention(nn.Module):

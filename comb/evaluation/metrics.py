@@ -1,0 +1,114 @@
+"""Answer metrics: SQuAD exact match and F1 over several references, and ROUGE-L.
+
+Exact match and F1 follow the official SQuAD 2.0 evaluation (Rajpurkar et al. 2018); ROUGE-L is the F-measure of the
+longest common subsequence of words (Lin 2004, beta = 1, no stemming), as the `rouge-score` package computes it.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# \w without the underscore: rouge-score's [a-z0-9]+ on English text, and still words in other scripts
+_ROUGE_WORD = re.compile(r"[^\W_]+")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over `n` predictions, each in 0..1."""
+
+    n: int
+    em: float
+    f1: float
+    rouge_l: float
+
+
+def normalize_answer(text: str) -> str:
+    """SQuAD's normal form: lower case, no ASCII punctuation, no English articles, single spaces."""
+    without_punctuation = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", without_punctuation).split())
+
+
+def exact_match(prediction: str, references: Sequence[str]) -> float:
+    """1.0 if `prediction` equals one of the references in normal form, else 0.0."""
+    return _best(_exact_match_one, prediction, references)
+
+
+def f1(prediction: str, references: Sequence[str]) -> float:
+    """Best F1 over the words shared with a reference, in 0..1; an empty side matches only an empty side."""
+    return _best(_f1_one, prediction, references)
+
+
+def rouge_l(prediction: str, references: Sequence[str]) -> float:
+    """Best ROUGE-L F-measure over the references, in 0..1."""
+    return _best(_rouge_l_one, prediction, references)
+
+
+def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+    """All metrics, averaged over the predictions.
+
+    Raises:
+        ValueError: if there is nothing to score, the lengths differ, or an item has no reference.
+    """
+    if len(predictions) != len(references):
+        raise ValueError(f"{len(predictions)} predictions but references for {len(references)} questions")
+    if not predictions:
+        raise ValueError("nothing to score: there is no prediction")
+    pairs = list(zip(predictions, references, strict=True))
+    return Scores(
+        n=len(pairs),
+        em=fmean(exact_match(prediction, accepted) for prediction, accepted in pairs),
+        f1=fmean(f1(prediction, accepted) for prediction, accepted in pairs),
+        rouge_l=fmean(rouge_l(prediction, accepted) for prediction, accepted in pairs),
+    )
+
+
+def _best(metric: Callable[[str, str], float], prediction: str, references: Sequence[str]) -> float:
+    if isinstance(references, str):
+        raise ValueError("references is a sequence of accepted answers; put a single one in a list")
+    if not references:
+        raise ValueError(f"no reference to compare with (prediction: {prediction[:60]!r})")
+    return max(metric(prediction, reference) for reference in references)
+
+
+def _exact_match_one(prediction: str, reference: str) -> float:
+    return float(normalize_answer(prediction) == normalize_answer(reference))
+
+
+def _f1_one(prediction: str, reference: str) -> float:
+    predicted, expected = normalize_answer(prediction).split(), normalize_answer(reference).split()
+    if not predicted or not expected:
+        return float(predicted == expected)
+    shared = sum((Counter(predicted) & Counter(expected)).values())
+    return _f_measure(shared, len(predicted), len(expected))
+
+
+def _rouge_l_one(prediction: str, reference: str) -> float:
+    predicted, expected = _ROUGE_WORD.findall(prediction.lower()), _ROUGE_WORD.findall(reference.lower())
+    if not predicted or not expected:
+        return 0.0
+    return _f_measure(_longest_common_subsequence(predicted, expected), len(predicted), len(expected))
+
+
+def _f_measure(shared: int, predicted: int, expected: int) -> float:
+    if shared == 0:
+        return 0.0
+    precision, recall = shared / predicted, shared / expected
+    return 2 * precision * recall / (precision + recall)
+
+
+def _longest_common_subsequence(left: Sequence[str], right: Sequence[str]) -> int:
+    row = [0] * (len(right) + 1)
+    for word in left:
+        diagonal = 0
+        for column, other in enumerate(right, start=1):
+            above = row[column]
+            row[column] = diagonal + 1 if word == other else max(above, row[column - 1])
+            diagonal = above
+    return row[-1]

@@ -1,0 +1,207 @@
+"""Examples -> answers -> one `MethodResult` per method: quality over all examples, time to first token over a few.
+
+Quality is measured in batches where a method has them. Times are measured one request at a time, after a warm-up, each
+example first with an empty store (cold) and then again (cached).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from comb.documents import Example, PromptBuilder
+from comb.engine import PICEngine
+from comb.evaluation.metrics import score
+
+logger = logging.getLogger(__name__)
+
+NO_DOCUMENTS = "none"
+"""A control in place of a method: the backbone is asked without any document."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: the median of `n` measurements with the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing | None:
+        """None where nothing was measured."""
+        if not seconds:
+            return None
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0], 1)
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, low, high, len(seconds))
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What one method reached.
+
+    Args:
+        method: its name; "none" is the control without documents.
+        n: questions answered.
+        em, f1, rouge_l: means in 0..1.
+        answer_tokens: mean length of an answer.
+        ttft_cold_s: time to first token with nothing in the store.
+        ttft_cached_s: the same request again.
+        cache_bytes_per_document_token: size of what is kept; 0 for methods that keep nothing.
+        recomputed_tokens: document tokens that the backbone prefilled for a question, mean.
+        seconds: for all answers, times to first token apart.
+        predictions: the answers, in the order of the examples.
+    """
+
+    method: str
+    n: int
+    em: float
+    f1: float
+    rouge_l: float
+    answer_tokens: float
+    ttft_cold_s: Timing | None
+    ttft_cached_s: Timing | None
+    cache_bytes_per_document_token: float
+    recomputed_tokens: float
+    seconds: float
+    predictions: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def evaluate(
+    model: PICEngine | tuple[Any, Any],
+    examples: Sequence[Example],
+    methods: Sequence[str] = ("full", "comb"),
+    *,
+    max_new_tokens: int = 48,
+    batch_size: int = 32,
+    timing_examples: int = 8,
+    query_template: str = "{query}",
+    document_template: str | None = None,
+    progress: bool = True,
+) -> list[MethodResult]:
+    """Compares methods on the same examples, greedily decoded.
+
+    Args:
+        model: an engine, or a model and its tokenizer. Every method gets a fresh engine with an empty store.
+        methods: names from ``comb.methods.names()`` (with parameters, as ``"legolink:16"``), or "none" for the
+            control without documents.
+        timing_examples: of how many examples, with no document in common, times are taken; 0 takes none.
+
+    Raises:
+        ValueError: if there is no example or no method, or a method is unknown or doesn't fit the model.
+    """
+    if not examples:
+        raise ValueError("no examples to evaluate on")
+    if not methods:
+        raise ValueError("no methods to compare: name at least one, for example full")
+    if isinstance(model, PICEngine):
+        weights, tokenizer, builder = model.model, model.tokenizer, model.prompt_builder
+    else:
+        weights, tokenizer = model
+        builder = PromptBuilder(tokenizer)
+    if document_template is not None:
+        builder = PromptBuilder(tokenizer, document_template=document_template)
+    results = []
+    for method in methods:
+        run = _Run(weights, tokenizer, builder, method, query_template, max_new_tokens)
+        results.append(run(examples, batch_size, timing_examples, progress))
+    return results
+
+
+class _Run:
+    """One method on one model."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, builder: PromptBuilder, method: str, template: str, max_new_tokens: int
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.builder = builder
+        self.method = method
+        self.template = template
+        self.max_new_tokens = max_new_tokens
+        self.engine = self._engine()  # an unknown method fails here, before anything is computed
+
+    def __call__(
+        self, examples: Sequence[Example], batch_size: int, timing_examples: int, progress: bool
+    ) -> MethodResult:
+        start = time.perf_counter()
+        answers = []
+        name = f"method {self.method}"
+        with tqdm(total=len(examples), desc=name, unit="question", disable=not progress, leave=False) as bar:
+            for first in range(0, len(examples), batch_size):
+                requests = [self._request(example) for example in examples[first : first + batch_size]]
+                answers += self.engine.ask_batch(requests, max_new_tokens=self.max_new_tokens)
+                bar.update(len(requests))
+        seconds = time.perf_counter() - start
+        self.engine = self._engine()  # gives back what the answers left in the store
+        cold, cached = self._times(_disjoint(examples, timing_examples))
+        predictions = tuple(answer.text.strip() for answer in answers)
+        scores = score(predictions, [example.references for example in examples])
+        reports = [answer.report for answer in answers]
+        document_tokens = sum(document.tokens for report in reports for document in report.documents)
+        return MethodResult(
+            method=self.method,
+            n=scores.n,
+            em=scores.em,
+            f1=scores.f1,
+            rouge_l=scores.rouge_l,
+            answer_tokens=statistics.fmean(report.answer_tokens for report in reports),
+            ttft_cold_s=Timing.of(cold),
+            ttft_cached_s=Timing.of(cached),
+            cache_bytes_per_document_token=sum(report.cache_bytes for report in reports) / max(1, document_tokens),
+            recomputed_tokens=statistics.fmean(report.recomputed_tokens for report in reports),
+            seconds=seconds,
+            predictions=predictions,
+        )
+
+    def _engine(self) -> PICEngine:
+        name = "full" if self.method == NO_DOCUMENTS else self.method
+        return PICEngine(self.model, self.tokenizer, method=name, prompt_builder=self.builder)
+
+    def _request(self, example: Example) -> tuple[str, Sequence[Any]]:
+        documents = () if self.method == NO_DOCUMENTS else example.documents
+        return self.template.replace("{query}", example.query), documents
+
+    def _times(self, examples: Sequence[Example]) -> tuple[list[float], list[float]]:
+        if not examples:
+            return [], []
+        self._first_token(examples[0])  # warm-up: allocations, lazy initialisation
+        self.engine = self._engine()
+        cold, cached = [], []
+        for example in examples:
+            cold.append(self._first_token(example))
+            cached.append(self._first_token(example))
+        return cold, cached
+
+    def _first_token(self, example: Example) -> float:
+        question, documents = self._request(example)
+        return self.engine.ask(question, documents, max_new_tokens=1).report.ttft_s
+
+
+def _disjoint(examples: Sequence[Example], count: int) -> list[Example]:
+    """Up to `count` examples no two of which share a document, so that each is cold when first asked."""
+    seen: set[Any] = set()
+    chosen: list[Example] = []
+    for example in examples:
+        if len(chosen) == count:
+            break
+        if not seen & set(example.documents):
+            seen |= set(example.documents)
+            chosen.append(example)
+    if len(chosen) < count:
+        logger.info("times are taken of %d examples: no more of them have different documents", len(chosen))
+    return chosen
