@@ -95,9 +95,7 @@ class LinkedDocuments:
         }  # fmt: skip
 
 
-def _token_table(
-    documents: Sequence[KeyValues], rows: Sequence[Sequence[KeyValues]], *, longest: int | None
-) -> Tensor:
+def _token_table(documents: Sequence[KeyValues], rows: Sequence[Sequence[KeyValues]], *, longest: int | None) -> Tensor:
     """Positions of each row's tokens among those of `documents` laid end to end.
 
     Returns:

@@ -17,13 +17,14 @@ from comb.config import CombConfig
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+TRAINING, RESULTS = "training.json", "results.json"
 BEGIN, END = "<!-- comb: generated, rewritten on every save -->", "<!-- comb: end of the generated part -->"
 
 # what an adapter repository holds; everything else in the folder (optimizer state, logs) stays at home
 PUBLISHED = (
     "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "README.md",
     "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "added_tokens.json",
-    "training.json", "evaluation.json", "*.png",
+    TRAINING, RESULTS, "*.png",
 )  # fmt: skip
 
 
@@ -88,12 +89,38 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
 
 
+def refresh_card(folder: Path) -> None:
+    """Renders an adapter folder's card again, with what training and evaluation have written beside it since."""
+    write_card(CombConfig.from_pretrained(folder), folder, dtype=_check_weights(folder))
+
+
 def _facts(folder: Path) -> dict[str, Any]:
+    """Rows for the card from what `comb train` and `comb eval` leave in the folder; each names its command."""
     facts: dict[str, Any] = {}
-    for name in ("training.json", "evaluation.json"):
-        if (folder / name).exists():
-            facts.update(json.loads((folder / name).read_text()).get("card", {}))
+    if (training := _read_json(folder / TRAINING)) is not None:
+        config = training.get("config", {})
+        facts["trained on"] = (
+            f"{config.get('data', {}).get('dataset')}, {training['tokens']['examples']} examples, "
+            f"{config.get('train', {}).get('answers')} answers, {training['steps']} steps, seed {training['seed']} "
+            f"(`{_command(training)}`)"
+        )
+    if (evaluation := _read_json(folder / RESULTS)) is not None:
+        for row in evaluation["results"]:
+            scores = f"{100 * row['em']:.1f}% exact match, {100 * row['f1']:.1f}% F1"
+            facts[f"method `{row['method']}`"] = f"{scores}, n = {row['n']} (`{_command(evaluation)}`)"
     return facts
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def _command(record: dict[str, Any]) -> str:
+    argv = record.get("argv") or ["?"]
+    return " ".join([Path(argv[0]).name, *argv[1:]])
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,16 @@ def test_what_a_person_wrote_stays(adapter: Path) -> None:
     assert path.read_text() == "all my own"
 
 
-def test_scores_stand_in_the_card(adapter: Path) -> None:
-    (adapter / "evaluation.json").write_text(json.dumps({"card": {"exact match": "0.91 (comb eval ...)"}}))
-    assert "| exact match | 0.91 (comb eval ...) |" in plan_push(adapter, "me/x").card
+def test_scores_stand_in_the_card_with_their_command(adapter: Path) -> None:
+    row = {"method": "comb", "n": 400, "em": 0.96, "f1": 0.99}
+    results = {"argv": ["/usr/bin/comb", "eval", "out/x"], "results": [row]}
+    (adapter / "results.json").write_text(json.dumps(results))
+    training = {"argv": ["comb", "train", "c.yaml"], "steps": 20, "seed": 3, "tokens": {"examples": 7},
+                "config": {"data": {"dataset": "squad"}, "train": {"answers": "gold"}}}  # fmt: skip
+    (adapter / "training.json").write_text(json.dumps(training))
+    card = plan_push(adapter, "me/x").card
+    assert "| method `comb` | 96.0% exact match, 99.0% F1, n = 400 (`comb eval out/x`) |" in card
+    assert "squad, 7 examples, gold answers, 20 steps, seed 3 (`comb train c.yaml`)" in card
 
 
 def test_plan_names_what_goes_and_what_stays(adapter: Path) -> None:

@@ -8,6 +8,10 @@ import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
 from comb_training.nano import CHECKPOINT, Question, Scene, World
 from comb_training.nano import lexicon as lex
 from comb_training.nano.evaluate import exact_match, row_match
@@ -16,9 +20,6 @@ from comb_training.nano.packing import encode, pack
 from comb_training.nano.pretrain import Optimizers, Recipe, forward, loss_of, parse
 from comb_training.nano.tokenizer import train_tokenizer, world_words
 from comb_training.nano.world import KINDS, pairs
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 
 def scenes(split: str, count: int = 60, **options: float) -> list[Scene]:

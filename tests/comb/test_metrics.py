@@ -1,0 +1,65 @@
+"""Metrics against values worked out by hand and against the official definitions' corner cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from comb.evaluation.metrics import exact_match, f1, normalize_answer, rouge_l, score
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The  Cat!", "cat"),
+        ("an apple, a pear", "apple pear"),
+        ("U.S.", "us"),
+        ("Theory of the a-theist", "theory of atheist"),  # articles go as whole words, punctuation before them
+        ("", ""),
+        ("Åsa's", "åsas"),
+    ],
+)
+def test_normalize_answer(text: str, normal: str) -> None:
+    assert normalize_answer(text) == normal
+
+
+def test_exact_match_takes_the_best_reference() -> None:
+    assert exact_match("the 10th century.", ["11th century", "10th Century"]) == 1.0
+    assert exact_match("10th centuries", ["11th century", "10th century"]) == 0.0
+
+
+def test_f1_counts_shared_words_with_repeats() -> None:
+    # shared: "in", "10th" -> precision 2/3, recall 2/4
+    assert f1("in in 10th", ["in 10th and 11th"]) == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
+    assert f1("nothing shared", ["other words"]) == 0.0
+    assert f1("Rome", ["Paris", "in Rome"]) == pytest.approx(2 / 3)
+
+
+def test_f1_of_empty_answers_is_all_or_nothing() -> None:
+    assert f1("", [""]) == 1.0
+    assert f1("the", [""]) == 1.0  # nothing is left of an article
+    assert f1("", ["Rome"]) == 0.0
+    assert f1("Rome", [""]) == 0.0
+
+
+def test_rouge_l_is_the_f_measure_of_the_longest_common_subsequence() -> None:
+    # the example of Lin 2004, sec. 3: police killed the gunman / police kill the gunman / the gunman kill police
+    assert rouge_l("police kill the gunman", ["police killed the gunman"]) == pytest.approx(0.75)
+    assert rouge_l("the gunman kill police", ["police killed the gunman"]) == pytest.approx(0.5)
+    assert rouge_l("a b c d", ["b d"]) == pytest.approx(2 * 0.5 * 1.0 / 1.5)
+    assert rouge_l("", ["b d"]) == 0.0
+
+
+def test_score_averages_and_counts() -> None:
+    scores = score(["Rome", "Paris"], [["Rome"], ["London"]])
+    assert (scores.n, scores.em, scores.f1, scores.rouge_l) == (2, 0.5, 0.5, 0.5)
+
+
+def test_score_refuses_what_it_cannot_score() -> None:
+    with pytest.raises(ValueError, match="nothing to score"):
+        score([], [])
+    with pytest.raises(ValueError, match="2 predictions but references for 1"):
+        score(["a", "b"], [["a"]])
+    with pytest.raises(ValueError, match="no reference"):
+        score(["a"], [[]])
+    with pytest.raises(ValueError, match="put a single one in a list"):
+        exact_match("a", "a")

@@ -1,0 +1,210 @@
+"""The backbone's own answers: right, shared prefills included; resumable; nothing dropped in silence."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from comb.documents import Prompt
+from comb.evaluation.datasets import Counts
+from comb_training import answers as module
+from comb_training.answers import AnswerFile, answer_on_policy
+from comb_training.batches import TrainingExample
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "initializer_range": 0.3,  # so that answers differ, and some end
+}
+OPTIONS: dict[str, Any] = {"pad_token_id": 0, "eos_token_ids": (1,), "max_new_tokens": 8, "progress": False}
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+
+
+@pytest.fixture(scope="module")
+def backbone() -> LlamaForCausalLM:
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[TrainingExample]:
+    """Five sets of documents with one to four questions each, of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(2, 64, (count,), generator=generator).tolist())
+
+    rows = []
+    for group in range(5):
+        documents = tuple(ids(2 + group + index) for index in range(group % 3 + 1))
+        prompts = [Prompt((3,), documents, ids(2 + n)) for n in range(group % 4 + 1)]
+        rows += [TrainingExample(prompt, (1,), f"{group}-{n}") for n, prompt in enumerate(prompts)]
+    return rows
+
+
+def one_by_one(backbone: Any, example: TrainingExample) -> tuple[int, ...]:
+    """The reference: greedy decoding by hand, without cache, padding or batch."""
+    ids = list(example.prompt.flat)
+    new: list[int] = []
+    with torch.no_grad():
+        while len(new) < 8 and 1 not in new:
+            new.append(int(backbone(torch.tensor([ids + new])).logits[0, -1].argmax()))
+    return tuple(new)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+def test_answers_are_what_the_backbone_says_alone(
+    backbone: Any, examples: list[TrainingExample], batch_size: int
+) -> None:
+    answered = answer_on_policy(backbone, examples, Counts(), batch_size=batch_size, **OPTIONS)
+    assert [e.target for e in answered] == [one_by_one(backbone, e) for e in examples]
+    assert [e.id for e in answered] == [e.id for e in examples]
+    assert len({e.target for e in answered}) > len(examples) // 2  # the check is no accident of constant answers
+    assert {1 in e.target for e in answered} == {True, False}  # some end, some are cut
+
+
+@pytest.mark.parametrize("draft", ["right", "longer", "wrong", "unfinished"])
+def test_drafts_are_taken_only_where_the_backbone_says_just_that(
+    backbone: Any, examples: list[TrainingExample], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    said = [one_by_one(backbone, example) for example in examples]
+    finished = [index for index, target in enumerate(said) if target[-1] == 1]
+    assert 2 <= len(finished) < len(said)
+    change: dict[str, Any] = {
+        "right": lambda target: target,
+        "longer": lambda target: (*target, 9, 1),  # goes on where the backbone stops
+        "wrong": lambda target: (target[0] ^ 1, *target[1:]),
+        "unfinished": lambda target: target[:-1] or (9,),
+    }
+    drafts = [example.with_target(change[draft](target)) for example, target in zip(examples, said, strict=True)]
+    decoded: list[str | None] = []
+    decode = module._Greedy._decode
+
+    def counting(self: Any, rest: list[TrainingExample]) -> Any:
+        decoded.extend(example.id for example in rest)
+        return decode(self, rest)
+
+    monkeypatch.setattr(module._Greedy, "_decode", counting)
+    answered = answer_on_policy(backbone, drafts, Counts(), **OPTIONS)
+    assert [e.target for e in answered] == said  # whatever the draft
+    skipped = {examples[index].id for index in finished} if draft == "right" else set()
+    assert set(decoded) == {e.id for e in examples} - skipped
+
+
+def test_drafts_are_given_up_when_they_never_hold(
+    backbone: Any, examples: list[TrainingExample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DRAFTS_TRIED", 4)
+    wrong = [example.with_target((63, 62, 1)) for example in examples]
+    greedy = module._Greedy(backbone, 0, (1,), 8, share_prefix=True)
+    for start in range(0, len(wrong), 4):
+        greedy(wrong[start : start + 4])
+    assert greedy.drafted == 4
+
+
+def test_documents_are_prefilled_once_per_group(
+    backbone: Any, examples: list[TrainingExample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    forward = type(backbone).forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.append(kwargs["input_ids"].shape[0])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(backbone), "forward", counting)
+    answer_on_policy(backbone, examples, Counts(), **OPTIONS)
+    passes = [count for count in rows if count > 1]  # discovery looks at the model with one row
+    assert passes[:2] == [5, len(examples)]  # five sets of documents, then all questions
+
+
+def test_a_backbone_with_sliding_windows_gets_whole_prompts(examples: list[TrainingExample]) -> None:
+    torch.manual_seed(0)
+    mistral = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=6)).eval()
+    answered = answer_on_policy(mistral, examples, Counts(), **OPTIONS)
+    assert [e.target for e in answered] == [one_by_one(mistral, e) for e in examples]
+
+
+def test_sampling_settings_of_the_backbone_do_not_count(examples: list[TrainingExample]) -> None:
+    model = llama()
+    expected = [e.target for e in answer_on_policy(model, examples, Counts(), **OPTIONS)]
+    model.generation_config.update(do_sample=True, temperature=5.0, top_k=3, repetition_penalty=3.0)
+    assert [e.target for e in answer_on_policy(model, examples, Counts(), **OPTIONS)] == expected
+
+
+def test_long_prompts_are_dropped_and_cut_answers_counted(backbone: Any, examples: list[TrainingExample]) -> None:
+    long = TrainingExample(Prompt((3,), ((5,) * 60,), (6,)), (1,), "long")
+    counts = Counts(read=len(examples) + 1)
+    answered = answer_on_policy(backbone, [long, *examples], counts, **OPTIONS)
+    assert "long" not in {e.id for e in answered}
+    assert dict(counts.dropped) == {"prompt of more than 56 tokens": 1}  # 64 positions, 8 of them for the answer
+    assert counts.kept == len(answered)
+    assert counts.truncated == {"answer cut at 8 tokens": sum(1 not in e.target for e in answered)}
+    again = Counts(read=len(examples))
+    answer_on_policy(backbone, examples, again, max_prompt_tokens=10, **OPTIONS)
+    assert again.dropped == {"prompt of more than 10 tokens": sum(len(e.prompt.flat) > 10 for e in examples)}
+
+
+def test_answers_are_found_again_on_disk(
+    backbone: Any, examples: list[TrainingExample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "deep" / "answers.jsonl"
+    first = answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS)
+    monkeypatch.setattr(module._Greedy, "__call__", lambda *_: pytest.fail("answered again"))
+    assert answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS) == first
+
+
+@pytest.mark.parametrize("change", ["weights", "length", "question"])
+def test_other_weights_settings_or_prompts_are_other_answers(
+    backbone: Any, examples: list[TrainingExample], tmp_path: Path, change: str
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS)
+    before = len(AnswerFile(file))
+    model, options, asked = backbone, dict(OPTIONS), examples
+    if change == "weights":
+        model = llama()
+        with torch.no_grad():  # the embedding stays as it was
+            model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+    elif change == "length":
+        options["max_new_tokens"] = 4
+    else:
+        asked = [TrainingExample(Prompt((3,), e.segments, (*e.prompt.tail, 9)), (1,), e.id) for e in examples]
+    answer_on_policy(model, asked, Counts(), file=file, **options)
+    assert len(AnswerFile(file)) == 2 * before
+
+
+def test_a_run_that_was_killed_goes_on(
+    backbone: Any, examples: list[TrainingExample], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    expected = answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]) + lines[3][:20])  # killed while writing the fourth
+    with caplog.at_level(logging.WARNING):
+        assert answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS) == expected
+    assert "1 damaged line" in caplog.text
+    assert len(AnswerFile(file)) == len(lines)
+    assert sorted(file.read_text().splitlines(keepends=True)) == sorted(lines)
+
+
+def test_the_model_is_left_in_the_mode_it_was(examples: list[TrainingExample]) -> None:
+    model = llama().train()
+    answer_on_policy(model, examples[:2], Counts(), **OPTIONS)
+    assert model.training

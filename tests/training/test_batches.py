@@ -1,0 +1,157 @@
+"""Tokenised examples, the collator and the order of the data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from comb.documents import Document, Example, Prompt, PromptBuilder
+from comb.evaluation.datasets import Counts
+from comb_training.batches import (
+    IGNORED,
+    Collator,
+    DocumentOrderSampler,
+    TokenStatistics,
+    TrainingExample,
+    fit_documents,
+    statistics_rows,
+    tokenize,
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, behind <pad>, <end> and <user>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<end>", "<user>", *alphabet])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<user>"]
+    )
+    tokenizer.chat_template = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    return PromptBuilder(byte_tokenizer())
+
+
+def example(documents: list[str], query: str = "q?", answer: str = "yes", **kwargs: str) -> Example:
+    return Example(tuple(map(Document, documents)), query, answer, **kwargs)
+
+
+def training_example(documents: list[list[int]], name: str) -> TrainingExample:
+    return TrainingExample(Prompt((2,), tuple(map(tuple, documents)), (5, 6)), (7, 1), name)
+
+
+def test_tokenize_gives_the_prompt_without_documents_and_the_target(builder: PromptBuilder) -> None:
+    [tokenized] = tokenize([example(["ab", "c"])], builder, Counts(), query_template="Q: {query}")
+    decode = builder.tokenizer.decode
+    assert decode(tokenized.prompt.query) == "<user>Q: q?"
+    assert [decode(segment) for segment in tokenized.segments] == ["ab\n", "c\n"]
+    assert decode(tokenized.target) == "yes<end>"
+    assert tokenized.references == ("yes",)
+
+
+def test_tokenize_drops_long_queries_and_counts_them(builder: PromptBuilder) -> None:
+    counts = Counts(read=2)
+    kept = tokenize([example(["a"]), example(["a"], query="q" * 40)], builder, counts, max_query_tokens=20)
+    assert len(kept) == counts.kept == 1
+    assert dict(counts.dropped) == {"query and answer of more than 20 tokens": 1}
+
+
+def test_tokenize_drops_what_has_no_documents(builder: PromptBuilder) -> None:
+    counts = Counts(read=2)
+    assert len(tokenize([example(["a"]), example([])], builder, counts)) == 1
+    assert dict(counts.dropped) == {"no documents": 1}
+
+
+def test_documents_are_cut_once_and_counted(builder: PromptBuilder) -> None:
+    counts = Counts()
+    examples = [example(["short", "long " * 10]), example(["long " * 10])]
+    first, second = fit_documents(examples, builder, 12, counts)
+    assert first.documents[0] == Document("short")
+    assert first.documents[1] == second.documents[0]
+    assert builder.tokenizer.decode(second.documents[0].token_ids) == "long long lo"
+    assert dict(counts.truncated) == {"document of more than 12 tokens": 1}
+    assert fit_documents(examples, builder, None, counts) == examples
+
+
+def test_collator_counts_the_target_only_and_pads_on_the_right(builder: PromptBuilder) -> None:
+    examples = tokenize([example(["a"], "q?", "yes"), example(["b"], "longer?", "no")], builder, Counts())
+    batch = Collator(0)(examples)
+    for row, item in enumerate(examples):
+        length = len(item.prompt.query) + len(item.target)
+        ids, labels = batch["input_ids"][row], batch["labels"][row]
+        assert ids[:length].tolist() == [*item.prompt.query, *item.target]
+        assert ids[length:].eq(0).all()
+        assert batch["attention_mask"][row].tolist() == [1] * length + [0] * (len(ids) - length)
+        assert labels[labels != IGNORED].tolist() == list(item.target)
+        assert labels.ne(IGNORED).nonzero()[0].item() == len(item.prompt.query)
+    assert batch["labels"].ne(IGNORED).sum() == len("yes") + len("no") + 2
+
+
+def test_collator_shares_equal_documents() -> None:
+    batch = Collator(0)([training_example([[3, 4], [5]], "a"), training_example([[5], [3, 4]], "b")])
+    (first, second), (third, fourth) = batch["documents"]
+    assert first is fourth
+    assert second is third
+    assert first.tolist() == [3, 4]
+
+
+def test_collator_takes_rows_without_documents() -> None:
+    batch = Collator(0)([training_example([], "a"), training_example([[5]], "b")])
+    assert [len(row) for row in batch["documents"]] == [0, 1]
+
+
+def test_a_target_of_nothing_is_refused() -> None:
+    item = training_example([[5]], "a")
+    with pytest.raises(ValueError, match="NaN"):
+        Collator(0)([replace(item, target=())])
+    with pytest.raises(ValueError, match="nothing to learn"):
+        item.with_target(())
+
+
+def test_sampler_keeps_questions_over_the_same_documents_together() -> None:
+    examples = [training_example([[3 + index % 5]], str(index)) for index in range(40)]
+    order = list(DocumentOrderSampler(examples, seed=1, together=4))
+    assert sorted(order) == list(range(40))
+    documents = [examples[index].segments for index in order]
+    blocks = [documents[start : start + 4] for start in range(0, 40, 4)]
+    assert all(len(set(block)) == 1 for block in blocks)
+    assert len(set(documents[:12])) > 1  # eight questions of a group come in two blocks, apart
+
+
+def test_sampler_order_is_a_function_of_seed_and_epoch() -> None:
+    examples = [training_example([[3 + index]], str(index)) for index in range(20)]
+    sampler = DocumentOrderSampler(examples, seed=1)
+    first, again = list(sampler), list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert first == again
+    assert first != second
+    assert list(DocumentOrderSampler(examples, seed=2)) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_statistics(builder: PromptBuilder) -> None:
+    examples = tokenize([example(["ab", "c"]), example(["ab"])], builder, Counts())
+    statistics = TokenStatistics.of(examples)
+    assert (statistics.examples, statistics.different_documents) == (2, 2)
+    assert statistics.document_tokens == (2.0, 2.5, 3.0)
+    assert statistics.documents_per_example == (1.0, 1.5, 2.0)
+    assert ("document tokens", "2 to 3, mean 2.5") in statistics_rows(statistics)
+    with pytest.raises(ValueError, match="no example left"):
+        TokenStatistics.of([])
+
+
+def test_documents_reach_the_model_as_ids() -> None:
+    batch = Collator(0)([training_example([[3, 4]], "a")])
+    assert batch["documents"][0][0].dtype == torch.long

@@ -1,0 +1,110 @@
+"""Configuration files: values, overrides, and errors that name key, file and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from comb_training.config import Config, ModelConfig, TrainConfig, config_from_dict, load_config
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("nano*.yaml"))
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_values_and_overrides(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {num_encoder_layers: 2, cross_attention_layers: [2, 4]}\ntrain: {steps: 30}\n")
+    config = load_config(path, ["train.steps=20", "train.learning_rate=1e-3", "data.path=a/b.json", "train.steps=10"])
+    assert config.model.cross_attention_layers == (2, 4)
+    assert config.train.steps == 10
+    assert config.train.epochs is None
+    assert config.train.learning_rate == 1e-3
+    assert config.data.path == "a/b.json"
+
+
+def test_overrides_take_lists_null_and_nested_options() -> None:
+    config = load_config(
+        None, ["model.cross_attention_layers=[1, 3]", "data.options.answer_style=sentence", "eval.methods=[full]"]
+    )
+    assert config.model.cross_attention_layers == (1, 3)
+    assert config.data.options == {"answer_style": "sentence"}
+    assert config.eval.methods == ("full",)
+    assert load_config(None, ["train.save_steps=null", "train.steps="]).train.steps is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {learning_rat: 1}", r"run.yaml: unknown key train.learning_rat; did you mean train.learning_rate\?"),
+        ("trian: {steps: 1}", r"run.yaml: unknown key trian; did you mean train\?"),
+        ("model: {path: x}", r"unknown key model.path; did you mean data.path\?"),
+        ("train: {zzz: 1}", "unknown key train.zzz; known keys: .*learning_rate"),
+        ("train: {steps: many}", "run.yaml: train.steps must be a whole number, not 'many'"),
+        ("train: {steps: true}", "train.steps must be a whole number, not True"),
+        ("train: {steps: 1.5}", "train.steps must be a whole number, not 1.5"),
+        ("train: {bf16: 1}", "train.bf16 must be true or false, not 1"),
+        ("train: {learning_rate: fast}", "train.learning_rate must be a number, not 'fast'"),
+        ("train: {answers: golden}", "train.answers is one of 'on_policy', 'gold', not 'golden'"),
+        ("train: {steps: 0}", "train.steps must be greater than 0"),
+        ("train: 3", "train is a section of keys, got 3"),
+        ("data: {options: [a]}", "data.options must be a section of keys"),
+        ("[1, 2]", "expected sections model, data, train and eval"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=3", r"the command line: unknown key train.step; did you mean train.steps\?"),
+        ("train.steps", "expected section.key=value"),
+        ("train.steps.x=3", "the command line: train.steps must be a whole number"),
+        ("train.learning_rate=x", "the command line: train.learning_rate must be a number"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_not_blamed_on_the_file(tmp_path: Path, override: str, message: str) -> None:
+    path = written(tmp_path, "train: {steps: 30}")
+    with pytest.raises(ValueError, match=message):
+        load_config(path, [override])
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no configuration file 'absent.yaml'"):
+        load_config("absent.yaml")
+
+
+def test_one_epoch_is_the_default_length_only() -> None:
+    assert TrainConfig().epochs == 1.0
+    assert TrainConfig(steps=3).epochs is None
+    assert TrainConfig(max_seconds=3).epochs is None
+
+
+def test_configs_are_frozen_and_survive_yaml() -> None:
+    config = Config(model=ModelConfig(cross_attention_layers=(2, 4)), train=TrainConfig(steps=3))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 4  # type: ignore[misc]  # that is the point
+    assert config_from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+
+
+def test_the_shipped_configurations_are_there() -> None:
+    assert {path.name for path in CONFIGS} == {"nano.yaml", "nano-squad.yaml", "nano-babi.yaml"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configurations_load_and_explain_every_key(path: Path) -> None:
+    load_config(path)
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith(("#", "---"))]
+    keys = [line for line in lines if line.startswith("  ")]
+    assert keys
+    assert all("#" in line for line in keys), [line for line in keys if "#" not in line]

@@ -1,0 +1,221 @@
+"""Examples -> token ids -> batches for `CombForCausalLM`: short decoder rows beside the documents they are about.
+
+A row is ``head + tail + target`` (the prompt without its documents, then answer and end token); the loss counts
+the target only. Rows over the same documents stand next to each other and share tensors, and the model encodes
+each different segment of a batch once.
+
+Legend: B rows, T tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from comb.documents import Document, Example, Prompt, PromptBuilder
+from comb.evaluation.datasets import Counts
+
+IGNORED = -100  # what Hugging Face losses skip
+
+
+@dataclass(frozen=True)
+class TrainingExample:
+    """Token ids of one question: its documents apart, the prompt around them, and the target to learn.
+
+    `references` are the accepted answers of the dataset, as text.
+    """
+
+    prompt: Prompt
+    target: tuple[int, ...] = ()
+    id: str | None = None
+    references: tuple[str, ...] = ()
+
+    @property
+    def segments(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of the documents, one tuple each."""
+        return self.prompt.segments
+
+    def with_target(self, target: Sequence[int]) -> TrainingExample:
+        """The same question with another answer. Raises ValueError for an empty one: its loss would be NaN."""
+        if not target:
+            raise ValueError(f"example {self.id}: the target is empty, there is nothing to learn")
+        return replace(self, target=tuple(target))
+
+
+def fit_documents(
+    examples: Iterable[Example], builder: PromptBuilder, max_document_tokens: int | None, counts: Counts
+) -> list[Example]:
+    """Cuts documents to what the encoder takes, so that training and evaluation see the same documents.
+
+    A cut document becomes token ids; every cut is counted, each different document once.
+    """
+    if max_document_tokens is None:
+        return list(examples)
+    fitted: dict[Document, Document] = {}
+
+    def fit(document: Document) -> Document:
+        if document not in fitted:
+            ids = builder.segment(document)
+            short = document
+            if len(ids) > max_document_tokens:
+                counts.truncate(f"document of more than {max_document_tokens} tokens")
+                short = Document(token_ids=ids[:max_document_tokens], id=document.id, title=document.title)
+            fitted[document] = short
+        return fitted[document]
+
+    return [replace(example, documents=tuple(map(fit, example.documents))) for example in examples]
+
+
+def tokenize(
+    examples: Iterable[Example],
+    builder: PromptBuilder,
+    counts: Counts,
+    *,
+    query_template: str = "{query}",
+    max_query_tokens: int | None = None,
+) -> list[TrainingExample]:
+    """Token ids of every example, with its gold answer as target.
+
+    Examples whose query and answer are longer than `max_query_tokens` are dropped and counted (a target is never
+    cut), and so are those without documents, from which an encoder can't learn.
+    """
+    segments: dict[Document, tuple[int, ...]] = {}
+    tokenized = []
+    for example in examples:
+        if not example.documents:
+            counts.drop("no documents")
+            continue
+        for document in example.documents:
+            if document not in segments:
+                segments[document] = builder.segment(document)
+        query = query_template.replace("{query}", example.query)
+        prompt = builder.build(query, [segments[document] for document in example.documents])
+        target = builder.answer(example.answer)
+        if max_query_tokens is not None and len(prompt.query) + len(target) > max_query_tokens:
+            counts.drop(f"query and answer of more than {max_query_tokens} tokens")
+            continue
+        tokenized.append(TrainingExample(prompt, target, example.id, example.references))
+    return tokenized
+
+
+@dataclass
+class TokenStatistics:
+    """Lengths in tokens over a set of examples: (least, mean, most)."""
+
+    examples: int
+    different_documents: int
+    documents_per_example: tuple[float, float, float]
+    document_tokens: tuple[float, float, float]
+    query_tokens: tuple[float, float, float]
+    target_tokens: tuple[float, float, float]
+    prompt_tokens: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, examples: Sequence[TrainingExample]) -> TokenStatistics:
+        """Raises ValueError if there is no example."""
+        if not examples:
+            raise ValueError("no example left to train on; see the counts of what was dropped")
+        different = {segment for example in examples for segment in example.segments}
+        return cls(
+            examples=len(examples),
+            different_documents=len(different),
+            documents_per_example=_spread(len(example.segments) for example in examples),
+            document_tokens=_spread(len(segment) for segment in different),
+            query_tokens=_spread(len(example.prompt.query) for example in examples),
+            target_tokens=_spread(len(example.target) for example in examples),
+            prompt_tokens=_spread(len(example.prompt.flat) for example in examples),
+        )
+
+
+def _spread(lengths: Iterable[int]) -> tuple[float, float, float]:
+    values = list(lengths) or [0]
+    return float(min(values)), sum(values) / len(values), float(max(values))
+
+
+@dataclass
+class Collator:
+    """Pads rows on the right and gives equal documents of a batch the same tensor.
+
+    Returns input_ids, attention_mask and labels ``[B, T]`` and documents, per row a list of id tensors ``[tokens]``.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
+        """One batch. Raises ValueError for an example without a target."""
+        rows = [example.prompt.query + example.target for example in examples]
+        shape = (len(rows), max(map(len, rows)))
+        input_ids = torch.full(shape, self.pad_token_id)
+        attention_mask = torch.zeros(shape, dtype=torch.long)
+        labels = torch.full(shape, IGNORED)
+        for index, (row, example) in enumerate(zip(rows, examples, strict=True)):
+            if not example.target:
+                raise ValueError(f"example {example.id} has no target tokens: its loss would be NaN")
+            input_ids[index, : len(row)] = torch.tensor(row)
+            attention_mask[index, : len(row)] = 1
+            labels[index, len(example.prompt.query) : len(row)] = torch.tensor(example.target)
+        tensors: dict[tuple[int, ...], Tensor] = {}
+        for example in examples:
+            for segment in example.segments:
+                if segment not in tensors:
+                    tensors[segment] = torch.tensor(segment)
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "labels": labels,
+            "documents": [[tensors[segment] for segment in example.segments] for example in examples],
+        }
+
+
+class DocumentOrderSampler(Sampler[int]):
+    """A seeded order that keeps questions over the same documents next to each other.
+
+    The order is a function of seed and epoch alone, and every example comes once per epoch, so resuming in the
+    middle of an epoch is exact.
+
+    Args:
+        together: at most so many questions over the same documents in a row; more of them come back later in the
+            epoch, so that one long article does not fill whole batches.
+    """
+
+    def __init__(self, examples: Sequence[TrainingExample], *, seed: int = 0, together: int = 8) -> None:
+        if together < 1:
+            raise ValueError(f"together must be at least 1, not {together}")
+        groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for index, example in enumerate(examples):
+            groups.setdefault(example.segments, []).append(index)
+        self._groups = list(groups.values())
+        self._length = len(examples)
+        self._seed = seed
+        self._together = together
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        blocks = []
+        for group in self._groups:
+            order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
+            blocks += [order[start : start + self._together] for start in range(0, len(order), self._together)]
+        for place in torch.randperm(len(blocks), generator=generator).tolist():
+            yield from blocks[place]
+
+
+def statistics_rows(statistics: TokenStatistics) -> list[tuple[str, str]]:
+    """(name, value) pairs for a table."""
+    rows = [("examples", str(statistics.examples)), ("different documents", str(statistics.different_documents))]
+    for name in ("documents_per_example", "document_tokens", "query_tokens", "target_tokens", "prompt_tokens"):
+        least, mean, most = getattr(statistics, name)
+        rows.append((name.replace("_", " "), f"{least:.0f} to {most:.0f}, mean {mean:.1f}"))
+    return rows

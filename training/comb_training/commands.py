@@ -1,0 +1,165 @@
+"""The commands `comb train`, `comb eval` and `comb demo`: arguments in, printed results out, no logic of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from comb.evaluation.run import MethodResult
+    from comb_training.config import Config
+    from comb_training.train import Prepared
+
+console = Console()
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, for example train.steps=20", metavar="[KEY=VALUE]...")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="A checkpoint-N folder, or auto for the newest one (needs train.save_steps).")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show configuration, parameters and data; train nothing.")
+    ] = False,
+    evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
+) -> None:
+    """Fine-tune an encoder for a frozen backbone."""
+    from comb_training.config import load_config
+    from comb_training.train import prepare, run_training
+
+    settings = load_config(config, overrides or [])
+    if dry_run:
+        _show_plan(prepare(settings))
+        return
+    result = run_training(settings, resume=_checkpoint(resume, settings))
+    console.print(f"data: {result.counts}")
+    if result.teacher is not None:
+        console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
+    if result.losses:
+        console.print(
+            f"loss {result.losses[0][1]:.4f} -> {result.losses[-1][1]:.4f} in {result.steps} steps, "
+            f"{result.seconds:.0f} s"
+        )
+    console.print(f"adapter: {escape(str(result.output_dir))}")
+    if evaluation and settings.eval.limit > 0:
+        _evaluate(result.model, result.tokenizer, settings, result.output_dir / "results.json")
+
+
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="Adapter folder or Hub id; or a plain backbone.")],
+    dataset: Annotated[
+        str | None, typer.Option(help="A dataset's name, or a .jsonl file; default: what the adapter was trained on.")
+    ] = None,
+    path: Annotated[str | None, typer.Option(help="The dataset's file or folder.")] = None,
+    methods: Annotated[str | None, typer.Option(help='Separated by commas; "none" asks without documents.')] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions at most.")] = None,
+    split: Annotated[str, typer.Option(help="heldout, train or all.")] = "heldout",
+    out: Annotated[Path | None, typer.Option(help="JSON for the results; a plot is written beside it.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value, for example data.num_documents=8")
+    ] = None,
+) -> None:
+    """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
+    from comb.compatibility import load_tokenizer
+    from comb_training.config import config_from_dict, override
+    from comb_training.train import load_checkpoint, trained_config
+
+    settings = trained_config(checkpoint)
+    given: list[str] = []
+    if dataset is not None:
+        # another dataset: nothing of the training data's options holds for it
+        settings = config_from_dict({"data": {"dataset": dataset, "path": path}})
+    elif settings is None:
+        raise ValueError(f"{checkpoint} has no training.json that names its data: use --dataset and --path")
+    elif path is not None:
+        given.append(f"data.path={json.dumps(path)}")
+    if methods is not None:
+        given.append(f"eval.methods=[{methods}]")
+    if limit is not None:
+        given.append(f"eval.limit={limit}")
+    settings = override(settings, [*given, *(overrides or [])])
+    model = load_checkpoint(checkpoint, settings)
+    _evaluate(model, load_tokenizer(checkpoint, model), settings, out, split=split)
+
+
+def demo(
+    output_dir: Annotated[Path, typer.Option(help="Folder for adapter, table and plots.")] = Path("out/demo"),
+    train_seconds: Annotated[float, typer.Option(help="Seconds of training.")] = 120.0,
+    questions: Annotated[int, typer.Option(help="Held-out questions in the table.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of data and training.")] = 0,
+) -> None:
+    """The whole story on a CPU in minutes: train, save, reload, ask, compare."""
+    from comb_training.demo import run_demo
+
+    result = run_demo(output_dir, train_seconds=train_seconds, questions=questions, seed=seed, console=console)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _evaluate(model: Any, tokenizer: Any, settings: Config, out: Path | None, *, split: str = "heldout") -> None:
+    """Evaluates, prints the table, and writes JSON and a plot."""
+    from comb.evaluation.plot import plot_results
+    from comb.evaluation.table import result_table, write_results
+    from comb.hub import refresh_card
+    from comb_training.train import evaluate_heldout
+
+    results, counts = evaluate_heldout(model, tokenizer, settings, split=split)
+    console.print(f"{split} data: {counts}")
+    console.print(result_table(results, f"{settings.data.dataset}, {split}"))
+    if out is None:
+        return
+    write_results(out, results, seed=settings.data.seed, split=split, data=counts.to_dict(), config=settings.to_dict())
+    if (out.parent / "config.json").exists():  # the results of an adapter beside it: its card shows them
+        refresh_card(out.parent)
+    written = [str(out)]
+    if _has_times(results):
+        try:
+            written.append(str(plot_results(results, out.with_suffix(".png"), title=settings.data.dataset)))
+        except ImportError:
+            console.print("no plot: matplotlib is not installed (pip install 'comb-pic\\[demo]')")
+    console.print(escape(f"written: {', '.join(written)}"))
+
+
+def _has_times(results: list[MethodResult]) -> bool:
+    return any(result.ttft_cold_s is not None for result in results)
+
+
+def _checkpoint(resume: str | None, settings: Config) -> Path | None:
+    """The checkpoint to go on from; None to start. Raises ValueError if the one asked for is not there."""
+    if resume is None:
+        return None
+    folder = Path(settings.train.output_dir)
+    if resume == "auto":
+        found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+        return found[-1] if found else None
+    if not Path(resume).is_dir():
+        raise ValueError(f"there is no checkpoint folder {resume!r} to resume from")
+    return Path(resume)
+
+
+def _show_plan(run: Prepared) -> None:
+    import yaml
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    from comb_training.batches import statistics_rows
+    from comb_training.trainer import UNLIMITED_STEPS
+
+    console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
+    table = Table(title="what would be trained", title_justify="left", show_header=False)
+    trainable, total = run.parameters["trainable"], run.parameters["all"]
+    table.add_row("parameters", f"{trainable:,} trained, {total - trainable:,} frozen")
+    steps = "until the clock ends" if run.steps == UNLIMITED_STEPS else str(run.steps)
+    table.add_row("optimizer steps", steps)
+    for name, value in statistics_rows(run.statistics):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"data: {run.counts}")

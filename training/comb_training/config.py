@@ -1,0 +1,310 @@
+"""Training configuration: frozen dataclasses, read from YAML with ``section.key=value`` overrides.
+
+A key that is not known is an error that names the nearest one: a misspelt option must never be ignored.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The backbone and the shape of the encoder that is trained on it."""
+
+    backbone: str = "nano"
+    """Hub id, folder, or registered name of the frozen backbone."""
+    num_encoder_layers: int = 8
+    """Layers of the chunk encoder."""
+    cross_attention_layers: tuple[int, ...] | None = None
+    """Backbone layers with a cross block in front of them; null spreads one per encoder layer evenly."""
+    encoder_causal: bool = False
+    """A causal mask inside the encoder (the paper's equation); false is bidirectional, as in the published code."""
+    dtype: str = "float32"
+    """Weights' dtype: float32, bfloat16, float16 or auto."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one. (CUDA_VISIBLE_DEVICES chooses among several.)"""
+    init_from: str | None = None
+    """An adapter folder to go on from, instead of a fresh encoder."""
+    cpu_threads: int | None = None
+    """Threads of torch on a CPU; null is torch's default. Tiny models are fastest with one: more only wait."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More keyword arguments of `CombForCausalLM.from_backbone`."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which examples, and how they become tokens."""
+
+    dataset: str = "nano"
+    """A registered dataset: squad, babi, nano, jsonl, ..."""
+    path: str | None = None
+    """The dataset's file or folder; null for generated data."""
+    num_documents: int | None = None
+    """Documents per example; null is the dataset's own default."""
+    heldout_share: float | None = None
+    """Share of the groups (articles, stories) kept for evaluation; null is the dataset's own default."""
+    limit: int | None = None
+    """Examples at most, for training."""
+    seed: int = 0
+    """Decides splits, distractors and shuffles."""
+    max_document_tokens: int | None = None
+    """Longer documents are cut (counted and said); null is what the encoder can take."""
+    max_prompt_tokens: int | None = None
+    """Examples with a longer full prompt get no answer from the backbone and are dropped (counted and said)."""
+    max_query_tokens: int = 1024
+    """Examples whose query and answer are longer are dropped (counted and said)."""
+    document_template: str | None = None
+    """How a document is written, with {text} and {title}; null is the title, if there is one, and the text."""
+    query_template: str = "{query}"
+    """How a question is written; {query} is replaced."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More options of the dataset's reader."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation. Training stops at the first of `steps`, `epochs` and `max_seconds` that is reached."""
+
+    steps: int | None = None
+    """Optimizer steps."""
+    epochs: float | None = None
+    """Passes over the data."""
+    max_seconds: float | None = None
+    """Wall-clock seconds of optimisation; the learning rate then follows the clock."""
+    batch_size: int = 32
+    """Questions per forward pass."""
+    gradient_accumulation_steps: int = 1
+    """Forward passes per optimizer step."""
+    learning_rate: float = 2e-3
+    """Peak learning rate of everything but the gates."""
+    gate_learning_rate_multiplier: float = 10.0
+    """The gates start at zero and decide how soon the encoder is heard: they learn faster by this factor."""
+    warmup: float = 0.05
+    """Share of the run in which the learning rate rises linearly."""
+    final_learning_rate: float = 0.02
+    """Where the cosine ends, as a share of the peak."""
+    weight_decay: float = 0.01
+    """AdamW's, on matrices only (not on norms, biases and gates)."""
+    adam_beta2: float = 0.98
+    """AdamW's second beta."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0 turns clipping off."""
+    gradient_checkpointing: bool = False
+    """Less memory for more time."""
+    bf16: bool = False
+    """Mixed precision (autocast to bfloat16)."""
+    seed: int = 0
+    """Initialisation of new weights, and the order of the data."""
+    answers: Literal["on_policy", "gold"] = "on_policy"
+    """on_policy trains on the backbone's own greedy answers with the documents in its prompt; gold on the data's."""
+    answer_max_new_tokens: int = 48
+    """Longest answer the backbone may give."""
+    answer_batch_size: int = 64
+    """Questions answered at once by the backbone."""
+    answers_file: str | None = None
+    """Where answers are kept for the next run; null is answers.jsonl in output_dir."""
+    logging_steps: int = 5
+    """Steps between two loss records."""
+    save_steps: int | None = None
+    """Steps between two resumable checkpoints; null writes the final adapter only."""
+    save_total_limit: int = 2
+    """Older resumable checkpoints are removed."""
+    output_dir: str = "out/comb"
+    """Folder of the adapter, training.json and the loss plot."""
+    report_to: tuple[str, ...] = ()
+    """tensorboard, wandb, trackio: whatever is installed."""
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.epochs is None and self.max_seconds is None:
+            object.__setattr__(self, "epochs", 1.0)
+        for name in ("steps", "epochs", "max_seconds", "save_steps"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"train.{name} must be greater than 0, not {value}")
+        for name in ("batch_size", "gradient_accumulation_steps", "answer_max_new_tokens", "answer_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"train.warmup is a share of the run, 0 <= warmup < 1, not {self.warmup}")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """The evaluation on held-out groups after training."""
+
+    methods: tuple[str, ...] = ("full", "comb")
+    """Methods to compare; "none" is the control without documents."""
+    limit: int = 100
+    """Held-out examples at most."""
+    max_new_tokens: int = 48
+    """Longest answer."""
+    batch_size: int = 32
+    """Questions answered at once."""
+    timing_examples: int = 8
+    """Examples of which the time to the first token is measured, one request at a time; 0 measures none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for YAML and JSON."""
+        return _plain(dataclasses.asdict(self))  # type: ignore[no-any-return]  # a dict stays a dict
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML: ``train.steps=20``).
+
+    Raises:
+        ValueError: for a missing or malformed file, an unknown key (naming the nearest one and the file), or a value
+            of the wrong type.
+    """
+    content: dict[str, Any] = {}
+    source = "the command line"
+    if path is not None:
+        source = str(path)
+        if not Path(path).is_file():
+            raise ValueError(f"there is no configuration file {source!r}")
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{source} is not YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{source}: expected sections model, data, train and eval, got {type(content).__name__}")
+    for item in overrides:
+        # checked alone first, so that a mistake on the command line is not blamed on the file
+        _build(Config, _override({}, item), "", "the command line")
+        content = _override(content, item)
+    return config_from_dict(content, source)
+
+
+def config_from_dict(content: Mapping[str, Any], source: str = "configuration") -> Config:
+    """A `Config` from nested plain values. Raises ValueError as `load_config` does."""
+    return _build(Config, content, "", source)
+
+
+def override(config: Config, items: Sequence[str]) -> Config:
+    """`config` with ``section.key=value`` items applied, the last one winning. Raises ValueError as `load_config`."""
+    content: dict[str, Any] = config.to_dict()
+    for item in items:
+        content = _override(content, item)
+    return _build(Config, content, "", "the command line")
+
+
+def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
+    """`content` with one ``section.key=value`` applied."""
+    name, equals, text = item.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"expected section.key=value, got {item!r} (for example train.steps=20)")
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{item!r}: the value is not YAML ({error})") from error
+    changed = copy.deepcopy(dict(content))
+    _assign(changed, name.strip().split("."), value, item)
+    return changed
+
+
+def _assign(content: dict[str, Any], path: list[str], value: Any, item: str) -> None:
+    target = content
+    for depth, part in enumerate(path[:-1]):
+        # unknown sections and keys are left to _build, which knows what would be right
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            raise ValueError(f"{item!r}: {'.'.join(path[: depth + 1])} is a value and has no keys")
+    target[path[-1]] = value
+
+
+def _build(kind: type[T], content: Mapping[str, Any], prefix: str, source: str) -> T:
+    hints = get_type_hints(kind)
+    unknown = [key for key in content if key not in hints]
+    if unknown:
+        raise ValueError(_unknown_key(str(unknown[0]), prefix, list(hints), source))
+    values = {}
+    for key, value in content.items():
+        hint = hints[key]
+        name = f"{prefix}{key}"
+        if dataclasses.is_dataclass(hint):
+            if value is not None and not isinstance(value, Mapping):
+                raise ValueError(f"{source}: {name} is a section of keys, got {value!r}")
+            values[key] = _build(hint, value or {}, f"{name}.", source)  # type: ignore[arg-type]  # a class
+        else:
+            values[key] = _convert(value, hint, name, source)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _unknown_key(key: str, prefix: str, known: list[str], source: str) -> str:
+    sections = {section: list(get_type_hints(hint)) for section, hint in get_type_hints(Config).items()}
+    close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
+    # a right key in the wrong section is the other common slip
+    close += [f"{section}.{key}" for section, keys in sections.items() if key in keys]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+    return f"{source}: unknown key {prefix}{key}; {hint}"
+
+
+def _convert(value: Any, hint: Any, name: str, source: str) -> Any:
+    """`value` as the annotated type. Raises ValueError naming key, file, expected type and value."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, Union):
+        if value is None and type(None) in arguments:
+            return None
+        [inner] = [argument for argument in arguments if argument is not type(None)]
+        return _convert(value, inner, name, source)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise ValueError(f"{source}: {name} is one of {', '.join(map(repr, arguments))}, not {value!r}")
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        if value is None:
+            raise ValueError(f"{source}: {name} must be a list of {arguments[0].__name__}, not null")
+        return tuple(_convert(item, arguments[0], name, source) for item in items)
+    if origin is dict:
+        if isinstance(value, dict):
+            return value
+        raise ValueError(f"{source}: {name} must be a section of keys, not {value!r}")
+    if hint is float:
+        # YAML 1.1 reads 1e-3 (no dot) as text
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except ValueError:
+                pass
+    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{source}: {name} must be {_name(hint)}, not {value!r}")
+
+
+def _name(hint: Any) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(hint, str(hint))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

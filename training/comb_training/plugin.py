@@ -1,0 +1,39 @@
+"""What training adds to the library: dataset names, the nano backbone, and `comb train`, `comb eval`, `comb demo`.
+
+Imported at the first look into a registry, so it must stay light: nothing here imports more than `comb` itself does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from comb.adapter import backbones
+from comb.evaluation.datasets import datasets
+
+if TYPE_CHECKING:
+    import typer
+
+READERS = {
+    "babi": "comb_training.data.babi:read_babi",
+    "jsonl": "comb_training.data.jsonl:read_jsonl",
+    "nano": "comb_training.data.nano:read_nano",
+    "squad": "comb_training.data.squad:read_squad",
+}
+
+
+def register() -> None:
+    """Adds dataset readers and the nano backbone to their registries; calling it again changes nothing."""
+    for name, target in READERS.items():
+        if name not in datasets:
+            datasets.register_lazy(name, target)
+    if "nano" not in backbones:
+        backbones.register_lazy("nano", "comb_training.nano:CHECKPOINT")
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Adds the commands to the `comb` application."""
+    from comb_training import commands
+
+    app.command("train")(commands.train)
+    app.command("eval")(commands.evaluate)
+    app.command("demo")(commands.demo)

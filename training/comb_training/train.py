@@ -1,0 +1,328 @@
+"""One training run from one configuration: backbone -> data -> answers -> train -> adapter folder.
+
+The folder holds the adapter and the tokenizer (a normal Hugging Face checkpoint), ``training.json`` (how it was made:
+argv, versions, commit, configuration, counts, losses) and ``loss.png``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, set_seed
+
+from comb.adapter import resolve_name
+from comb.compatibility import load_tokenizer, tokenizer_fingerprint
+from comb.documents import Example, PromptBuilder
+from comb.evaluation.datasets import Counts, read_dataset
+from comb.evaluation.metrics import Scores, score
+from comb.evaluation.plot import plot_losses
+from comb.evaluation.run import MethodResult, evaluate
+from comb.evaluation.table import environment, write_json
+from comb.hub import refresh_card
+from comb.model import CombForCausalLM
+from comb_training import plugin
+from comb_training.answers import answer_on_policy, stop_token_ids
+from comb_training.batches import TokenStatistics, TrainingExample, fit_documents, tokenize
+from comb_training.config import Config, config_from_dict, load_config
+from comb_training.trainer import CombTrainer, total_steps
+
+logger = logging.getLogger(__name__)
+
+TRAINING_JSON = "training.json"
+LOSS_PLOT = "loss.png"
+
+
+@dataclass
+class Prepared:
+    """Everything a run needs, before anything is answered or trained."""
+
+    config: Config
+    model: Any
+    tokenizer: Any
+    builder: PromptBuilder
+    examples: list[TrainingExample]
+    counts: Counts
+    statistics: TokenStatistics
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Parameter counts: trainable, and all."""
+        trainable, total = self.model.num_trainable_parameters()
+        return {"trainable": trainable, "all": total}
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps at most."""
+        return total_steps(self.config.train, len(self.examples))
+
+
+@dataclass
+class TrainResult:
+    """What a run gave.
+
+    Args:
+        losses: (step, mean loss per target token).
+        teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
+        seconds: of optimisation, and of answering before it.
+    """
+
+    output_dir: Path
+    model: Any
+    tokenizer: Any
+    losses: list[tuple[int, float]]
+    steps: int
+    seconds: float
+    answer_seconds: float
+    counts: Counts
+    statistics: TokenStatistics
+    teacher: Scores | None = None
+    parameters: dict[str, int] = field(default_factory=dict)
+
+
+def prepare(config: Config) -> Prepared:
+    """Loads backbone and data and tokenises them; nothing is trained.
+
+    Raises:
+        ValueError: for data that is missing, malformed or empty, or a backbone without a tokenizer it fits.
+    """
+    plugin.register()
+    set_threads(config)
+    set_seed(config.train.seed)
+    model = load_model(config)
+    tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
+    builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
+    examples, counts = read_examples(config, builder, model.max_document_tokens, split="train", limit=config.data.limit)
+    tokenized = tokenize(
+        examples,
+        builder,
+        counts,
+        query_template=config.data.query_template,
+        max_query_tokens=config.data.max_query_tokens,
+    )
+    return Prepared(config, model, tokenizer, builder, tokenized, counts, TokenStatistics.of(tokenized))
+
+
+def run_training(config: Config, *, resume: str | Path | None = None, progress: bool = True) -> TrainResult:
+    """Trains as `config` says and writes the adapter folder.
+
+    Args:
+        resume: a ``checkpoint-N`` folder of an earlier run of the same configuration (see train.save_steps).
+
+    Raises:
+        ValueError: as `prepare` does.
+        TrainingDivergedError: if the loss becomes NaN or infinite.
+    """
+    run = prepare(config)
+    logger.info("data: %s", run.counts)
+    start = time.monotonic()
+    examples, teacher = _targets(run, progress)
+    answer_seconds = time.monotonic() - start
+    trainer = CombTrainer(
+        run.model,
+        config.train,
+        examples,
+        run.tokenizer,
+        use_cpu=device_of(config).type == "cpu",
+        progress=progress,
+    )
+    trainer.train(resume_from_checkpoint=str(resume) if resume is not None else None)
+    run.model.eval()
+    result = TrainResult(
+        output_dir=Path(config.train.output_dir),
+        model=run.model,
+        tokenizer=run.tokenizer,
+        losses=trainer.losses,
+        steps=trainer.state.global_step,
+        seconds=trainer.schedule.used,
+        answer_seconds=answer_seconds,
+        counts=run.counts,
+        statistics=TokenStatistics.of(examples),
+        teacher=teacher,
+        parameters=run.parameters,
+    )
+    save(result, config)
+    return result
+
+
+def save(result: TrainResult, config: Config) -> None:
+    """Writes adapter, tokenizer, training.json and the loss plot."""
+    result.model.config.tokenizer_fingerprint = tokenizer_fingerprint(result.tokenizer)
+    result.model.save_pretrained(result.output_dir)
+    result.tokenizer.save_pretrained(result.output_dir)
+    write_json(
+        result.output_dir / TRAINING_JSON,
+        {
+            **environment(seed=config.train.seed),
+            "config": config.to_dict(),
+            "parameters": result.parameters,
+            "data": result.counts.to_dict(),
+            "tokens": asdict(result.statistics),
+            "teacher": asdict(result.teacher) if result.teacher else None,
+            "steps": result.steps,
+            "seconds": round(result.seconds, 2),
+            "answer_seconds": round(result.answer_seconds, 2),
+            "losses": result.losses,
+        },
+    )
+    refresh_card(result.output_dir)
+    try:
+        title = f"{config.model.backbone}: {config.data.dataset}"
+        plot_losses(result.losses, result.output_dir / LOSS_PLOT, title=title)
+    except ImportError:
+        logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
+
+
+def load_model(config: Config) -> CombForCausalLM:
+    """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
+    options = dict(config.model.options)
+    model: Any
+    # mixed precision keeps the trained weights in float32, where small gate updates are not lost
+    if config.train.bf16:
+        options.setdefault("adapter_dtype", torch.float32)
+    if config.model.init_from is not None:
+        model = CombForCausalLM.from_pretrained(config.model.init_from, dtype=_dtype(config.model.dtype), **options)
+        model.requires_grad_(True).backbone.requires_grad_(False)
+    else:
+        model = CombForCausalLM.from_backbone(
+            config.model.backbone,
+            num_encoder_layers=config.model.num_encoder_layers,
+            cross_attention_layers=config.model.cross_attention_layers,
+            encoder_causal=config.model.encoder_causal,
+            dtype=_dtype(config.model.dtype),
+            **options,
+        )
+    loaded: CombForCausalLM = model.to(device_of(config))
+    return loaded
+
+
+def read_examples(
+    config: Config, builder: PromptBuilder, max_document_tokens: int, *, split: str, limit: int | None
+) -> tuple[list[Example], Counts]:
+    """One side of the configured dataset, documents cut to what the encoder takes, and what happened to the rows."""
+    data = config.data
+    options: dict[str, Any] = {"seed": data.seed, "split": split, "limit": limit, **data.options}
+    for name in ("num_documents", "heldout_share"):
+        if getattr(data, name) is not None:
+            options[name] = getattr(data, name)
+    dataset = read_dataset(data.dataset, data.path, **options)
+    if data.max_document_tokens is not None:
+        max_document_tokens = min(max_document_tokens, data.max_document_tokens)
+    return fit_documents(dataset, builder, max_document_tokens, dataset.counts), dataset.counts
+
+
+def evaluate_heldout(
+    model: Any, tokenizer: Any, config: Config, *, split: str = "heldout", progress: bool = True
+) -> tuple[list[MethodResult], Counts]:
+    """Compares `config.eval.methods` on one side of the configured data; the results and what happened to the rows."""
+    plugin.register()
+    builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
+    longest = getattr(model, "max_document_tokens", None) or sys.maxsize
+    examples, counts = read_examples(config, builder, longest, split=split, limit=config.eval.limit)
+    results = evaluate(
+        (model, tokenizer),
+        examples,
+        config.eval.methods,
+        max_new_tokens=config.eval.max_new_tokens,
+        batch_size=config.eval.batch_size,
+        timing_examples=config.eval.timing_examples,
+        query_template=config.data.query_template,
+        document_template=config.data.document_template,
+        progress=progress,
+    )
+    return results, counts
+
+
+def set_threads(config: Config) -> None:
+    """Applies `model.cpu_threads` to this process. Raises ValueError if it is less than one."""
+    threads = config.model.cpu_threads
+    if threads is None:
+        return
+    if threads < 1:
+        raise ValueError(f"model.cpu_threads must be at least 1, not {threads}")
+    torch.set_num_threads(threads)
+
+
+def load_checkpoint(name_or_path: str, config: Config) -> Any:
+    """An adapter with its backbone, or a plain backbone, on the configured device."""
+    plugin.register()
+    set_threads(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), dtype=_dtype(config.model.dtype))
+    return model.to(device_of(config)).eval()
+
+
+def trained_config(folder: str | Path) -> Config | None:
+    """The configuration an adapter was trained with, from its training.json; None if there is none."""
+    path = Path(folder) / TRAINING_JSON
+    if not path.is_file():
+        return None
+    try:
+        return config_from_dict(json.loads(path.read_text(encoding="utf-8"))["config"], str(path))
+    except (KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): name the dataset on the command line") from error
+
+
+def device_of(config: Config) -> torch.device:
+    """Where to run. Raises ValueError if a GPU is asked for where there is none."""
+    if config.model.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("model.device=cuda, but there is no GPU that torch can use; model.device=cpu runs anywhere")
+    if config.model.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.model.device)
+
+
+def _targets(run: Prepared, progress: bool) -> tuple[list[TrainingExample], Scores | None]:
+    """The examples with what they shall answer; on policy, also how the backbone's answers score."""
+    train = run.config.train
+    if train.answers == "gold":
+        return run.examples, None
+    backbone = run.model.backbone
+    stops = stop_token_ids(backbone, run.tokenizer)
+    pad = run.tokenizer.pad_token_id if run.tokenizer.pad_token_id is not None else run.tokenizer.eos_token_id
+    examples = answer_on_policy(
+        backbone,
+        run.examples,
+        run.counts,
+        pad_token_id=int(pad),
+        eos_token_ids=stops,
+        max_new_tokens=train.answer_max_new_tokens,
+        max_prompt_tokens=run.config.data.max_prompt_tokens,
+        batch_size=train.answer_batch_size,
+        file=train.answers_file or Path(train.output_dir) / "answers.jsonl",
+        progress=progress,
+    )
+    if not examples:
+        raise ValueError(f"no example is left after answering: {run.counts}")
+    texts = [run.tokenizer.decode(example.target, skip_special_tokens=True) for example in examples]
+    teacher = score(texts, [example.references for example in examples])
+    logger.info("the backbone's own answers: %.1f%% exact match with the data's", 100 * teacher.em)
+    return examples, teacher
+
+
+def _dtype(name: str) -> Any:
+    if name == "auto":
+        return "auto"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"model.dtype is float32, bfloat16, float16 or auto, not {name!r}")
+    return dtype
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """``python -m comb_training.train CONFIG [section.key=value ...]``: the same as ``comb train``, without a table."""
+    items = list(sys.argv[1:] if arguments is None else arguments)
+    if not items:
+        raise SystemExit("usage: python -m comb_training.train CONFIG [section.key=value ...]")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_training(load_config(items[0], items[1:]))
+
+
+if __name__ == "__main__":
+    main()
