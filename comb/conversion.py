@@ -108,9 +108,10 @@ def split_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
             backbone[name.removeprefix(BACKBONE_PREFIX)] = tensor
         else:
             raise ValueError(f"weight {name!r} is neither encoder, cross layer nor backbone: not the release's layout")
-    embedding = backbone.get("model.embed_tokens.weight")
     shared = weights.get(SHARED_EMBEDDING)
-    if shared is not None and (embedding is None or not torch.equal(shared, embedding)):
+    if shared is not None:  # one tensor under two names may have been saved under either
+        backbone.setdefault("model.embed_tokens.weight", shared)
+    if shared is not None and not torch.equal(shared, backbone["model.embed_tokens.weight"]):
         raise ValueError("the encoder's embedding differs from the backbone's; this format shares one table")
     return adapter, backbone
 

@@ -175,6 +175,16 @@ def test_tokenizer_files_come_along(tmp_path: Path) -> None:
         assert (folder / "chat_template.jinja").exists()
 
 
+@pytest.mark.parametrize("kept", ["chunk_model.embed_tokens.weight", "language_model.model.embed_tokens.weight"])
+def test_a_shared_table_may_be_saved_under_either_name(tmp_path: Path, kept: str) -> None:
+    source = write_release(tmp_path / "release")
+    weights = load_file(source / "model.safetensors")
+    names = {"chunk_model.embed_tokens.weight", "language_model.model.embed_tokens.weight"} - {kept}
+    save_file({n: t for n, t in weights.items() if n not in names}, source / "model.safetensors")
+    model = convert_release(source, tmp_path / "out")
+    assert torch.equal(model.get_input_embeddings().weight, weights[kept])
+
+
 def test_a_published_backbone_can_be_named(tmp_path: Path) -> None:
     model = convert_release(write_release(tmp_path / "release"), tmp_path / "out", backbone_name="owner/backbone")
     assert model.config.backbone_name_or_path == "owner/backbone"
