@@ -1,1 +1,1 @@
-"""Serving comb checkpoints on vLLM (the plug-in, the pool and the encoder process come with the serving release)."""
+"""Serving comb checkpoints on vLLM. Empty so far: today comb answers in process, through `comb.PICEngine`."""
