@@ -364,3 +364,47 @@ print(sorted(name for name in added if not name.startswith(("comb", "yaml"))))
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["[]"]  # nothing that `import comb` did not load anyway
+
+
+# --- rows that real files hold --------------------------------------------------------------------------------------
+
+
+def test_squad_articles_that_share_a_title_keep_their_paragraphs(tmp_path: Path) -> None:
+    qas = [{"question": "Who?", "id": "x", "answers": [{"text": "Ann", "answer_start": 0}]}]
+    articles = [{"title": "T", "paragraphs": [{"context": f"Text {n}.", "qas": qas}]} for n in range(2)]
+    articles.append({"title": "", "paragraphs": [{"context": " ", "qas": qas}, {"context": "Text 2.", "qas": qas}]})
+    (tmp_path / "s.json").write_text(json.dumps({"data": articles}))
+    dataset = read_dataset("squad", tmp_path / "s.json", num_documents=1)
+    assert [example.documents[0].text for example in dataset] == ["Text 0.", "Text 1.", "Text 2."]
+    assert dataset.counts.dropped == {"empty paragraph": 1}
+
+
+@pytest.mark.parametrize("question", [{"answers": None}, {"answers": {"text": ["a"]}}, {"answers": [{}]}, {}])
+def test_squad_rows_of_another_shape_are_named(tmp_path: Path, question: dict[str, Any]) -> None:
+    row = question if not question else {"question": "Who?", **question}
+    articles = [{"title": "T", "paragraphs": [{"context": "Text.", "qas": [row]}]}]
+    (tmp_path / "s.json").write_text(json.dumps({"data": articles}))
+    with pytest.raises(ValueError, match="is not SQuAD JSON"):
+        read_dataset("squad", tmp_path / "s.json")
+
+
+def test_babi_folder_with_all_tasks_reads_the_first(tmp_path: Path) -> None:
+    babi_file(tmp_path, "qa1_single_train.txt")
+    babi_file(tmp_path, "qa2_two_train.txt")
+    alone = read_dataset("babi", tmp_path / "qa1_single_train.txt", num_documents=1)
+    assert len(read_dataset("babi", tmp_path, num_documents=1)) == len(alone)
+    assert len(read_dataset("babi", tmp_path, num_documents=1, tasks=[1, 2])) == 2 * len(alone)
+
+
+def test_jsonl_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    row = {"documents": ["one\u2028two\x85three"], "query": "q?", "answer": "a"}
+    (tmp_path / "own.jsonl").write_text("\ufeff" + json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    (example,) = read_dataset("jsonl", tmp_path / "own.jsonl")
+    assert example.documents[0].text == "one\u2028two\x85three"
+
+
+def test_jsonl_target_is_an_accepted_answer_and_order_makes_no_new_group(tmp_path: Path) -> None:
+    rows = [{"documents": texts, "query": "q?", "answer": "a", "answers": ["b"]} for texts in (["A", "B"], ["B", "A"])]
+    first, second = read_dataset("jsonl", jsonl_file(tmp_path, *rows))
+    assert first.references == ("a", "b")
+    assert first.group == second.group

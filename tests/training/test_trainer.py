@@ -435,3 +435,60 @@ def test_demo_fails_when_the_encoder_has_learned_nothing(tmp_path: Path, monkeyp
     assert scores["comb"] < 0.9 * scores["full"]
     assert scores["none"] < 0.2
     assert {"model.safetensors", "results.png", "loss.png", "training.json"} <= {path.name for path in out.iterdir()}
+
+
+def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:
+    trainer(comb_model(), tmp_path, steps=6, save_steps=4).train()
+    longer = trainer(comb_model(), tmp_path, steps=20)
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    rates = {row["step"]: row["learning_rate"] for row in longer.state.log_history if "learning_rate" in row}
+    straight = trainer(comb_model(), tmp_path / "straight", steps=20)
+    straight.train()
+    wanted = {row["step"]: row["learning_rate"] for row in straight.state.log_history if "learning_rate" in row}
+    assert longer.state.global_step == 20
+    assert rates[12] == pytest.approx(wanted[12])
+
+
+def test_no_adapter_with_nan_is_written(tmp_path: Path) -> None:
+    model = comb_model()
+    run = trainer(model, tmp_path, steps=1)
+    run.train()
+    with torch.no_grad():
+        model.encoder.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(TrainingDivergedError, match=r"up_proj\.weight holds NaN"):
+        run.save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_trained_weights_stay_in_float32(config_for: Callable[..., Any], dtype: str) -> None:
+    config = config_for(answers="gold")
+    result = run_training(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype)), progress=False
+    )
+    assert {p.dtype for p in result.model.parameters() if p.requires_grad} == {torch.float32}
+    assert str(result.model.backbone.dtype) == f"torch.{dtype}"
+
+
+def test_evaluating_on_the_training_dataset_keeps_its_split(
+    config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from comb_training import commands
+
+    run_training(config_for(answers="gold"), progress=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(commands, "_evaluate", lambda model, tokenizer, settings, *a, **k: seen.append(settings.data))
+    commands.evaluate(str(tmp_path / "out"), dataset="jsonl", path=str(tmp_path / "data.jsonl"))
+    commands.evaluate(str(tmp_path / "out"), dataset="squad", path="elsewhere.json")
+    assert seen[0].heldout_share == 0.2
+    assert (seen[1].dataset, seen[1].path, seen[1].heldout_share) == ("squad", "elsewhere.json", None)
+
+
+def test_init_from_needs_an_adapter(config_for: Callable[..., Any], backbone_folder: Path) -> None:
+    config = config_for()
+    for changes, message in [
+        ({"init_from": str(backbone_folder)}, "not a COMB adapter"),
+        ({"init_from": "x", "options": {"max_document_tokens": 9}}, "can't change the adapter"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, **changes)))

@@ -210,7 +210,9 @@ class _Greedy:
         none = [False] * len(examples)
         if not self.share_prefix or (self.drafted >= DRAFTS_TRIED and self.held < DRAFTS_HELD * self.drafted):
             return none
-        longest = max(len(example.target) for example in examples)
+        # a target that decoding can't give is drafted by its first token alone: it might not fit the positions
+        drafts = [example.target if self._is_whole(example.target) else example.target[:1] for example in examples]
+        longest = max(map(len, drafts))
         if len(examples) * longest * self.backbone.config.get_text_config().vocab_size > DRAFT_LOGITS:
             return none
         prefix = self._prefix(examples)
@@ -218,7 +220,7 @@ class _Greedy:
             return none
         prefix_ids, prefix_mask, cache = prefix
         # drafts end at the right edge, so that the last columns of logits are all that is needed
-        ids, mask = self._left_padded([(*example.prompt.tail, *example.target) for example in examples])
+        ids, mask = self._left_padded([(*e.prompt.tail, *draft) for e, draft in zip(examples, drafts, strict=True)])
         mask = torch.cat([prefix_mask, mask], dim=1)
         logits = self.backbone(
             input_ids=ids,
@@ -229,8 +231,8 @@ class _Greedy:
         ).logits
         said = logits.argmax(-1).tolist()
         held = [
-            tuple(row[-len(example.target) - 1 : -1]) == example.target and self._is_whole(example.target)
-            for row, example in zip(said, examples, strict=True)
+            draft == example.target and tuple(row[-len(draft) - 1 : -1]) == draft and self._is_whole(draft)
+            for row, draft, example in zip(said, drafts, examples, strict=True)
         ]
         self.drafted += len(held)
         self.held += sum(held)
@@ -303,7 +305,7 @@ class _Greedy:
         ids = [[self.pad] * (longest - len(row)) + list(row) for row in rows]
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
         device = self.backbone.get_input_embeddings().weight.device
-        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+        return torch.tensor(ids, dtype=torch.long, device=device), torch.tensor(mask, dtype=torch.long, device=device)
 
     def _answer(self, ids: list[int]) -> Answer:
         for place, token in enumerate(ids):

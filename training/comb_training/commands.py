@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from comb_training.train import Prepared
 
 console = Console()
+logger = logging.getLogger(__name__)
+
+WRITING_KEYS = ("document_template", "query_template", "max_document_tokens", "max_query_tokens", "seed")
 
 
 def train(
@@ -69,14 +74,19 @@ def evaluate(
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb.compatibility import load_tokenizer
-    from comb_training.config import config_from_dict, override
+    from comb_training.config import DataConfig, config_from_dict, override
     from comb_training.train import load_checkpoint, trained_config
 
     settings = trained_config(checkpoint)
     given: list[str] = []
     if dataset is not None:
-        # another dataset: nothing of the training data's options holds for it
-        settings = config_from_dict({"data": {"dataset": dataset, "path": path}})
+        if settings is None:
+            settings = config_from_dict({"data": {"dataset": dataset, "path": path}})
+        elif settings.data.dataset == dataset:  # the same split, so that nothing trained on is called held out
+            settings = replace(settings, data=replace(settings.data, path=path or settings.data.path))
+        else:  # how text is written still holds, which rows to read does not
+            kept = {name: getattr(settings.data, name) for name in WRITING_KEYS}
+            settings = replace(settings, data=DataConfig(dataset=dataset, path=path, **kept))
     elif settings is None:
         raise ValueError(f"{checkpoint} has no training.json that names its data: use --dataset and --path")
     elif path is not None:
@@ -138,7 +148,9 @@ def _checkpoint(resume: str | None, settings: Config) -> Path | None:
         return None
     folder = Path(settings.train.output_dir)
     if resume == "auto":
-        found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+        found = sorted(folder.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+        if not found:
+            logger.warning("--resume auto: no checkpoint-N in %s, the run starts from the beginning", folder)
         return found[-1] if found else None
     if not Path(resume).is_dir():
         raise ValueError(f"there is no checkpoint folder {resume!r} to resume from")

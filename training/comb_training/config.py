@@ -72,6 +72,12 @@ class DataConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """More options of the dataset's reader."""
 
+    def __post_init__(self) -> None:
+        for name in ("num_documents", "limit", "max_document_tokens", "max_prompt_tokens", "max_query_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name} must be at least 1, not {value}")
+
 
 @dataclass(frozen=True)
 class TrainConfig:

@@ -32,7 +32,7 @@ from comb_training import plugin
 from comb_training.answers import answer_on_policy, stop_token_ids
 from comb_training.batches import TokenStatistics, TrainingExample, fit_documents, tokenize
 from comb_training.config import Config, config_from_dict, load_config
-from comb_training.trainer import CombTrainer, total_steps
+from comb_training.trainer import CombTrainer, check_finite, total_steps
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ def run_training(config: Config, *, resume: str | Path | None = None, progress: 
     )
     trainer.train(resume_from_checkpoint=str(resume) if resume is not None else None)
     run.model.eval()
+    check_finite(run.model)
     result = TrainResult(
         output_dir=Path(config.train.output_dir),
         model=run.model,
@@ -184,11 +185,15 @@ def load_model(config: Config) -> CombForCausalLM:
     """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
     options = dict(config.model.options)
     model: Any
-    # mixed precision keeps the trained weights in float32, where small gate updates are not lost
-    if config.train.bf16:
-        options.setdefault("adapter_dtype", torch.float32)
+    # trained weights stay in float32 whatever the backbone's: small updates, of gates above all, are not lost
+    options.setdefault("adapter_dtype", torch.float32)
     if config.model.init_from is not None:
-        model = CombForCausalLM.from_pretrained(config.model.init_from, dtype=_dtype(config.model.dtype), **options)
+        shaping = sorted({"max_document_tokens", "initialization"} & options.keys())
+        if shaping:
+            raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
+        model = CombForCausalLM.from_pretrained(
+            resolve_name(config.model.init_from), dtype=_dtype(config.model.dtype), **options
+        )
         model.requires_grad_(True).backbone.requires_grad_(False)
     else:
         model = CombForCausalLM.from_backbone(

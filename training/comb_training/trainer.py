@@ -53,6 +53,9 @@ class Schedule:
     after a resume).
     """
 
+    # in slots, so that `LambdaLR` saves `used` alone: a resumed run may have another length
+    __slots__ = ("__dict__", "final", "max_seconds", "steps", "warmup")
+
     def __init__(self, steps: int, max_seconds: float | None, warmup: float, final: float) -> None:
         self.steps = steps
         self.max_seconds = max_seconds
@@ -177,12 +180,23 @@ class CombTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         # the adapter alone; and no training_args.bin, which pickles every argument, tokens included
         folder = output_dir if output_dir is not None else self.comb_config.output_dir
+        check_finite(self.trained_model)
         self.trained_model.save_pretrained(folder)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_trainable(self.trained_model if model is None else model, resume_from_checkpoint)
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raises TrainingDivergedError if a trained weight is NaN or infinite, so that no such adapter is written."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+            raise TrainingDivergedError(
+                f"{name} holds NaN or infinity after training, nothing was saved: lower train.learning_rate, or train "
+                "in another precision"
+            )
 
 
 def target_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:

@@ -10,7 +10,7 @@ fact) only; other tasks are read with their story alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,7 @@ def read_babi(
     num_documents: int = 3,
     heldout_share: float = 0.1,
     answer_style: Literal["word", "sentence"] = "word",
+    tasks: Sequence[int] = (1,),
 ) -> Dataset:
     """Reads a bAbI task file, or a folder of them; held-out examples are whole stories.
 
@@ -51,6 +52,7 @@ def read_babi(
         num_documents: documents per question: the story and distractors.
         answer_style: ``sentence`` makes "Mary is in the office." of the answer to "Where is Mary?", for backbones
             that answer so; the bare word stays an accepted answer.
+        tasks: which tasks of a folder to read.
 
     Raises:
         ValueError: if the path is missing or holds no bAbI text, or distractors are asked for beyond task 1.
@@ -61,7 +63,7 @@ def read_babi(
         raise ValueError(f"num_documents must be at least 1, not {num_documents}")
     if answer_style not in ("word", "sentence"):
         raise ValueError(f"answer_style is 'word' or 'sentence', not {answer_style!r}")
-    files, split = _files(Path(path), split)
+    files, split = _files(Path(path), split, tasks)
     counts = Counts()
     stories = [story for file in files for story in _parse(file, counts)]
     if not stories:
@@ -91,12 +93,12 @@ def read_babi(
     return Dataset(tuple(examples), counts, "babi")
 
 
-def _files(path: Path, split: Split) -> tuple[list[Path], Split]:
+def _files(path: Path, split: Split, tasks: Sequence[int]) -> tuple[list[Path], Split]:
     if path.is_file():
         return [path], split
-    files = sorted(path.glob("qa*.txt"))
+    files = sorted(file for task in tasks for file in path.glob(f"qa{task}_*.txt"))
     if not files:
-        raise ValueError(f"no bAbI file (qa*.txt) in {path}")
+        raise ValueError(f"no bAbI file of tasks {list(tasks)} (qa{next(iter(tasks), 1)}_*.txt) in {path}")
     ending = {"train": "_train.txt", "heldout": "_test.txt"}.get(split)
     published = [file for file in files if file.name.endswith(("_train.txt", "_test.txt"))]
     if ending is None or len({file.name.rsplit("_", 1)[1] for file in published}) < 2:

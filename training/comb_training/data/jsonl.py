@@ -40,7 +40,8 @@ def read_jsonl(
         raise ValueError("dataset 'jsonl' needs a path: a file with documents, query and answer in each line")
     counts = Counts()
     examples: list[Example] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    # not splitlines: JSON strings may hold U+2028 and the like
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         counts.read += 1
@@ -74,12 +75,13 @@ def _row(line: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: 'documents' must be a list of texts or objects with 'text'")
     if not isinstance(row.get("query"), str):
         raise ValueError(f"{where}: 'query' must be a text")
-    answers = [row["answer"]] if "answer" in row else row.get("answers")
-    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+    accepted = row.get("answers") or []
+    if not isinstance(accepted, list):
+        raise ValueError(f"{where}: 'answers' must be a list of texts")
+    answers = [*([row["answer"]] if "answer" in row else []), *accepted]
+    if not answers or not all(isinstance(answer, str) for answer in answers):
         raise ValueError(f"{where}: 'answer' must be a text, or 'answers' a list of texts")
-    accepted = row.get("answers")
-    row["answers"] = accepted if isinstance(accepted, list) and accepted else answers
-    row["answer"] = answers[0]
+    row["answer"], row["answers"] = answers[0], list(dict.fromkeys(answers))
     return row
 
 
@@ -98,8 +100,10 @@ def _example(row: dict[str, Any], number: int, where: str) -> Example | str:
             raise ValueError(f"{where}: a document is a text or an object with 'text', not {item!r}"[:300])
         if not fields["text"].strip():
             return "empty document"
+        if not all(isinstance(fields.get(name, ""), str) for name in ("id", "title")):
+            raise ValueError(f"{where}: a document's 'id' and 'title' are texts, got {item!r}"[:300])
         documents.append(Document(fields["text"], id=fields.get("id"), title=fields.get("title")))
-    texts = "\x1f".join(document.text or "" for document in documents)
+    texts = "\x1f".join(sorted(document.text or "" for document in documents))
     group = row.get("group", hashlib.sha256(texts.encode()).hexdigest()[:16])
     return Example(
         tuple(documents),

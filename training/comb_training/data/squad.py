@@ -60,14 +60,21 @@ def read_squad(
     articles = _load(Path(path))
     side = split_groups((article["title"] for article in articles), split, heldout_share=heldout_share, seed=seed)
     articles = [article for article in articles if article["title"] in side]
-    texts = {a["title"]: [_Paragraph(a["title"], p["context"]) for p in a["paragraphs"]] for a in articles}
+    texts: dict[str, list[_Paragraph]] = {}  # articles may share a title
+    for article in articles:
+        here = [_Paragraph(article["title"], p["context"]) for p in article["paragraphs"] if p["context"].strip()]
+        texts.setdefault(article["title"], []).extend(here)
     everything = [paragraph for paragraphs in texts.values() for paragraph in paragraphs]
 
     counts = Counts()
     blocks: list[list[Example]] = []  # one per paragraph
     for article in articles:
         for number, row in enumerate(article["paragraphs"]):
-            right = texts[article["title"]][number]
+            if not row["context"].strip():
+                counts.read += len(row["qas"])
+                counts.drop("empty paragraph", len(row["qas"]))
+                continue
+            right = _Paragraph(article["title"], row["context"])
             rng = seeded(seed, article["title"], number)
             pools = [(texts[article["title"]], same_article), (everything, num_documents)]
             distractors = pick_distractors(rng, pools, exclude=[right], total=num_documents - 1)
@@ -92,8 +99,11 @@ def _load(path: Path) -> list[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         articles: list[dict[str, Any]] = content["data"]
         for article in articles:
-            _ = article["title"], [(p["context"], [q["question"] for q in p["qas"]]) for p in article["paragraphs"]]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            for paragraph in article["paragraphs"]:
+                _ = article["title"], paragraph["context"].strip()
+                for question in paragraph["qas"]:
+                    _ = question["question"].strip(), [answer["text"].strip() for answer in question.get("answers", ())]
+    except (AttributeError, json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} is not SQuAD JSON ({type(error).__name__}: {error}); expected "
             "{data: [{title, paragraphs: [{context, qas: [{question, answers}]}]}]}"
