@@ -90,7 +90,7 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
         num_layers=len(layers),
         layer_kinds=tuple(_layer_kind(config, index, layer) for index, layer in enumerate(layers)),
         hidden_size=int(config.hidden_size),
-        intermediate_size=_intermediate_size(config, layers),
+        intermediate_size=_intermediate_size(config),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -242,7 +242,7 @@ def _attention_of(layer: nn.Module) -> nn.Module | None:
     return attention if _is_attention(attention) else None
 
 
-def _intermediate_size(config: Any, layers: nn.ModuleList) -> int:
+def _intermediate_size(config: Any) -> int:
     size = _first(config, "intermediate_size", "ffn_hidden_size", "n_inner", default=None)
     if isinstance(size, (list, tuple)):
         size = max(size)

@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LayerParts:
-    """One decoder layer in Llama-style names: ``self_attn.q_proj.weight`` and so on. All float32, detached."""
+    """One decoder layer in Llama-style names: ``self_attn.q_proj.weight`` and so on.
+
+    Detached, and views of the layer's own weights where nothing had to be folded in: an 8B backbone isn't copied.
+    """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     qk_norm: str = "none"
@@ -58,7 +61,7 @@ def read_layer(layer: nn.Module, info: BackboneInfo, config: Any) -> LayerParts:
     if multiplier is not None and multiplier != 1.0:
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             if name in parts.weights:
-                parts.weights[name] = parts.weights[name] * float(multiplier)
+                parts.weights[name] = parts.weights[name].float() * float(multiplier)
     return parts
 
 
@@ -99,7 +102,7 @@ def _fold_softmax_scale(parts: LayerParts, factor: float) -> None:
         "self_attn.q_proj.weight", "self_attn.q_proj.bias"]  # fmt: skip
     for name in names:
         if name in parts.weights:
-            parts.weights[name] = parts.weights[name] * factor
+            parts.weights[name] = parts.weights[name].float() * factor
 
 
 def _read_mlp(parts: LayerParts, mlp: nn.Module) -> None:
@@ -157,7 +160,7 @@ def _tensor(module: nn.Module, path: str) -> Tensor | None:
         value = module.get_parameter(path)
     except AttributeError:
         return None
-    return value.detach().float() if value.is_floating_point() else None
+    return value.detach() if value.is_floating_point() else None
 
 
 def encoder_config_for(
@@ -190,8 +193,7 @@ def encoder_config_for(
     if plain:
         return config
     layers: nn.ModuleList = backbone.get_submodule(info.layers_path)
-    parts = [read_layer(layer, info, text_config(backbone)) for layer in layers]
-    part = _with_attention(parts, len(parts) // 2)
+    part = _with_attention(layers, len(layers) // 2, info, text_config(backbone))
     config.qk_norm, config.norm_placement = part.qk_norm, part.norm_placement
     config.attention_bias = part.attention_bias
     return config
@@ -246,30 +248,30 @@ def initialize_from_backbone(
     attention then comes from the nearest layer that has one, if any.
     """
     layers, config = backbone.get_submodule(info.layers_path), text_config(backbone)
-    parts = [read_layer(layer, info, config) for layer in layers]
-    sources = evenly_spaced(list(range(len(parts))), len(encoder.layers))
     copied = 0
-    for target, source in zip(encoder.layers, sources, strict=True):
-        copied += len(copy_parts(target, _with_attention(parts, source)))
+    for target, source in zip(
+        encoder.layers, evenly_spaced(list(range(len(layers))), len(encoder.layers)), strict=True
+    ):
+        copied += len(copy_parts(target, _with_attention(layers, source, info, config)))
     for block, head, position in zip(blocks, encoder.key_value_heads, cross_layers, strict=True):
         assert isinstance(block, CrossBlock)
         assert isinstance(head, KeyValueHead)
-        copied += _start_cross_block(block, head, _with_attention(parts, position), info)
+        copied += _start_cross_block(block, head, _with_attention(layers, position, info, config), info)
     total = sum(1 for module in (encoder, blocks) for _ in module.parameters())
     logger.info("encoder and cross blocks: %d of %d tensors start from the backbone's layers", copied, total)
 
 
-def _with_attention(parts: list[LayerParts], index: int) -> LayerParts:
+def _with_attention(layers: nn.ModuleList, index: int, info: BackboneInfo, config: Any) -> LayerParts:
     """Layer `index`, with the attention of the nearest layer that has one if it has none itself."""
-    part = parts[index]
-    if part.has("self_attn.q_proj.weight"):
+    part = read_layer(layers[index], info, config)
+    if part.has("self_attn.q_proj.weight") or info.latent_attention:
         return part
-    order = sorted(range(len(parts)), key=lambda other: abs(other - index))
-    donor = next((parts[other] for other in order if parts[other].has("self_attn.q_proj.weight")), None)
-    if donor is None:
-        return part
-    attention = {name: tensor for name, tensor in donor.weights.items() if name.startswith("self_attn.")}
-    return replace(part, weights={**part.weights, **attention}, qk_norm=donor.qk_norm)
+    for other in sorted(range(len(layers)), key=lambda other: abs(other - index)):
+        donor = read_layer(layers[other], info, config)
+        if donor.has("self_attn.q_proj.weight"):
+            attention = {name: tensor for name, tensor in donor.weights.items() if name.startswith("self_attn.")}
+            return replace(part, weights={**part.weights, **attention}, qk_norm=donor.qk_norm)
+    return part
 
 
 def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, info: BackboneInfo) -> int:
@@ -295,7 +297,8 @@ def _output_rms(part: LayerParts, name: str, head_dim: int) -> Tensor:
     """
     weight = part.weights[f"self_attn.{name}.weight"]
     scale = part.weights.get("input_layernorm.weight")
+    weight = weight.float()
     variance = ((weight * scale) if scale is not None and len(scale) == weight.shape[1] else weight).pow(2).sum(1)
     if (bias := part.weights.get(f"self_attn.{name}.bias")) is not None:
-        variance = variance + bias.pow(2)
+        variance = variance + bias.float().pow(2)
     return variance.mean().sqrt().expand(head_dim)

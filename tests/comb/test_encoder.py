@@ -217,6 +217,17 @@ def test_other_layers_give_what_has_a_counterpart(family: str) -> None:
     assert len(copied) == PARTLY[family]
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
+def test_reading_a_layer_copies_no_matrix(family: str) -> None:
+    model = tiny(family)
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    info = inspect_backbone(model)
+    parts = read_layer(model.get_submodule(info.layers_path)[1], info, text_config(model))
+    matrices = [tensor for tensor in parts.weights.values() if tensor.ndim == 2]
+    assert matrices
+    assert all(tensor.untyped_storage().data_ptr() in storages for tensor in matrices)
+
+
 def test_every_family_is_covered() -> None:
     assert set(WHOLE) | set(PARTLY) | {"falcon_h1"} == set(FAMILIES)  # falcon_h1: multipliers inside the layer
 
