@@ -345,6 +345,16 @@ def test_run_training_end_to_end(config_for: Callable[..., Any], tmp_path: Path,
     assert not any(name.endswith((".bin", ".pt")) for name in names)
 
 
+def test_scores_of_an_older_adapter_do_not_stay_in_the_card(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    row = {"method": "comb", "n": 1, "em": 1.0, "f1": 1.0}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text(json.dumps({"argv": ["comb"], "results": [row]}))
+    run_training(config_for(answers="gold"), progress=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "exact match" not in card
+    assert "| trained on | jsonl" in card
+
+
 def test_prepare_trains_nothing_and_counts(config_for: Callable[..., Any], tmp_path: Path) -> None:
     run = prepare(config_for())
     assert run.counts.kept == len(run.examples) == run.statistics.examples

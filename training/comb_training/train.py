@@ -19,14 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 
 from comb.adapter import resolve_name
-from comb.compatibility import load_tokenizer, tokenizer_fingerprint
+from comb.compatibility import load_tokenizer
 from comb.documents import Example, PromptBuilder
 from comb.evaluation.datasets import Counts, read_dataset
 from comb.evaluation.metrics import Scores, score
 from comb.evaluation.plot import plot_losses
 from comb.evaluation.run import MethodResult, evaluate
 from comb.evaluation.table import environment, write_json
-from comb.hub import refresh_card
+from comb.hub import RESULTS
 from comb.model import CombForCausalLM
 from comb_training import plugin
 from comb_training.answers import answer_on_policy, stop_token_ids
@@ -155,9 +155,8 @@ def run_training(config: Config, *, resume: str | Path | None = None, progress: 
 
 def save(result: TrainResult, config: Config) -> None:
     """Writes adapter, tokenizer, training.json and the loss plot."""
-    result.model.config.tokenizer_fingerprint = tokenizer_fingerprint(result.tokenizer)
-    result.model.save_pretrained(result.output_dir)
-    result.tokenizer.save_pretrained(result.output_dir)
+    # scores of an adapter that was in this folder before don't hold for this one, and the card would show them
+    (result.output_dir / RESULTS).unlink(missing_ok=True)
     write_json(
         result.output_dir / TRAINING_JSON,
         {
@@ -173,7 +172,7 @@ def save(result: TrainResult, config: Config) -> None:
             "losses": result.losses,
         },
     )
-    refresh_card(result.output_dir)
+    result.model.save_pretrained(result.output_dir, tokenizer=result.tokenizer)
     try:
         title = f"{config.model.backbone}: {config.data.dataset}"
         plot_losses(result.losses, result.output_dir / LOSS_PLOT, title=title)

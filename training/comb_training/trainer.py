@@ -181,9 +181,7 @@ class CombTrainer(Trainer):
         # the adapter alone; and no training_args.bin, which pickles every argument, tokens included
         folder = output_dir if output_dir is not None else self.comb_config.output_dir
         check_finite(self.trained_model)
-        self.trained_model.save_pretrained(folder)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        self.trained_model.save_pretrained(folder, tokenizer=self.processing_class)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_trainable(self.trained_model if model is None else model, resume_from_checkpoint)
