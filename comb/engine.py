@@ -339,7 +339,8 @@ class PICEngine:
         if not token_ids:
             return []
         method = self.method
-        fields = {"fingerprint": method.fingerprint, "method": method.name, "dtype": method.dtype, "salt": self.salt}
+        made_by = method.compile_name or method.name
+        fields = {"fingerprint": method.fingerprint, "method": made_by, "dtype": method.dtype, "salt": self.salt}
         return [content_key(ids, **fields) for ids in token_ids]
 
     def _check_lengths(self, segments: Sequence[Segment]) -> None:
@@ -365,7 +366,7 @@ def _link(method: Method, rows: Sequence[LinkRow]) -> DecodeState:
     if method.batches:
         return method.link_batch(rows)
     (row,) = rows
-    return method.link(row.picaches, row.query_ids, head_ids=row.head_ids)
+    return method.link_row(row)
 
 
 def _decode(state: DecodeState, method: Method, settings: Mapping[str, Any], clock: Clock) -> list[tuple[int, ...]]:

@@ -171,10 +171,12 @@ class DecoderPICache(PICache):
     Args:
         keys: one [kv_heads, tokens, key_head_dim] per decoder layer; layers may differ in all but tokens.
         values: one [kv_heads, tokens, value_head_dim] per decoder layer (MLA's differ from the keys' head_dim).
+        token_ids: [tokens] int64, for methods that compute some of the tokens again; None for those that never do.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    token_ids: Tensor | None = None
     kind: ClassVar[str] = "decoder"
 
     def __post_init__(self) -> None:
@@ -193,6 +195,8 @@ class DecoderPICache(PICache):
                     "and tokens, and as many tokens in every layer; "
                     f"layer {layer} has {list(key.shape)} and {list(value.shape)}"
                 )
+        if self.token_ids is not None and self.token_ids.shape != (self.num_tokens,):
+            raise ValueError(f"DecoderPICache expects token_ids [{self.num_tokens}], got {list(self.token_ids.shape)}")
 
     @property
     def num_tokens(self) -> int:
@@ -200,17 +204,21 @@ class DecoderPICache(PICache):
 
     def tensors(self) -> dict[str, Tensor]:
         keys = {f"keys.{layer}": tensor for layer, tensor in enumerate(self.keys)}
-        return keys | {f"values.{layer}": tensor for layer, tensor in enumerate(self.values)}
+        values = {f"values.{layer}": tensor for layer, tensor in enumerate(self.values)}
+        return keys | values | ({} if self.token_ids is None else {"token_ids": self.token_ids})
 
     @classmethod
     def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
-        if len(tensors) % 2:
+        token_ids = tensors.get("token_ids")
+        count = len(tensors) - (token_ids is not None)
+        if count % 2:
             raise ValueError(f"DecoderPICache expects as many keys as values, got {sorted(tensors)}")
-        layers = range(len(tensors) // 2)
+        layers = range(count // 2)
         return cls(
             fingerprint,
             keys=tuple(tensors[f"keys.{layer}"] for layer in layers),
             values=tuple(tensors[f"values.{layer}"] for layer in layers),
+            token_ids=token_ids,
         )
 
 

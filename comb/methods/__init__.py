@@ -7,7 +7,7 @@ A new method is a subclass of `Method` in its own file:
     @methods.register("mine")
     class Mine(methods.Method):
         def compile(self, segments): ...     # each segment alone -> PICache
-        def link(self, picaches, query_ids, *, head_ids=()): ...     # -> DecodeState
+        def link_row(self, row): ...             # PICaches, head, query -> DecodeState
 
 Command line, test matrix and comparison table read the registry, so nothing else has to be touched.
 """
@@ -28,6 +28,12 @@ registry: Registry[type[Method]] = Registry("method")
 registry.register_lazy("full", "comb.methods.full:Full")
 registry.register_lazy("prefix", "comb.methods.prefix:Prefix")
 registry.register_lazy("comb", "comb.methods.comb:Comb")
+registry.register_lazy("naive", "comb.methods.naive:Naive")
+registry.register_lazy("block", "comb.methods.block:Block")
+registry.register_lazy("legolink", "comb.methods.legolink:LegoLink")
+registry.register_lazy("legolink-0", "comb.methods.legolink_zero:LegoLinkZero")
+registry.register_lazy("attnlink", "comb.methods.attnlink:AttnLink")
+registry.register_lazy("cacheblend", "comb.methods.cacheblend:CacheBlend")
 
 
 def names() -> list[str]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from comb.linking.cache import RoomyLayer
 from comb.picache import PICache
 
 SegmentState = Literal["hit", "compiled", "inlined"]
@@ -32,11 +33,30 @@ class SegmentUse:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """One row of a batch to link: its PICaches in order, the query behind them, and what stands in front."""
+    """One row of a batch to link: ``head + PICache 1 + gap 1 + PICache 2 + ... + query``.
+
+    `gaps` holds the fresh tokens behind each PICache but the last; empty when PICaches follow each other directly.
+    """
 
     picaches: Sequence[PICache]
     query_ids: Sequence[int]
     head_ids: Sequence[int] = ()
+    gaps: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        if self.gaps and len(self.gaps) != len(self.picaches) - 1:
+            raise ValueError(
+                f"gaps are the fresh tokens between PICaches: {len(self.picaches)} PICaches have "
+                f"{max(0, len(self.picaches) - 1)} of them, got {len(self.gaps)}"
+            )
+
+    @property
+    def fresh(self) -> list[list[int]]:
+        """The fresh tokens in front of each PICache (the head, then the gaps), and last those behind all: the query."""
+        gaps = self.gaps or [()] * (len(self.picaches) - 1)
+        before = [self.head_ids, *gaps] if self.picaches else []
+        after = self.query_ids if self.picaches else [*self.head_ids, *self.query_ids]
+        return [list(ids) for ids in (*before, after)]
 
 
 @dataclass
@@ -51,6 +71,7 @@ class DecodeState:
         documents: per row, the PICaches that the cross blocks read; None when there are none in any row.
         recomputed: per row, document tokens that the backbone prefilled again.
         uses: per row and segment, what the method did with it; None where the store's word stands.
+        seconds: that stages of `link` took, where the method measures them.
     """
 
     model: Any
@@ -61,6 +82,7 @@ class DecodeState:
     recomputed: tuple[int, ...] = (0,)
     uses: list[list[SegmentUse]] | None = None
     on_release: list[Callable[[], None]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def recomputed_tokens(self) -> int:
@@ -92,6 +114,30 @@ class DecodeState:
         sequences: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
         return sequences
 
+    def answer_logits(self, answer_ids: Sequence[int]) -> torch.Tensor:
+        """Logits [answer tokens, vocabulary] in float32 at every token of a given answer (one row only).
+
+        Row i is what the state predicts for ``answer_ids[i]`` behind the prompt and the answer up to there, so that
+        methods can be compared on the same answer.
+
+        Raises:
+            ValueError: for a state of several rows, or an empty answer.
+        """
+        if len(self.input_ids) != 1 or not answer_ids:
+            raise ValueError(
+                f"expected one row and an answer, got {len(self.input_ids)} rows, {len(answer_ids)} tokens"
+            )
+        answer = torch.tensor([list(answer_ids)], device=self.input_ids.device)
+        past = None if self.past_key_values is None else fork_cache(self.past_key_values)
+        start = 0 if past is None else past.get_seq_length()
+        ids = torch.cat([self.input_ids[:, start:], answer[:, :-1]], dim=1)
+        mask = torch.cat([self.attention_mask, torch.ones_like(answer[:, :-1])], dim=1)
+        extra = {} if self.documents is None else {"documents": self.documents}
+        with exclusive(self.model):
+            output = self.model(input_ids=ids, attention_mask=mask, past_key_values=past, **extra)
+        logits: torch.Tensor = output.logits[0, -len(answer_ids) :].float()
+        return logits
+
     def release(self) -> None:
         """Gives back what `link` borrowed from a store; harmless when called again."""
         while self.on_release:
@@ -99,7 +145,11 @@ class DecodeState:
 
     def _generate(self, **generate_kwargs: Any) -> Any:
         if self.past_key_values is not None:
-            generate_kwargs["past_key_values"] = fork_cache(self.past_key_values)
+            past = generate_kwargs["past_key_values"] = fork_cache(self.past_key_values)
+            # `generate` copies the prompt's tokens for every beam, but not a cache that it was given
+            copies = max(int(generate_kwargs.get(name) or 1) for name in ("num_beams", "num_return_sequences"))
+            if copies > 1:
+                past.batch_repeat_interleave(copies)
         if self.documents is not None:
             generate_kwargs["documents"] = self.documents
         with exclusive(self.model):
@@ -114,14 +164,17 @@ class Method(ABC):
         positional: parameters that may be written without their name, as in ``legolink:16``.
         needs_store: the constructor takes ``store=`` and ``salt=`` (it keeps more than one PICache per segment).
         uses_encoder: COMB's encoder takes part.
+        compile_name: what `compile` makes, for methods that share it; the method's own name by default.
 
-    Subclasses overriding `link_batch` get real batches from the engine; the others go row by row.
+    A subclass implements `compile`, `fingerprint`, and either `link_row` or `link_batch`; with the latter the engine
+    hands over real batches, otherwise it goes row by row.
     """
 
     name: ClassVar[str] = ""
     positional: ClassVar[tuple[str, ...]] = ()
     needs_store: ClassVar[bool] = False
     uses_encoder: ClassVar[bool] = False
+    compile_name: ClassVar[str] = ""
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         if parameters:
@@ -140,15 +193,27 @@ class Method(ABC):
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One PICache per segment of token ids, each a pure function of that segment alone."""
 
-    @abstractmethod
     def link(
-        self, picaches: Sequence[PICache], query_ids: Sequence[int], *, head_ids: Sequence[int] = ()
+        self,
+        picaches: Sequence[PICache],
+        query_ids: Sequence[int],
+        *,
+        head_ids: Sequence[int] = (),
+        gaps: Sequence[Sequence[int]] = (),
     ) -> DecodeState:
-        """The state for head + segments + query.
+        """The state for head + segments + query; `gaps` are fresh tokens between the segments (`LinkRow`).
 
         Raises:
-            ValueError: when the prompt is empty or longer than the model's positions.
+            ValueError: when the prompt is empty or longer than the model's positions, or a PICache was made by
+                another model or method.
         """
+        return self.link_row(LinkRow(picaches, query_ids, head_ids, gaps))
+
+    def link_row(self, row: LinkRow) -> DecodeState:
+        """`link` for one row; a method implements this or `link_batch`."""
+        if not self.batches:
+            raise NotImplementedError(f"method {self.name!r} implements neither link_row nor link_batch")
+        return self.link_batch([row])
 
     def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
         """Several prompts in one left-padded batch. Raises NotImplementedError where a method has none."""
@@ -179,7 +244,11 @@ class Method(ABC):
         """Positions of the backbone; None when its configuration names no limit."""
         config = self.backbone.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+        if limit is None:
+            return None
+        rope = getattr(config, "rope_parameters", None) or {}
+        # dynamic NTK keeps the trained length there and stretches beyond it
+        return int(limit * rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else int(limit)
 
     def check_prompt(self, document_tokens: int, query_tokens: int) -> None:
         """Raises ValueError when a decoder prompt of these parts is empty or leaves no position to answer in."""
@@ -216,9 +285,10 @@ def fork_cache(cache: Cache) -> Cache:
     Dynamic layers replace their tensors when they grow, so they share them; other kinds write in place and are
     copied whole.
     """
-    if all(type(layer) is DynamicLayer for layer in cache.layers):
+    shared = (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
+    if all(type(layer) in shared for layer in cache.layers):
         fork = copy.copy(cache)
-        fork.layers = [copy.copy(layer) for layer in cache.layers]
+        fork.layers = [layer.fork() if isinstance(layer, RoomyLayer) else copy.copy(layer) for layer in cache.layers]
         return fork
     return copy.deepcopy(cache)
 

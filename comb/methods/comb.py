@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,19 +63,15 @@ class Comb(Method):
                 )
         return picaches
 
-    def link(
-        self, picaches: Sequence[PICache], query_ids: Sequence[int], *, head_ids: Sequence[int] = ()
-    ) -> DecodeState:
-        return self.link_batch([LinkRow(picaches, query_ids, head_ids)])
-
     def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
-        for row in rows:
-            self.check_prompt(0, len(row.head_ids) + len(row.query_ids))
+        prompts = [list(chain.from_iterable(row.fresh)) for row in rows]
+        for row, prompt in zip(rows, prompts, strict=True):
+            self.check_prompt(0, len(prompt))
             for picache in row.picaches:
                 if not isinstance(picache, CrossPICache):
                     raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__}")
                 self.model.check_picache(picache)
-        input_ids, attention_mask = self.tensors([[*row.head_ids, *row.query_ids] for row in rows])
+        input_ids, attention_mask = self.tensors(prompts)
         linked = any(row.picaches for row in rows)
         return DecodeState(
             self.model,

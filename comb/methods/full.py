@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,18 +32,15 @@ class Full(Method):
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         return [token_picache(self.fingerprint, segment) for segment in segments]
 
-    def link(
-        self, picaches: Sequence[PICache], query_ids: Sequence[int], *, head_ids: Sequence[int] = ()
-    ) -> DecodeState:
-        return self.link_batch([LinkRow(picaches, query_ids, head_ids)])
-
     def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
         prompts, recomputed = [], []
         for row in rows:
-            documents = [token for picache in row.picaches for token in token_ids(picache)]
-            self.check_prompt(len(documents), len(row.head_ids) + len(row.query_ids))
-            prompts.append([*row.head_ids, *documents, *row.query_ids])
-            recomputed.append(len(documents))
+            segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
+            recomputed.append(sum(map(len, segments)))
+            self.check_prompt(recomputed[-1], sum(map(len, fresh)))
+            prompts.append(
+                [*chain.from_iterable(chain(*pair) for pair in zip(fresh, segments, strict=False)), *fresh[-1]]
+            )
         input_ids, attention_mask = self.tensors(prompts)
         return DecodeState(
             self.backbone,

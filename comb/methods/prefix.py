@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from comb.methods import register
-from comb.methods.base import DecodeState, Method, SegmentUse, exclusive
+from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, exclusive
 from comb.methods.full import token_ids, token_picache
 from comb.methods.weights import weights_fingerprint
 from comb.picache import DecoderPICache, PICache, content_key
@@ -61,18 +62,16 @@ class Prefix(Method):
         fingerprint = self.fingerprint
         return [token_picache(fingerprint, segment) for segment in segments]
 
-    def link(
-        self, picaches: Sequence[PICache], query_ids: Sequence[int], *, head_ids: Sequence[int] = ()
-    ) -> DecodeState:
-        segments = [token_ids(picache) for picache in picaches]
-        document_tokens = sum(len(segment) for segment in segments)
-        self.check_prompt(document_tokens, len(head_ids) + len(query_ids))
-        input_ids, attention_mask = self.tensors([[*head_ids, *(t for s in segments for t in s), *query_ids]])
+    def link_row(self, row: LinkRow) -> DecodeState:
+        segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
+        self.check_prompt(sum(map(len, segments)), sum(map(len, fresh)))
+        pieces = [before + segment for before, segment in zip(fresh, segments, strict=False)]
+        input_ids, attention_mask = self.tensors([[*chain.from_iterable(pieces), *fresh[-1]]])
         state = DecodeState(self.backbone, input_ids, attention_mask)
         # the last token is always computed anew: its logits are what decoding starts from
-        reusable = segments if query_ids else segments[:-1]
+        reusable = pieces if fresh[-1] else pieces[:-1]
         try:
-            pieces = self._prefix(list(head_ids), reusable, state)
+            kept = self._prefix(reusable, state)
         except BaseException:
             state.release()
             raise
@@ -82,32 +81,30 @@ class Prefix(Method):
         state.recomputed = (
             sum(len(segment) for segment, use in zip(segments, uses, strict=True) if use.state != "hit"),
         )
-        if pieces:
-            state.past_key_values = _cache(self.backbone, pieces)
+        if kept:
+            state.past_key_values = _cache(self.backbone, kept)
         return state
 
-    def _prefix(self, head: list[int], segments: Sequence[list[int]], state: DecodeState) -> list[DecoderPICache]:
-        """Stored or newly computed keys and values of head + segment 1, segment 2, ..., in order."""
+    def _prefix(self, pieces: Sequence[list[int]], state: DecodeState) -> list[DecoderPICache]:
+        """Stored or newly computed keys and values of every piece (fresh tokens + segment) in order."""
         fingerprint = self.fingerprint
-        pieces: list[DecoderPICache] = []
+        kept: list[DecoderPICache] = []
         uses: list[SegmentUse] = []
         tokens: list[int] = []
-        for index, segment in enumerate(segments):
-            start, piece = len(tokens), [*(head if index == 0 else ()), *segment]
-            tokens = tokens + piece
+        for piece in pieces:
+            start, tokens = len(tokens), tokens + piece
             # where the piece starts belongs to the key: the same tokens may be cut into other documents
             key = content_key(
                 tokens, fingerprint=fingerprint, method=f"prefix@{start}", dtype=self.dtype, salt=self.salt
             )
-            extend = partial(self._extend, fingerprint, tuple(pieces), piece)
-            handle = self.store.acquire([key], extend)[0]
+            handle = self.store.acquire([key], partial(self._extend, fingerprint, tuple(kept), piece))[0]
             state.on_release.append(handle.release)
             if not isinstance(handle.picache, DecoderPICache) or handle.picache.num_tokens != len(piece):
                 raise ValueError(f"the store holds something else under {key[:12]}: {handle.picache!r}")
-            pieces.append(handle.picache)
+            kept.append(handle.picache)
             uses.append(SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes))
         state.uses = [uses]
-        return pieces
+        return kept
 
     def _extend(
         self, fingerprint: str, before: Sequence[DecoderPICache], piece: Sequence[int], missing: Sequence[int]

@@ -50,14 +50,61 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "lfm2": _config("Lfm2Config", **BASE, full_attn_idxs=[1, 3]),
 }  # fmt: skip
 
+# Backbones of training-free linking on top of those: other places, pairings and scalings of positions.
+_LONG = {**BASE, "max_position_embeddings": 512}
+_ROPE = {"rope_theta": 10_000.0, "factor": 4.0}
+_SCALED = {"original_max_position_embeddings": 64, **_ROPE}
+LINK_FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama3_rope": _config("LlamaConfig", **_LONG, rope_parameters={"rope_type": "llama3", **_SCALED,
+                           "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    "yarn": _config("LlamaConfig", **{**_LONG, "max_position_embeddings": 256},
+                    rope_parameters={"rope_type": "yarn", **_SCALED}),
+    "linear_rope": _config("LlamaConfig", **_LONG, rope_parameters={"rope_type": "linear", **_ROPE}),
+    "dynamic_ntk": _config("LlamaConfig", **{**BASE, "max_position_embeddings": 32},
+                           rope_parameters={"rope_type": "dynamic", **_ROPE}),
+    "longrope": _config("Phi3Config", **BASE, original_max_position_embeddings=32,
+                        rope_parameters={"rope_type": "longrope", "rope_theta": 10_000.0,
+                        "short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0], "factor": 8.0,
+                        "original_max_position_embeddings": 32}),
+    "phi": _config("PhiConfig", **BASE, partial_rotary_factor=0.5),
+    "glm4": _config("Glm4Config", **BASE, head_dim=16),
+    "cohere": _config("CohereConfig", **BASE),
+    "cohere2": _config("Cohere2Config", **BASE, sliding_window=8),
+    "smollm3": _config("SmolLM3Config", **BASE),
+    "exaone4": _config("Exaone4Config", **BASE, sliding_window=8),
+    "gpt_oss": _config("GptOssConfig", **BASE, head_dim=8, num_local_experts=4, sliding_window=8,
+                       rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}),
+    "gptj": _config("GPTJConfig", vocab_size=128, n_embd=32, n_layer=3, n_head=4, rotary_dim=4, n_positions=256,
+                    bos_token_id=1, eos_token_id=2),
+    "deepseek_v3": _config("DeepseekV3Config", **{**BASE, **MLA}, q_lora_rank=None),
+    "bloom": _config("BloomConfig", vocab_size=128, hidden_size=32, n_layer=3, n_head=4),
+    "mpt": _config("MptConfig", vocab_size=128, d_model=32, n_layers=3, n_heads=4, max_seq_len=256, bos_token_id=1),
+    "falcon": _config("FalconConfig", vocab_size=128, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+                      bos_token_id=1, eos_token_id=2),
+    "falcon_alibi": _config("FalconConfig", vocab_size=128, hidden_size=32, num_hidden_layers=3, alibi=True,
+                            num_attention_heads=4, bos_token_id=1, eos_token_id=2),
+    # refused: learned positions, attention in fixed chunks
+    "opt": _config("OPTConfig", vocab_size=128, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, ffn_dim=64,
+                   max_position_embeddings=256, word_embed_proj_dim=32, bos_token_id=1, eos_token_id=2),
+    "llama4": _config("Llama4TextConfig", **BASE, intermediate_size_mlp=64, head_dim=8, num_local_experts=2,
+                      attention_chunk_size=16),
+}  # fmt: skip
+
 # expert kernels batch tokens of all rows, so a row's last bits depend on its neighbours in the plain model too
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "qwen3_next")
 
 
-def tiny(family: str, seed: int = 0) -> Any:
-    """A tiny random model of a family, in eval mode, the same for the same seed."""
+def tiny(family: str, seed: int = 0, std: float | None = None) -> Any:
+    """A tiny random model of a family, in eval mode, the same for the same seed.
+
+    `std` makes all its matrices that large: with the usual 0.02 attention hardly looks at anything.
+    """
     torch.manual_seed(seed)
-    return tf.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    model = tf.AutoModelForCausalLM.from_config((FAMILIES | LINK_FAMILIES)[family]()).eval()
+    for parameter in model.parameters() if std is not None else ():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    return model
 
 
 def open_gates(model: Any, attention: float = 0.7, mlp: float = 0.3) -> Any:

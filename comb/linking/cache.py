@@ -1,0 +1,220 @@
+"""The keys and values of a prompt that is being linked: cached segments at their places, the rest to be computed.
+
+Shapes: N prompt tokens, S rows being computed, H cached heads, T tokens of a segment, D channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from comb.linking.positions import PositionMap
+from comb.picache import DecoderPICache
+
+ROOM = 128
+"""Tokens that an answer may have before its cache is copied for the first time."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one segment lies in the prompt. `first`: nothing stands in front of it."""
+
+    start: int
+    length: int
+    first: bool = False
+
+    @property
+    def end(self) -> int:
+        """One behind its last token."""
+        return self.start + self.length
+
+
+@dataclass
+class Rows:
+    """The prompt's length N, and the sorted positions [S] of the rows that are being computed."""
+
+    length: int
+    positions: Tensor
+
+    @property
+    def visible(self) -> int:
+        """Keys that any of the rows may see: those up to the last row."""
+        return int(self.positions[-1]) + 1
+
+
+class LinkLayer(DynamicLayer):
+    """Keys and values [1, H, N, D] of one layer, at their final positions. `update` scatters instead of appending."""
+
+    def __init__(self, rows: Rows, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        super().__init__()
+        self.rows = rows
+        if keys is not None and values is not None:
+            self.lazy_initialization(keys, values)
+            self.keys, self.values = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes keys and values [1, H, S, D] of the current rows; returns all that the last row may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys = key_states.new_zeros(*key_states.shape[:2], self.rows.length, key_states.shape[-1])
+            self.values = value_states.new_zeros(*value_states.shape[:2], self.rows.length, value_states.shape[-1])
+        where = self.rows.positions.to(key_states.device)
+        self.keys.index_copy_(2, where, key_states)
+        self.values.index_copy_(2, where, value_states)
+        return self.keys[:, :, : self.rows.visible], self.values[:, :, : self.rows.visible]
+
+    def get_seq_length(self) -> int:
+        return self.rows.visible - len(self.rows.positions)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.rows.visible, 0
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of an ordinary cache with room behind them, so that the next tokens needn't copy all of them.
+
+    transformers appends by concatenation: a document of 4,000 tokens would be copied whole before its first answer
+    token. Only one holder may write into the room: `fork` passes it on, and who has none copies as usual.
+
+    Args:
+        keys, values: [rows, H, N + room, D].
+        length: N.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.room: tuple[Tensor, Tensor] | None = (keys, values)
+        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        before, after = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
+        keys, values = self._room(after)
+        keys[:, :, before:after] = key_states
+        values[:, :, before:after] = value_states
+        self.keys, self.values = keys[:, :, :after], values[:, :, :after]
+        return self.keys, self.values
+
+    def fork(self) -> RoomyLayer:
+        """A layer of the same content that takes the room along."""
+        fork = copy.copy(self)
+        self.room = None
+        return fork
+
+    def _room(self, length: int) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        # beam search and cropping put other tensors into `keys`; the room behind the old ones isn't theirs
+        ours = self.room is not None and self.keys.data_ptr() == self.room[0].data_ptr()
+        if not ours or self.room is None or len(self.keys) != len(self.room[0]) or length > self.room[0].shape[-2]:
+            self.room = _with_room(self.keys, length), _with_room(self.values, length)
+        return self.room
+
+
+def _with_room(tensor: Tensor, length: int) -> Tensor:
+    roomy = tensor.new_empty(*tensor.shape[:2], length + max(ROOM, length // 8), tensor.shape[-1])
+    roomy[:, :, : tensor.shape[-2]] = tensor
+    return roomy
+
+
+class LayerReached(Exception):  # noqa: N818  a signal, not an error
+    """A pass was stopped where it was asked to stop."""
+
+
+class LinkCache(Cache):
+    """The keys and values of a whole prompt, some cached, some to be computed.
+
+    Args:
+        length: N, tokens that the cache is to hold.
+        layers: keys and values [1, H, N, D] per layer, with anything at all at positions that will be computed.
+    """
+
+    def __init__(self, length: int, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.rows = Rows(length, torch.arange(length))
+        super().__init__(layers=[LinkLayer(self.rows, keys, values) for keys, values in layers])
+        self.stop_layer: int | None = None
+        self.deviation: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx == self.stop_layer:
+            self._compare(self.layers[layer_idx], key_states, value_states)
+            self.layers[layer_idx].update(key_states, value_states)
+            raise LayerReached
+        updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return updated
+
+    def _compare(self, layer: Any, keys: Tensor, values: Tensor) -> None:
+        """Adds the rows' squared distance between cached and new keys and values to `deviation` [N]."""
+        if self.deviation is None:
+            self.deviation = torch.zeros(self.rows.length, device=keys.device)
+        where = self.rows.positions.to(keys.device)
+        for cached, new in ((layer.keys, keys), (layer.values, values)):
+            difference = new.float() - cached.index_select(2, where).float()
+            self.deviation[where] += difference.square().sum(dim=(0, 1, 3))
+
+    def dynamic(self, model: Any, length: int) -> DynamicCache:
+        """The first `length` tokens as an ordinary cache of `model`, which shares this one's memory where it can."""
+        cache = DynamicCache(config=model.config)
+        for number, (source, target) in enumerate(zip(self.layers, list(cache.layers), strict=True)):
+            keys, values = source.keys[:, :, :length], source.values[:, :, :length]
+            if type(target) is DynamicLayer:
+                cache.layers[number] = RoomyLayer(source.keys, source.values, length)
+            else:
+                target.update(keys, values)
+                # the layer keeps a view of its window; the rest of the prompt must not stay alive behind it
+                target.keys, target.values = target.keys.clone(), target.values.clone()
+        return cache
+
+
+def assemble(
+    positions: PositionMap,
+    picaches: Sequence[DecoderPICache],
+    spans: Sequence[Span],
+    *,
+    end: int,
+    length: int,
+    compiled_from: int = 0,
+    rotate: bool = True,
+    device: torch.device | str = "cpu",
+) -> LinkCache:
+    """The first `end` tokens of a prompt of `length`: cached segments at their places, zeros elsewhere.
+
+    Args:
+        spans: where each PICache goes, in order and without overlap.
+        compiled_from: position of a segment's first token when it was compiled.
+        rotate: False leaves keys as they were compiled.
+    """
+    compiled, linked = torch.zeros(end + ROOM, dtype=torch.long), torch.zeros(end + ROOM, dtype=torch.long)
+    for span in spans:
+        linked[span.start : span.end] = torch.arange(span.start, span.end)
+        compiled[span.start : span.end] = torch.arange(compiled_from, compiled_from + span.length)
+    turns = positions.turns(compiled.to(device), linked.to(device), length) if rotate else None
+    layers = []
+    for number, rotations in enumerate(positions.layers):
+        parts = [picache.keys[number] for picache in picaches], [picache.values[number] for picache in picaches]
+        keys, values = (_place(spans, tensors, end + ROOM)[None] for tensors in parts)
+        if turns is not None:
+            keys, values = turns.apply(keys, rotations[0]), turns.apply(values, rotations[1])
+        layers.append((keys, values))
+    return LinkCache(end, layers)
+
+
+def _place(spans: Sequence[Span], tensors: Sequence[Tensor], end: int) -> Tensor:
+    """Segments [H, T, D] at their places in a new [H, end, D], zeros in between."""
+    heads, _, channels = tensors[0].shape
+    pieces, position = [], 0
+    for span, tensor in zip(spans, tensors, strict=True):
+        if span.start > position:
+            pieces.append(tensor.new_zeros(heads, span.start - position, channels))
+        pieces.append(tensor)
+        position = span.end
+    pieces.append(tensors[0].new_zeros(heads, end - position, channels))
+    return torch.cat(pieces, dim=1)

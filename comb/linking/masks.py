@@ -1,0 +1,104 @@
+"""Masks by position for scattered rows, in the form that a model's forward pass takes.
+
+Shapes: S rows, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+from comb.linking.cache import Rows
+from comb.linking.positions import UnmovableError
+
+MASKED_ATTENTION = ("sdpa", "eager")
+"""Attention implementations that take a mask tensor; others are put aside for the length of a pass."""
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The sliding windows of a model's layers, by the names that its forward pass knows them under.
+
+    `windows` holds one window (None: all earlier keys) per kind of layer; with a single kind the mask is passed as a
+    tensor, otherwise as the mapping that models with several kinds take.
+    """
+
+    windows: tuple[tuple[str, int | None], ...]
+    mapping: bool
+
+    def build(self, rows: Rows, model: Any) -> Tensor | dict[str, Tensor]:
+        """Masks [1, 1, S, visible keys] for `rows`: True (sdpa) or 0 (eager) where a row may look."""
+        device = model.get_input_embeddings().weight.device
+        positions = rows.positions.to(device)[:, None]
+        keys = torch.arange(rows.visible, device=device)
+        causal = keys <= positions
+        masks = {}
+        for kind, window in self.windows:
+            allowed = causal if window is None else causal & (keys > positions - window)
+            masks[kind] = _for_attention(allowed[None, None], model)
+        return masks if self.mapping else next(iter(masks.values()))
+
+
+def _for_attention(allowed: Tensor, model: Any) -> Tensor:
+    if model.config._attn_implementation != "eager":
+        return allowed
+    shut = torch.finfo(model.dtype).min
+    return torch.zeros(allowed.shape, dtype=model.dtype, device=allowed.device).masked_fill_(~allowed, shut)
+
+
+@contextmanager
+def masked_attention(model: Any) -> Iterator[None]:
+    """For a while, an attention that takes masks in place of one that doesn't (flash attention)."""
+    before = model.config._attn_implementation
+    if before in MASKED_ATTENTION:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def mask_candidates(model: Any) -> list[Masks]:
+    """Ways in which `model` may want its masks, most telling first; which one it understands is tried out."""
+    layers = cache_kinds(model)
+    window = [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
+    kinds: Mapping[str, int | None] = dict(
+        zip(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or (), window, strict=False)
+    )
+    candidates = [Masks(tuple(kinds.items()), True)] if kinds else []
+    if len(set(window)) == 1:
+        candidates.append(Masks((("all", window[0]),), False))
+    return candidates
+
+
+def cache_kinds(model: Any) -> list[Any]:
+    """The layers of an empty cache for `model`.
+
+    Raises:
+        UnmovableError: when they aren't all keys and values per token, full or with a sliding window.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnmovableError("it is an encoder-decoder")
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
+        raise UnmovableError(f"transformers has no key/value cache for it ({type(error).__name__}: {error})") from error
+    other = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
+    if other:
+        raise UnmovableError(
+            f"its cache has layers of type {', '.join(other)}, which keep a state, not keys and values per token"
+        )
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if "chunked_attention" in kinds:
+        raise UnmovableError(
+            "its attention is cut into chunks at fixed positions, so what a token sees depends on its place"
+        )
+    return list(layers)

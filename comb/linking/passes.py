@@ -1,0 +1,107 @@
+"""Recomputes chosen tokens of a prompt inside cached keys and values: one pass of the backbone over those rows alone.
+
+A pass feeds the chosen tokens with their positions; each layer scatters their new keys and values into the `LinkCache`
+and attends to all of it, under a mask by position (``key_pos <= query_pos``), never aligned to a corner: a recomputed
+token can't see what stands behind it.
+
+`recompute` takes scattered rows at once. `recompute_in_order` is its plain twin: runs of neighbouring tokens one after
+the other, each as an ordinary continuation of everything before it. It is the reference, and the path for models that
+take no such mask (ALiBi).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from comb.linking.cache import LayerReached, LinkCache
+from comb.linking.forward import run_decoder, takes_positions
+from comb.linking.masks import Masks
+
+_MAX_ROWS = 256
+_MAX_MASK_ELEMENTS = 2**26
+
+
+def recompute(
+    model: Any, cache: LinkCache, token_ids: Tensor, positions: Tensor, masks: Masks, *, whole: bool = False
+) -> Tensor | None:
+    """One pass over the rows at `positions` (sorted, [S]) of the prompt `token_ids` [N]; writes into `cache`.
+
+    Very many rows are taken in portions, front to back, so that no mask grows beyond some 64 MB; that changes nothing,
+    since no row sees a later one.
+
+    Args:
+        whole: never in portions, for rotary embeddings that look at the last position of a pass.
+
+    Returns:
+        The last row's final hidden state [hidden], or None when the pass was stopped at ``cache.stop_layer``.
+    """
+    hidden: Tensor | None = None
+    start = 0
+    while start < len(positions):
+        size = len(positions) if whole else _portion(positions, start)
+        cache.rows.positions = positions[start : start + size]
+        where = cache.rows.positions[None]
+        try:
+            hidden = run_decoder(
+                model, token_ids[cache.rows.positions][None], cache,
+                position_ids=where, attention_mask=masks.build(cache.rows, model),
+            )[0, -1]  # fmt: skip
+        except LayerReached:
+            hidden = None
+        start += size
+    return hidden
+
+
+def recompute_in_order(model: Any, cache: LinkCache, token_ids: Tensor, positions: Tensor) -> Tensor | None:
+    """What `recompute` does, run by run: each run of neighbouring tokens continues an ordinary cache of all before it.
+
+    Uses no mask but the model's own, so it works for any model with keys and values, and says what `recompute` must
+    give. As many passes as there are runs.
+    """
+    hidden: Tensor | None = None
+    takes = takes_positions(model)
+    for first, last in runs(positions):
+        before = DynamicCache()
+        before.layers = [_beginning(layer, first) for layer in cache.layers]
+        cache.rows.positions = torch.arange(first, last)
+        where = cache.rows.positions[None]
+        ids, mask = token_ids[cache.rows.positions][None], torch.ones(1, last, dtype=torch.long)
+        hidden = run_decoder(model, ids, before, attention_mask=mask, position_ids=where if takes else None)[0, -1]
+        try:
+            for layer, grown in enumerate(before.layers):
+                assert grown.keys is not None
+                assert grown.values is not None
+                cache.update(grown.keys[:, :, first:], grown.values[:, :, first:], layer)
+        except LayerReached:
+            hidden = None
+    return hidden
+
+
+def _beginning(layer: Any, length: int) -> DynamicLayer:
+    copy = DynamicLayer()
+    if length:
+        copy.lazy_initialization(layer.keys, layer.values)
+        copy.keys, copy.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+    return copy
+
+
+def runs(positions: Tensor) -> Iterator[tuple[int, int]]:
+    """Half-open runs of neighbouring positions in a sorted [S]."""
+    values = positions.tolist()
+    start = 0
+    for index in range(1, len(values) + 1):
+        if index == len(values) or values[index] != values[index - 1] + 1:
+            yield values[start], values[index - 1] + 1
+            start = index
+
+
+def _portion(positions: Tensor, start: int) -> int:
+    size = min(_MAX_ROWS, len(positions) - start)
+    while size > 1 and size * (int(positions[start + size - 1]) + 1) > _MAX_MASK_ELEMENTS:
+        size //= 2
+    return size

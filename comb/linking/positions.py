@@ -1,0 +1,302 @@
+"""Where positions are in the keys and values that a backbone caches, and how to move them to another place.
+
+Nothing here knows a model class. One forward pass over single tokens at several positions shows, for every layer, which
+channels of which cached tensor turn with the position: the whole head (Llama), a part of it (GPT-NeoX), pairs of
+neighbours (GPT-J), a slice beside the latent (MLA), another base per layer (Gemma 3), or nothing at all (layers without
+positions, ALiBi). What no rotation explains (learned positions) is refused.
+
+Shapes: H cached heads, T tokens, D channels, m rotated pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from comb.linking.forward import run_decoder, takes_positions
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies change with the length of the prompt."""
+
+_PROBE_TOKENS = 4
+# relative error up to which a rotation explains what was seen; 16-bit models round cosines and products
+_EXPLAINS = {torch.float64: 1e-4, torch.float32: 1e-4}
+_EXPLAINS_16_BIT = 3e-2
+
+
+class UnmovableError(ValueError):
+    """A backbone whose cached keys and values can't be moved to another position; the message says why."""
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """The m inverse frequencies of one rotary embedding, in radians per position.
+
+    Args:
+        fixed: [m]; used when `module` is None.
+        module, buffer: where a rotary module keeps frequencies that may change with the prompt's length.
+        arguments: that the module wants beside hidden state and positions (Gemma 3: the layer type).
+    """
+
+    fixed: Tensor
+    module: nn.Module | None = None
+    buffer: str = ""
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def at(self, length: int) -> Tensor:
+        """[m] float64, as the model uses them in a prompt of `length` tokens."""
+        if self.module is None:
+            return self.fixed
+        buffer: Tensor = getattr(self.module, self.buffer)
+        positions = torch.tensor([[length - 1]], device=buffer.device)
+        self.module(torch.zeros(1, 1, 1, device=buffer.device), positions, **dict(self.arguments))
+        current: Tensor = getattr(self.module, self.buffer)  # the call may have put another tensor there
+        return current.detach().double()
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotary part of one cached tensor: 2m channels from `start` on.
+
+    `interleaved`: channels 2j and 2j+1 are a pair (GPT-J); otherwise j and j+m are (NeoX, Llama).
+    """
+
+    source: int
+    start: int
+    interleaved: bool
+
+    def pairs(self, tensor: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        """Views of the first and second channels of all pairs, each [..., m]."""
+        if self.interleaved:
+            end = self.start + 2 * m
+            return tensor[..., self.start : end : 2], tensor[..., self.start + 1 : end : 2]
+        middle = self.start + m
+        return tensor[..., self.start : middle], tensor[..., middle : middle + m]
+
+
+@dataclass(frozen=True)
+class PositionMap:
+    """What was found: per cache layer the rotation in its keys and in its values (None: no positions there).
+
+    `max_segment_tokens`: segments must stay shorter than this for their frequencies to be the short-prompt ones.
+    """
+
+    layers: tuple[tuple[Rotation | None, Rotation | None], ...]
+    sources: tuple[Frequencies, ...]
+    length_dependent: bool = False
+    max_segment_tokens: int | None = None
+
+    @property
+    def rotated_layers(self) -> int:
+        """How many cache layers hold positions."""
+        return sum(keys is not None or values is not None for keys, values in self.layers)
+
+    def turns(self, compiled: Tensor, linked: Tensor, length: int) -> Turns:
+        """Cosines and sines that take tokens from `compiled` positions [T] to `linked` positions [T].
+
+        Args:
+            length: of the whole prompt, for embeddings that depend on it.
+        """
+        factors = []
+        for source in self.sources:
+            before, after = source.at(1), source.at(length)
+            # Angles in float64: at position 100,000 a float32 product is off by 0.006 rad. A segment's tokens share
+            # one angle as long as the frequencies are the same, and then only the distinct shifts are computed.
+            if torch.equal(before, after):
+                shifts, which = torch.unique(linked - compiled, return_inverse=True)
+                angles = shifts.double()[:, None] * after.to(shifts.device)
+                factors.append((angles.cos().float()[which], angles.sin().float()[which]))
+            else:
+                angles = linked.double()[:, None] * after.to(linked.device)
+                angles -= compiled.double()[:, None] * before.to(linked.device)
+                factors.append((angles.cos().float(), angles.sin().float()))
+        return Turns(tuple(factors))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Per frequency set, cosines and sines [T, m] in float32."""
+
+    factors: tuple[tuple[Tensor, Tensor], ...]
+
+    def apply(self, tensor: Tensor, rotation: Rotation | None) -> Tensor:
+        """Turns `tensor` [..., T, D] in place, computing in float32 (in float64 for a float64 tensor)."""
+        if rotation is None:
+            return tensor
+        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        cos, sin = (factor.to(tensor.device, dtype) for factor in self.factors[rotation.source])
+        first, second = rotation.pairs(tensor, cos.shape[-1])
+        a, b = first.to(dtype), second.to(dtype)
+        turned = (a * cos).addcmul_(b, sin, value=-1)
+        second.copy_((b * cos).addcmul_(a, sin))
+        first.copy_(turned)
+        return tensor
+
+
+@torch.no_grad()
+def find_positions(model: Any) -> PositionMap:
+    """Asks `model` where its cached keys and values hold positions. The caller holds its lock (`exclusive`).
+
+    Raises:
+        UnmovableError: when no rotation explains how they change with the position.
+    """
+    return _with_position_ids(model) if takes_positions(model) else _without_position_ids(model)
+
+
+def _with_position_ids(model: Any) -> PositionMap:
+    sources, scaled = _frequency_sources(model)
+    limit = _original_length(model) if scaled else None
+    positions = _probe_positions(model, limit)
+    shots = _single_tokens(model, positions)
+    device = shots[0][0].device
+    candidates = [(index, source.at(1).to(device)) for index, source in enumerate(sources)]
+    tolerance = _EXPLAINS.get(model.dtype, _EXPLAINS_16_BIT)
+    layers = []
+    for number, tensors in enumerate(shots):
+        found = [_explain(tensor, positions, candidates, tolerance) for tensor in tensors]
+        if any(explanation is None for explanation in found):
+            part = "keys" if found[0] is None else "values"
+            raise UnmovableError(
+                f"the cached {part} of layer {number} change with the position in a way that no rotary embedding "
+                "explains (learned absolute positions?), so a compiled document can't be moved to another place"
+            )
+        layers.append(tuple(None if item == "still" else item for item in found))
+    turning = scaled and any(rotation is not None for layer in layers for rotation in layer)
+    return PositionMap(tuple(layers), tuple(sources), turning, limit if turning else None)  # type: ignore[arg-type]
+
+
+def _without_position_ids(model: Any) -> PositionMap:
+    """ALiBi models take no positions: their layer 0 must cache the same for a token wherever it stands."""
+    ids = _probe_ids(model)[:2]
+    caches = []
+    for tokens in (ids, ids[1:]):
+        cache = DynamicCache()
+        run_decoder(model, torch.tensor([tokens]), cache, attention_mask=torch.ones(1, len(tokens), dtype=torch.long))
+        caches.append(cache)
+    for name in ("keys", "values"):
+        second, alone = (getattr(cache.layers[0], name)[:, :, -1] for cache in caches)
+        if not _close(second, alone):
+            raise UnmovableError(
+                f"the model takes no position_ids, and the cached {name} of its first layer depend on where a token "
+                "stands, so a compiled document can't be moved to another place"
+            )
+    return PositionMap(((None, None),) * len(caches[0].layers), ())
+
+
+def _single_tokens(model: Any, positions: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves."""
+    ids = _probe_ids(model)
+    tokens = torch.tensor(ids).repeat_interleave(len(positions))[:, None]
+    where = torch.tensor(list(positions)).repeat(len(ids))[:, None]
+    cache = DynamicCache()
+    run_decoder(model, tokens, cache, position_ids=where)
+    shots = []
+    for layer in cache.layers:
+        if layer.keys is None or layer.values is None or layer.keys.ndim != 4:
+            raise UnmovableError(f"a cache layer holds {type(layer).__name__} without keys and values per token")
+        shots.append(tuple(t[:, :, 0].reshape(len(ids), len(positions), *t.shape[1:2], -1) for t in
+                           (layer.keys.double(), layer.values.double())))  # fmt: skip
+    if not all(bool(torch.isfinite(tensor).all()) for shot in shots for tensor in shot):
+        raise UnmovableError(f"the backbone computes NaN or infinite keys and values in {model.dtype}")
+    return shots
+
+
+def _explain(
+    seen: Tensor, positions: Sequence[int], candidates: Sequence[tuple[int, Tensor]], tolerance: float
+) -> Rotation | str | None:
+    """The rotation behind `seen` [tokens, positions, H, D]; "still" when nothing changes; None when nothing fits."""
+    origin = seen[:, :1]
+    tolerance *= float(seen.abs().amax().clamp_min(1e-30))
+    if float((seen - origin).abs().amax()) <= tolerance:
+        return "still"
+    where = torch.tensor(list(positions), dtype=torch.float64, device=seen.device)
+    best: tuple[float, Rotation | None] = (tolerance, None)
+    for source, frequencies in candidates:
+        m = len(frequencies)
+        angles = where[:, None] * frequencies
+        turns = Turns(((angles.cos()[:, None], angles.sin()[:, None]),))
+        for start in sorted({0, seen.shape[-1] - 2 * m}):
+            if start < 0 or start + 2 * m > seen.shape[-1]:
+                continue
+            for interleaved in (False, True):
+                rotation = Rotation(0, start, interleaved)
+                predicted = turns.apply(origin.expand_as(seen).clone(), rotation)
+                error = float((predicted - seen).abs().amax())
+                if error < best[0]:
+                    best = (error, Rotation(source, start, interleaved))
+    return best[1]
+
+
+def _frequency_sources(model: Any) -> tuple[list[Frequencies], bool]:
+    """Every set of inverse frequencies in sight, and whether they change with the prompt's length."""
+    found: list[Frequencies] = []
+    scaled = False
+    for module, name, buffer in _frequency_buffers(model):
+        kinds = getattr(module, "rope_type", None)
+        layer_type = (
+            next((kind for kind in kinds if name == f"{kind}_inv_freq"), None) if isinstance(kinds, dict) else None
+        )
+        kind = kinds[layer_type] if isinstance(kinds, dict) and layer_type else kinds
+        fixed = buffer.detach().double()
+        if isinstance(kind, str) and any(word in kind for word in LENGTH_DEPENDENT):
+            scaled = True
+            arguments = (("layer_type", layer_type),) if layer_type else ()
+            found.append(Frequencies(fixed, module, name, arguments))
+        elif not any(s.module is None and s.fixed.shape == fixed.shape and torch.equal(s.fixed, fixed) for s in found):
+            found.append(Frequencies(fixed))
+    if not found:
+        found = [Frequencies(frequencies) for frequencies in _by_formula(model)]
+    return found, scaled
+
+
+def _frequency_buffers(model: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            # "original_inv_freq" is the copy that scaled embeddings go back to
+            if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1:
+                yield module, name, buffer
+
+
+def _by_formula(model: Any) -> Iterator[Tensor]:
+    """Models that keep a table of sines instead (GPT-J, CodeGen): base 10000 over their rotary width."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    widths = {getattr(config, "rotary_dim", None), getattr(config, "head_dim", None)}
+    if heads and getattr(config, "hidden_size", None):
+        widths.add(config.hidden_size // heads)
+    for width in sorted(width for width in widths if isinstance(width, int) and width > 1):
+        exponents = torch.arange(0, width, 2, dtype=torch.int64) / width
+        yield (1.0 / 10_000**exponents).double()
+
+
+def _probe_positions(model: Any, limit: int | None) -> list[int]:
+    config = model.config.get_text_config(decoder=True)
+    # embeddings that depend on the length go back to their short form only below the original length
+    last = limit - 2 if limit else (getattr(config, "max_position_embeddings", None) or 1010) - 1
+    last = min(1009, last)
+    return sorted({0, *(position for position in (1, 2, 7, 61, last) if 0 < position <= last)})
+
+
+def _probe_ids(model: Any) -> list[int]:
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return [1 + (37 * index) % max(1, vocabulary - 1) for index in range(1, _PROBE_TOKENS + 1)]
+
+
+def _original_length(model: Any) -> int:
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    lengths = [
+        part["original_max_position_embeddings"] for part in parts if part.get("original_max_position_embeddings")
+    ]
+    return int(min([*lengths, config.max_position_embeddings]))
+
+
+def _close(left: Tensor, right: Tensor) -> bool:
+    tolerance = _EXPLAINS.get(left.dtype, _EXPLAINS_16_BIT) * float(left.abs().amax().clamp_min(1e-30))
+    return float((left - right).abs().amax()) <= tolerance

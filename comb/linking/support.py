@@ -1,0 +1,136 @@
+"""Tries linking on the model in hand, on fifteen made-up tokens, before any method relies on it.
+
+The answer is kept on the model, so that a server asks once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from comb.linking.cache import LinkCache, Span, assemble
+from comb.linking.forward import run_decoder, takes_positions
+from comb.linking.masks import Masks, cache_kinds, mask_candidates, masked_attention
+from comb.linking.passes import recompute, recompute_in_order
+from comb.linking.positions import PositionMap, UnmovableError, find_positions
+from comb.picache import DecoderPICache
+
+# Frobenius norm of the difference over that of the result. 16-bit rounding differs with the shape of a batch.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+_TOLERANCE_16_BIT = 5e-2
+
+_SEGMENTS = (5, 6)
+_QUERY = 4
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a model's prompts are linked.
+
+    Args:
+        positions: how cached keys and values are moved.
+        masks: how scattered rows are masked; None where they are computed run by run.
+    """
+
+    positions: PositionMap
+    masks: Masks | None
+
+
+@torch.no_grad()
+def find_support(model: Any) -> Support:
+    """How `model` is linked, found once per attention implementation and dtype. The caller holds its lock.
+
+    Raises:
+        UnmovableError: when it can't be, with the reason.
+    """
+    stamp = (model.config._attn_implementation, model.dtype, model.get_input_embeddings().weight.device)
+    known: dict[Any, Support | str] = model.__dict__.setdefault("_comb_link_support", {})
+    if stamp not in known:
+        try:
+            known[stamp] = _try(model)
+        except UnmovableError as error:
+            known[stamp] = str(error)
+    found = known[stamp]
+    if isinstance(found, str):
+        raise UnmovableError(found)
+    return found
+
+
+def _try(model: Any) -> Support:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnmovableError("its weights are on the meta device")
+    cache_kinds(model)
+    positions = find_positions(model)
+    prompt = _Prompt(model, positions)
+    every = torch.arange(prompt.length)
+    reference = prompt.plain()
+    ordered = recompute_in_order(model, prompt.cache(), prompt.token_ids, every)
+    if ordered is None or _distance(ordered, reference) > prompt.tolerance:
+        raise UnmovableError("its forward pass doesn't continue a cache of ordinary keys and values exactly")
+    masks = _understood(model, prompt)
+    if masks is None and positions.length_dependent:
+        raise UnmovableError("it takes no mask by position, and its rotary embedding depends on the prompt's length")
+    return Support(positions, masks)
+
+
+def _understood(model: Any, prompt: _Prompt) -> Masks | None:
+    """The first way of masking under which scattered rows come out as run by run; None if there is none."""
+    if not takes_positions(model):
+        return None
+    scattered = torch.tensor([5, 6, 9, 11, 12, 13, 14])
+    expected = prompt.cache()
+    recompute_in_order(model, expected, prompt.token_ids, scattered)
+    for masks in mask_candidates(model):
+        cache = prompt.cache()
+        try:
+            with masked_attention(model):
+                recompute(model, cache, prompt.token_ids, scattered, masks, whole=True)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+            continue  # it doesn't take this form; the next one, or run by run
+        pairs = zip(_tensors(cache), _tensors(expected), strict=True)
+        if all(_distance(left, right) <= prompt.tolerance for left, right in pairs):
+            return masks
+    return None
+
+
+class _Prompt:
+    """Two compiled segments and a query."""
+
+    def __init__(self, model: Any, positions: PositionMap) -> None:
+        self.model = model
+        self.positions = positions
+        self.length = sum(_SEGMENTS) + _QUERY
+        self.tolerance = TOLERANCES.get(model.dtype, _TOLERANCE_16_BIT)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        self.token_ids = torch.randint(min(3, vocabulary - 1), vocabulary, (self.length,), generator=generator)
+        self.spans = [Span(0, _SEGMENTS[0], first=True), Span(_SEGMENTS[0], _SEGMENTS[1])]
+        self.picaches = [self._compile(span) for span in self.spans]
+
+    def cache(self) -> LinkCache:
+        device = self.model.get_input_embeddings().weight.device
+        arguments = {"end": self.length, "length": self.length, "device": device}
+        return assemble(self.positions, self.picaches, self.spans, **arguments)
+
+    def plain(self) -> Tensor:
+        """Last hidden state of an ordinary forward pass over everything."""
+        return run_decoder(self.model, self.token_ids[None], DynamicCache())[0, -1]
+
+    def _compile(self, span: Span) -> DecoderPICache:
+        cache = DynamicCache()
+        run_decoder(self.model, self.token_ids[None, span.start : span.end], cache)
+        keys, values = ([getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values"))
+        return DecoderPICache("", tuple(keys), tuple(values))
+
+
+def _tensors(cache: LinkCache) -> list[Tensor]:
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+
+
+def _distance(left: Tensor, right: Tensor) -> float:
+    left, right = left.float(), right.float()
+    return float((left - right).norm() / right.norm().clamp_min(1e-30))

@@ -1,0 +1,79 @@
+"""CacheBlend: the first layers are recomputed for every token, and the tokens that deviate most in all layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from comb.linking.cache import LinkCache, Span
+from comb.methods import register
+from comb.methods.decoder import Decoder, Linking
+
+
+@register("cacheblend")
+class CacheBlend(Decoder):
+    """Recomputes the `ratio` of document tokens whose cached keys and values are furthest from the right ones.
+
+    1. All tokens go through the first `layers` layers, and as far as the keys and values of the next one (the first
+       layer's own depend on the token alone, so they never deviate).
+    2. There, the squared distance between cached and new keys and values is summed over heads and channels.
+    3. The tokens of largest distance go through all layers, in the same pass as the query. What step 1 computed
+       stays: those layers are exact for every token.
+
+    The chosen tokens run through the first layers a second time, which costs ``ratio * layers`` layer passes and spares
+    any surgery on the forward pass.
+
+    Args:
+        ratio: share of document tokens, above 0, at most 1 (full recompute).
+        layers: how many layers are recomputed for all tokens, at least 1.
+
+    Source: CacheBlend (EuroSys 2025) sec. 4, as described in EPIC sec. 2.3. Unlike its release, a recomputed token
+    never sees a later one.
+    """
+
+    name = "cacheblend"
+    positional = ("ratio",)
+
+    def __init__(self, model: Any, *, ratio: float = 0.15, layers: int = 1, **parameters: Any) -> None:
+        super().__init__(model, **parameters)
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+            raise ValueError(f"cacheblend:ratio is a share of the document tokens, 0 < ratio <= 1, got {ratio!r}")
+        depth = len(self.support.positions.layers)
+        if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < depth:
+            raise ValueError(
+                f"cacheblend:layers is at least 1 and less than the model's {depth} layers, got {layers!r}"
+            )
+        self.ratio = float(ratio)
+        self.layers = layers
+
+    def recomputes_nothing(self, spans: Sequence[Span]) -> bool:
+        # the first token of a prompt is never wrong, so a single one can't deviate
+        return not any(not span.first for span in spans)
+
+    def recompute(self, linking: Linking, cache: LinkCache) -> list[int]:
+        if self.recomputes_nothing(linking.spans):
+            return super().recompute(linking, cache)
+        with linking.timed("select"):
+            chosen = self._most_deviant(linking, cache)
+        with linking.timed("recompute"):
+            self.run(linking, cache, sorted({*chosen, *linking.fresh_rows}))
+        return chosen
+
+    def select(self, spans: Sequence[Span]) -> list[int]:
+        return []  # what is recomputed depends on what the first layers say
+
+    def _most_deviant(self, linking: Linking, cache: LinkCache) -> list[int]:
+        cache.stop_layer = self.layers
+        self.run(linking, cache, range(linking.end))
+        cache.stop_layer = None
+        assert cache.deviation is not None
+        documents = torch.tensor(
+            [position for span in linking.spans for position in range(span.start, min(span.end, linking.end))]
+        )
+        count = math.ceil(self.ratio * len(documents))
+        top = cache.deviation[documents.to(cache.deviation.device)].topk(count).indices
+        chosen: list[int] = documents[top.cpu()].sort().values.tolist()
+        return chosen

@@ -1,0 +1,240 @@
+"""What all training-free methods share: segments compile to the decoder's keys and values, and one pass links them.
+
+A method of this family is a choice of document tokens to recompute: it overrides `Decoder.select`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from comb.linking.cache import LinkCache, Span, assemble
+from comb.linking.forward import run_decoder, takes_positions
+from comb.linking.masks import masked_attention
+from comb.linking.passes import recompute, recompute_in_order
+from comb.linking.positions import UnmovableError
+from comb.linking.support import Support, find_support
+from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.methods.weights import weights_fingerprint
+from comb.picache import DecoderPICache, PICache
+
+
+@dataclass
+class Linking:
+    """One prompt on its way from PICaches to a cache that generation continues.
+
+    Args:
+        token_ids: [N], the whole prompt; document tokens among them.
+        spans: of the segments, in order.
+        fresh: sorted positions of everything that isn't a document: head, gaps, query.
+        end: tokens that the cache is to hold; N, or N - 1 when the last one is left for `generate`.
+    """
+
+    token_ids: Tensor
+    spans: list[Span]
+    fresh: list[int]
+    end: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def fresh_rows(self) -> list[int]:
+        """Fresh positions that the cache is to hold."""
+        return [position for position in self.fresh if position < self.end]
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the seconds spent inside to ``seconds[stage]``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+class Decoder(Method):
+    """Compile: the decoder's keys and values of a segment alone, from position zero. Link: see `link_row`.
+
+    Keys are rotated once, in float32, from where they were compiled to where they are linked.
+
+    Raises:
+        ValueError: when the model's keys and values can't be moved; the message says why.
+    """
+
+    compile_name = "decoder"
+
+    def __init__(self, model: Any, **parameters: Any) -> None:
+        super().__init__(model, **parameters)
+        try:
+            with exclusive(self.backbone):
+                self.support: Support = find_support(self.backbone)
+        except UnmovableError as reason:
+            raise ValueError(
+                f"method {self.name!r} can't be used with this model: {reason}; use method='full', or 'comb' with a "
+                "trained encoder"
+            ) from reason
+
+    @property
+    def fingerprint(self) -> str:
+        return weights_fingerprint(self.backbone)
+
+    @property
+    def max_segment_tokens(self) -> int | None:
+        limits = [self.max_prompt_tokens, self.support.positions.max_segment_tokens]
+        known = [limit for limit in limits if limit is not None]
+        return min(known) - 1 - len(self.dummy_ids()) if known else None
+
+    @abstractmethod
+    def select(self, spans: Sequence[Span]) -> list[int]:
+        """Sorted positions of the document tokens to recompute."""
+
+    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
+        """One DecoderPICache per segment, each from a forward pass of its own.
+
+        Raises:
+            ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
+        """
+        limit = self.max_segment_tokens
+        for segment in segments:
+            if not segment:
+                raise ValueError("an empty segment can't be compiled: leave empty documents out")
+            if limit is not None and len(segment) > limit:
+                raise ValueError(
+                    f"a segment has {len(segment)} tokens, but this model compiles at most {limit} at once: "
+                    "split it, for example with splitter='paragraphs:512'"
+                )
+        fingerprint = self.fingerprint
+        return [self._compile(fingerprint, list(segment)) for segment in segments]
+
+    def _compile(self, fingerprint: str, segment: list[int]) -> PICache:
+        before = self.dummy_ids()
+        # without a configuration every layer keeps all its tokens, also those behind a sliding window
+        cache = DynamicCache()
+        ids = torch.tensor([[*before, *segment]])
+        with exclusive(self.backbone):
+            run_decoder(
+                self.backbone, ids, cache, attention_mask=torch.ones_like(ids), position_ids=self._positions(ids)
+            )
+        layers: list[Any] = cache.layers
+        keys, values = ([getattr(layer, name)[0, :, len(before) :] for layer in layers] for name in ("keys", "values"))
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in (*keys, *values)):
+            raise ValueError(
+                f"the backbone gave NaN or infinite keys or values for a segment of {len(segment)} tokens: its "
+                f"weights are damaged or overflow in {self.dtype}"
+            )
+        return DecoderPICache(fingerprint, tuple(keys), tuple(values), torch.tensor(segment))
+
+    def _positions(self, ids: Tensor) -> Tensor | None:
+        return torch.arange(ids.shape[1])[None] if takes_positions(self.backbone) else None
+
+    def dummy_ids(self) -> list[int]:
+        """Tokens in front of a segment while it is compiled, whose keys and values are dropped."""
+        return []
+
+    def link_row(self, row: LinkRow) -> DecodeState:
+        """One pass over head, gaps, query and the selected document tokens, into the re-rotated cached rest.
+
+        The prompt's last token is left for ``generate``, whose first step gives its logits. When nothing but the query
+        has to be computed (no head, nothing selected), ``generate`` does all of it and there is no pass here.
+        """
+        picaches = [self.check_picache(picache) for picache in row.picaches]
+        with exclusive(self.backbone):
+            linking = self._lay_out(row, picaches)
+            input_ids, attention_mask = self.tensors([linking.token_ids.tolist()])
+            state = DecodeState(self.backbone, input_ids, attention_mask, seconds=linking.seconds)
+            if not picaches:
+                return state
+            with linking.timed("assemble"):
+                cache = self.assemble(linking, picaches)
+            chosen = self.recompute(linking, cache)
+            kept = min(linking.end, len(linking.token_ids) - 1)
+            state.past_key_values = cache.dynamic(self.backbone, kept) if kept else None
+            # a prompt that ends with a document has its last token computed by `generate`
+            state.recomputed = (len(chosen) + (linking.spans[-1].end == len(linking.token_ids)),)
+            return state
+
+    def recompute(self, linking: Linking, cache: LinkCache) -> list[int]:
+        """Computes fresh and selected tokens; returns the positions of document tokens that were recomputed."""
+        chosen = [position for position in self.select(linking.spans) if position < linking.end]
+        rows = sorted({*chosen, *linking.fresh_rows})
+        if rows:
+            with linking.timed("recompute"):
+                self.run(linking, cache, rows)
+        return chosen
+
+    def run(self, linking: Linking, cache: LinkCache, rows: Sequence[int]) -> Tensor | None:
+        """One pass over `rows`, by the fast path where the model takes it, else in order."""
+        positions = torch.tensor(list(rows))
+        masks = self.support.masks
+        if masks is None:
+            return recompute_in_order(self.backbone, cache, linking.token_ids, positions)
+        with masked_attention(self.backbone):
+            whole = self.support.positions.length_dependent
+            return recompute(self.backbone, cache, linking.token_ids, positions, masks, whole=whole)
+
+    def check_picache(self, picache: PICache) -> DecoderPICache:
+        """Raises ValueError for a PICache of another method, model or dtype."""
+        if not isinstance(picache, DecoderPICache):
+            raise ValueError(
+                f"method {self.name!r} links the decoder's keys and values, got a {type(picache).__name__}: "
+                "PICaches can't be linked by another method than the one that compiled them"
+            )
+        if picache.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"this PICache was compiled by another model, dtype or method (fingerprint {picache.fingerprint}, "
+                f"method {self.name!r} on this model has {self.fingerprint}): compile the document again"
+            )
+        return picache
+
+    def _lay_out(self, row: LinkRow, picaches: Sequence[DecoderPICache]) -> Linking:
+        tokens: list[int] = []
+        spans: list[Span] = []
+        fresh: list[int] = []
+        for index, ids in enumerate(row.fresh):
+            fresh += range(len(tokens), len(tokens) + len(ids))
+            tokens += ids
+            if index < len(picaches):
+                spans.append(Span(len(tokens), picaches[index].num_tokens, first=not tokens))
+                tokens += segment_ids(picaches[index])
+        self.check_prompt(sum(span.length for span in spans), len(fresh))
+        linking = Linking(torch.tensor(tokens), spans, fresh, len(tokens) - 1)
+        documents_end = spans[-1].end if spans else 0
+        if self.recomputes_nothing(spans) and (not fresh or fresh[0] >= documents_end):
+            linking.end = min(linking.end, documents_end)
+        elif self.support.positions.length_dependent:
+            linking.end = len(tokens)  # such embeddings look at the last position of a pass
+        return linking
+
+    def recomputes_nothing(self, spans: Sequence[Span]) -> bool:
+        """Whether no document token will be recomputed."""
+        return not self.select(spans)
+
+    def assemble(self, linking: Linking, picaches: Sequence[DecoderPICache]) -> LinkCache:
+        """All layers' keys and values [1, H, end, D]: cached ones moved to their places, zeros elsewhere."""
+        return assemble(
+            self.support.positions, picaches, linking.spans,
+            end=linking.end, length=len(linking.token_ids), compiled_from=len(self.dummy_ids()), rotate=self.rotates,
+            device=self.backbone.get_input_embeddings().weight.device,
+        )  # fmt: skip
+
+    @property
+    def rotates(self) -> bool:
+        """Whether keys are moved to their places."""
+        return True
+
+
+def segment_ids(picache: DecoderPICache) -> list[int]:
+    """The segment's token ids. Raises ValueError for a PICache made without them."""
+    if picache.token_ids is None:
+        raise ValueError(
+            "this PICache holds no token ids, so its tokens can't be recomputed: compile the document again"
+        )
+    ids: list[int] = picache.token_ids.tolist()
+    return ids

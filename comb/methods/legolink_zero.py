@@ -1,0 +1,65 @@
+"""LegoLink-0: segments are compiled behind dummy tokens that take the attention sink away; nothing is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from comb.linking.cache import Span
+from comb.methods import register
+from comb.methods.decoder import Decoder
+
+
+@register("legolink-0")
+class LegoLinkZero(Decoder):
+    """Compiles every segment behind `dummies` BOS tokens and drops their keys and values; links like `naive`.
+
+    Not exact for a single document either: it was compiled behind tokens that are no longer there. Where nothing
+    stands in front of the first document (no BOS, no chat template), the linked prompt has no sink at all.
+
+    Args:
+        dummies: how many dummy tokens; the paper takes four.
+        token: the dummy's id; by default the model's BOS token, or its EOS token if it has no other.
+
+    Source: EPIC (ICML 2025) sec. 5.4.
+
+    Raises:
+        ValueError: when the model has neither token and none is given.
+    """
+
+    name = "legolink-0"
+    compile_name = "legolink-0"
+    positional = ("dummies",)
+
+    def __init__(self, model: Any, *, dummies: int = 4, token: int | None = None, **parameters: Any) -> None:
+        if isinstance(dummies, bool) or not isinstance(dummies, int) or dummies < 1:
+            raise ValueError(f"legolink-0:dummies is a number of tokens, an integer of at least 1, got {dummies!r}")
+        self.dummies = dummies
+        super().__init__(model, **parameters)
+        self.token = _dummy(self.backbone) if token is None else token
+        vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
+        if not isinstance(self.token, int) or not 0 <= self.token < vocabulary:
+            raise ValueError(f"legolink-0:token is a token id below {vocabulary}, got {self.token!r}")
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint}/{self.dummies}x{self.token}"
+
+    def dummy_ids(self) -> list[int]:
+        return [self.token] * self.dummies
+
+    def select(self, spans: Sequence[Span]) -> list[int]:
+        return []
+
+
+def _dummy(model: Any) -> int:
+    config = model.config.get_text_config(decoder=True)
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(config, name, None)
+        token = token[0] if isinstance(token, list) and token else token
+        if isinstance(token, int):
+            return token
+    raise ValueError(
+        "method 'legolink-0' compiles behind dummy tokens, and this model's configuration has neither bos_token_id nor "
+        "eos_token_id: name one with legolink-0:token=ID"
+    )

@@ -1,0 +1,523 @@
+"""Training-free methods: exact where they must be, on every family, and different where they must be."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, LINK_FAMILIES, tiny
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from comb import methods
+from comb.linking.cache import LinkCache, RoomyLayer, Span, assemble
+from comb.linking.masks import Masks, masked_attention
+from comb.linking.passes import recompute, recompute_in_order, runs
+from comb.linking.positions import Rotation, Turns, UnmovableError, find_positions
+from comb.linking.support import find_support
+from comb.methods.base import fork_cache
+from comb.methods.decoder import Decoder
+from comb.picache import DecoderPICache, deserialize, serialize
+
+REFUSED = {
+    "gpt2": "learned absolute positions",
+    "opt": "learned absolute positions",
+    "llama4": "chunks",
+    "qwen3_next": "keep a state",
+    "bamba": "keep a state",
+    "falcon_h1": "keep a state",
+    "lfm2": "keep a state",
+}
+LINKABLE = sorted({*FAMILIES, *LINK_FAMILIES} - set(REFUSED))
+RUN_BY_RUN = ("bloom", "mpt", "falcon_alibi")
+EVERYTHING = ("legolink:99", "attnlink:98", "cacheblend:1.0")
+EXACT_FOR_ONE = ("naive", "block", "legolink:0", "legolink:2", "attnlink:4", "cacheblend:0.3", *EVERYTHING)
+
+HEAD, GAPS, QUERY = [5, 6, 7], [[8], [9, 10]], [90, 17, 33, 41, 12]
+_generator = torch.Generator().manual_seed(1)
+DOCUMENTS = [torch.randint(3, 120, (n,), generator=_generator).tolist() for n in (11, 7, 13)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def model_of(family: str) -> Any:
+    return tiny(family, std=0.15)
+
+
+def link(
+    model: Any, spec: str, documents: Any = DOCUMENTS, *, query: Any = QUERY, head: Any = (), gaps: Any = ()
+) -> Any:
+    method = methods.create(spec, model)
+    return method.link(method.compile(documents), query, head_ids=head, gaps=gaps)
+
+
+def error(left: Tensor, right: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return float((left - right).abs().max() / right.abs().max())
+
+
+# ---- exactness, on every family ----
+
+
+@pytest.mark.parametrize("family", LINKABLE)
+def test_recomputing_everything_is_full_prefill(family: str) -> None:
+    model = model_of(family)
+    reference = link(model, "full", head=HEAD, gaps=GAPS).logits
+    for spec in EVERYTHING:
+        state = link(model, spec, head=HEAD, gaps=GAPS)
+        assert state.recomputed == (sum(map(len, DOCUMENTS)),), spec
+        assert error(state.logits, reference) < 1e-4, spec
+    # the control: without recomputation the same prompt gives something else
+    assert error(link(model, "naive", head=HEAD, gaps=GAPS).logits, reference) > 1e-3
+
+
+@pytest.mark.parametrize("family", LINKABLE)
+def test_one_document_is_full_prefill(family: str) -> None:
+    model = model_of(family)
+    reference = link(model, "full", DOCUMENTS[:1]).logits
+    for spec in EXACT_FOR_ONE:
+        assert error(link(model, spec, DOCUMENTS[:1]).logits, reference) < 1e-4, spec
+    assert error(link(model, "legolink-0", DOCUMENTS[:1]).logits, reference) > 1e-3  # says so in its docstring
+
+
+# frequencies that follow the length differ from run to run, so there the order is no reference
+@pytest.mark.parametrize("family", sorted({*LINKABLE} - {"dynamic_ntk", "longrope"}))
+def test_the_one_pass_equals_run_by_run(family: str) -> None:
+    """Scattered rows with NaN wherever something is to be computed, so that nothing else can be read."""
+    model = model_of(family)
+    support = find_support(model)
+    assert (support.masks is None) == (family in RUN_BY_RUN)
+    if support.masks is None:
+        return
+    method = methods.create("naive", model)
+    picaches = method.compile(DOCUMENTS)
+    spans, tokens, length = spans_of(DOCUMENTS, HEAD, QUERY)
+    rows = torch.tensor([0, 1, 2, 5, 6, 14, 15, 20, 27, 34, 35, 36, 37, 38])
+    caches = []
+    with torch.no_grad():
+        for path in ("scattered", "in order"):
+            link_cache = assemble(support.positions, picaches, spans, end=length, length=length)
+            for layer in link_cache.layers:
+                for tensor in (layer.keys, layer.values):
+                    tensor[:, :, rows] = torch.nan
+                    tensor[:, :, length:] = torch.nan
+            if path == "scattered":
+                recompute(model, link_cache, tokens, rows, support.masks, whole=True)
+            else:
+                recompute_in_order(model, link_cache, tokens, rows)
+            caches.append(link_cache)
+    for left, right in zip(*(held(link_cache, length) for link_cache in caches), strict=True):
+        assert torch.isfinite(left).all()
+        assert error(left, right) < 1e-4
+
+
+@pytest.mark.parametrize("family", LINKABLE)
+def test_moved_keys_are_those_computed_at_the_other_place(family: str) -> None:
+    """Compiled at 0 and turned to 17 == computed alone at positions 17, 18, ... (ALiBi takes no positions)."""
+    model = model_of(family)
+    if family in RUN_BY_RUN:
+        assert find_support(model).positions.rotated_layers == 0
+        return
+    (picache,) = methods.create("naive", model).compile(DOCUMENTS[:1])
+    count = picache.num_tokens
+    moved = assemble(find_support(model).positions, [picache], [Span(17, count)], end=17 + count, length=17 + count)
+    there = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor(DOCUMENTS[:1]), position_ids=torch.arange(17, 17 + count)[None],
+              past_key_values=there, use_cache=True)  # fmt: skip
+    for layer, (got, expected) in enumerate(zip(moved.layers, there.layers, strict=True)):
+        for name in ("keys", "values"):
+            assert error(getattr(got, name)[:, :, 17 : 17 + count], getattr(expected, name)) < 1e-4, (layer, name)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "deepseek_v3", "dynamic_ntk", "bloom"])
+@pytest.mark.parametrize("spec", ["legolink:3", "attnlink:6", "cacheblend:0.4"])
+def test_nothing_sees_what_comes_later(family: str, spec: str) -> None:
+    """Another last document and another query: what is cached in front of them stays the same."""
+    model = model_of(family)
+    method = methods.create(spec, model)
+    if family == "dynamic_ntk":
+        assert method.max_segment_tokens == 31
+    before = 3 + 11 + 7
+    kept = []
+    for last, query in ((DOCUMENTS[2], QUERY), (DOCUMENTS[2][::-1], QUERY[::-1])):
+        if spec.startswith("cacheblend"):  # which tokens it chooses may depend on all of them
+            method.__dict__["_most_deviant"] = lambda linking, cache: [4, 5, 9, 15, 16, 25]
+        caches: list[Any] = []
+        method.__dict__["run"] = lambda linking, cache, rows, seen=caches: (
+            seen.append(cache) or Decoder.run(method, linking, cache, rows)
+        )
+        method.link(method.compile([*DOCUMENTS[:2], last]), query, head_ids=HEAD)
+        kept.append([tensor.clone() for tensor in held(caches[-1], before)])
+    for left, right in zip(*kept, strict=True):
+        assert error(left, right) < 1e-5
+
+
+def test_a_corner_aligned_mask_would_be_noticed() -> None:
+    """The control for all of the above: the mask that published implementations use."""
+    model = model_of("llama")
+    support = find_support(model)
+
+    class Corner(Masks):
+        def build(self, rows: Any, model: Any) -> Tensor:
+            count = len(rows.positions)
+            return torch.ones(count, rows.visible).tril(rows.visible - count).bool()[None, None]
+
+    assert support.masks is not None
+    picaches = methods.create("naive", model).compile(DOCUMENTS)
+    spans, tokens, length = spans_of(DOCUMENTS, HEAD, QUERY)
+    rows = torch.tensor([0, 1, 2, 5, 6, 14, 15, 20, 27, 34, 35, 36, 37, 38])
+    caches = []
+    for masks in (support.masks, Corner(support.masks.windows, False)):
+        caches.append(assemble(support.positions, picaches, spans, end=length, length=length))
+        with torch.no_grad():
+            recompute(model, caches[-1], tokens, rows, masks)
+    worst = max(error(a, b) for a, b in zip(*(held(c, length) for c in caches), strict=True))
+    assert worst > 1e-2
+
+
+def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = link(model_of("gemma2"), "legolink:5", head=HEAD).logits
+    monkeypatch.setattr("comb.linking.passes._MAX_ROWS", 3)
+    assert error(link(model_of("gemma2"), "legolink:5", head=HEAD).logits, reference) < 1e-5
+    monkeypatch.setattr("comb.linking.passes._MAX_MASK_ELEMENTS", 40)
+    assert error(link(model_of("gemma2"), "legolink:5", head=HEAD).logits, reference) < 1e-5
+
+
+def test_compile_depends_on_the_segment_alone() -> None:
+    method = methods.create("naive", model_of("gemma2"))
+    first = method.compile(DOCUMENTS)[1]
+    link(model_of("gemma2"), "legolink:3", head=HEAD)
+    again = method.compile([DOCUMENTS[1]])[0]
+    assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in first.tensors().items())
+
+
+@pytest.mark.parametrize("family", ["dynamic_ntk", "longrope"])
+def test_embeddings_that_depend_on_the_length(family: str) -> None:
+    """Short and long prompts in turn: the frequencies of one must not stick to the other."""
+    model = model_of(family)
+    support = find_support(model)
+    assert support.positions.length_dependent
+    for documents in (DOCUMENTS, DOCUMENTS[:1], DOCUMENTS):
+        reference = link(model, "full", documents, head=HEAD).logits
+        assert error(link(model, "legolink:99", documents, head=HEAD).logits, reference) < 1e-4
+    # and what is only moved gets the frequencies of the long prompt
+    positions = support.positions
+    short, long = (positions.sources[0].at(length) for length in (8, 120))
+    assert not torch.equal(short, long)
+    with pytest.raises(ValueError, match="at most 31"):
+        methods.create("naive", model).compile([list(range(3, 40))])
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_refusals_say_why(family: str) -> None:
+    model = model_of(family)
+    for name in ("naive", "legolink", "cacheblend"):
+        with pytest.raises(ValueError, match=REFUSED[family]) as refusal:
+            methods.create(name, model)
+        assert "method='full'" in str(refusal.value)
+
+
+# ---- what each method recomputes ----
+
+
+def test_legolink_recomputes_the_start_of_all_but_the_first() -> None:
+    spans = [Span(0, 4, first=True), Span(4, 2), Span(8, 5)]
+    assert methods.create("legolink:3", model_of("llama")).select(spans) == [4, 5, 8, 9, 10]
+    assert methods.create("legolink:0", model_of("llama")).select(spans) == []
+
+
+def test_attnlink_recomputes_both_sides_of_a_boundary() -> None:
+    spans = [Span(0, 4, first=True), Span(4, 2), Span(8, 5)]  # a gap of two fresh tokens before the last
+    assert methods.create("attnlink:4", model_of("llama")).select(spans) == [2, 3, 4, 5, 8, 9]
+    assert methods.create("attnlink:20", model_of("llama")).select(spans) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
+
+
+def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> None:
+    """Against full prefill's own keys and values of layer 1, computed apart."""
+    model, method = model_of("qwen3"), methods.create("cacheblend:0.25", model_of("qwen3"))
+    assert isinstance(method, Decoder)
+    picaches = method.compile(DOCUMENTS)
+    spans, tokens, length = spans_of(DOCUMENTS, HEAD, QUERY)
+    right = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=tokens[None], past_key_values=right, use_cache=True)
+    cached = assemble(find_support(model).positions, picaches, spans, end=length, length=length)
+    deviation = sum(
+        (getattr(right.layers[1], n) - getattr(cached.layers[1], n)[:, :, :length]).double().square().sum(dim=(0, 1, 3))
+        for n in ("keys", "values")
+    )
+    documents = torch.tensor([p for span in spans for p in range(span.start, span.end)])
+    expected = sorted(documents[deviation[documents].topk(8).indices].tolist())
+    chosen: list[list[int]] = []
+    inner = method._most_deviant  # type: ignore[attr-defined]
+    method.__dict__["_most_deviant"] = lambda *a: chosen.append(inner(*a)) or chosen[-1]  # type: ignore[func-returns-value]
+    state = method.link(picaches, QUERY, head_ids=HEAD)
+    assert chosen == [expected]
+    assert state.recomputed == (8,)
+    # layer 0 and the keys of layer 1 are exact for every token, chosen or not
+    for layer in (0, 1):
+        keys = state.past_key_values.layers[layer].keys
+        assert error(keys, right.layers[layer].keys[:, :, : keys.shape[2]]) < 1e-4
+    assert error(state.past_key_values.layers[3].keys, right.layers[3].keys[:, :, : length - 1]) > 1e-3
+
+
+def test_more_recomputation_comes_closer_to_full() -> None:
+    model = model_of("llama")
+    reference = link(model, "full", head=HEAD).logits.softmax(-1)
+    distance = [
+        float((link(model, f"cacheblend:{ratio}", head=HEAD).logits.softmax(-1) - reference).abs().sum())
+        for ratio in (0.05, 0.5, 0.9, 1.0)
+    ]
+    assert distance[0] > distance[2] > distance[3]
+
+
+def test_naive_without_rotation_is_something_else() -> None:
+    model = model_of("llama")
+    turned, unturned = (link(model, spec, head=HEAD).logits for spec in ("naive", "naive:rotate=false"))
+    assert error(unturned, turned) > 1e-3
+    alone = link(model, "naive:rotate=false", DOCUMENTS[:1]).logits
+    assert error(alone, link(model, "full", DOCUMENTS[:1]).logits) < 1e-4  # at position zero there is nothing to turn
+
+
+def test_legolink_zero_is_compiled_behind_dummies() -> None:
+    model = model_of("llama")
+    method = methods.create("legolink-0:3", model)
+    (picache,) = method.compile(DOCUMENTS[:1])
+    behind = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 1, 1, *DOCUMENTS[0]]]), past_key_values=behind, use_cache=True)
+    assert torch.equal(picache.keys[1], behind.layers[1].keys[0, :, 3:])
+    # linked where it was compiled, behind the same dummies, it is exact
+    state = method.link([picache], QUERY, head_ids=[1, 1, 1])
+    reference = methods.create("full", model)
+    assert (
+        error(state.logits, reference.link(reference.compile(DOCUMENTS[:1]), QUERY, head_ids=[1, 1, 1]).logits) < 1e-4
+    )
+
+
+def test_block_is_a_forward_pass_under_a_block_diagonal_mask(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama", std=0.15)
+    got = link(model, "block").logits
+    assert "fine-tuned with block attention" in caplog.text
+    spans, tokens, length = spans_of(DOCUMENTS, [], QUERY)
+    allowed = torch.ones(length, length).tril().bool()
+    for span in spans:
+        allowed[span.start : span.end, : span.start] = False
+    with torch.no_grad():
+        expected = model(input_ids=tokens[None], attention_mask=allowed[None, None]).logits[:, -1]
+    assert error(got, expected) < 1e-4
+    caplog.clear()
+    trained = tiny("llama", std=0.15)
+    trained.config.block_attention = True
+    link(trained, "block")
+    assert not caplog.text
+
+
+# ---- caches, generation, precision ----
+
+
+def test_generation_from_a_linked_cache_equals_generation_from_scratch() -> None:
+    for family in ("llama", "gemma3", "mistral", "deepseek_v3", "bloom"):
+        model = model_of(family)
+        settings = {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        state = link(model, "legolink:99", head=HEAD)
+        expected = link(model, "full", head=HEAD).generate(**settings)
+        assert torch.equal(state.generate(**settings), expected), family
+        assert torch.equal(state.generate(**settings), expected), f"{family}: the state changed"
+        beams = {**settings, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8}
+        assert torch.equal(state.generate(**beams), link(model, "full", head=HEAD).generate(**beams)), family
+
+
+def test_only_one_fork_writes_into_the_room() -> None:
+    keys = torch.arange(8.0).reshape(1, 1, 8, 1)
+    state = DynamicCache()
+    state.layers = [RoomyLayer(keys.clone(), keys.clone(), 4)]
+    new = [torch.full((1, 1, 2, 1), value) for value in (-1.0, -2.0)]
+    forks = [fork_cache(state) for _ in new]
+    for fork, tensor in zip(forks, new, strict=True):
+        fork.update(tensor, tensor, 0)
+    assert [fork.layers[0].keys.flatten().tolist() for fork in forks] == [[0, 1, 2, 3, -1, -1], [0, 1, 2, 3, -2, -2]]
+    assert state.layers[0].keys.flatten().tolist() == [0, 1, 2, 3]
+    for _ in range(9):  # beyond the room
+        forks[0].update(new[1], new[1], 0)
+    assert forks[0].layers[0].keys.flatten().tolist() == [0, 1, 2, 3, -1, -1] + [-2] * 18
+    forks[1].crop(-1)
+    forks[1].update(new[0], new[0], 0)
+    assert forks[1].layers[0].values.flatten().tolist() == [0, 1, 2, 3, -2, -1, -1]
+
+
+def test_keys_are_turned_in_float32_and_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 50, 16, generator=generator, dtype=torch.float64)
+    angles = torch.rand(50, 8, generator=generator, dtype=torch.float64) * 100
+    turns = Turns(((angles.cos().float(), angles.sin().float()),))
+    rotation = Rotation(0, 0, interleaved=False)
+    stored = keys.bfloat16()
+    exact = Turns(((angles.cos(), angles.sin()),)).apply(stored.double(), rotation)
+    got = turns.apply(stored.clone(), rotation)
+    assert torch.equal(got, exact.bfloat16()) or float((got.double() - exact).abs().max()) < 2**-7
+    assert float((got.double() - exact).abs().mean()) <= 1.01 * float((exact.bfloat16().double() - exact).abs().mean())
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()  # the control: all of it in bfloat16
+    first, second = stored[..., :8], stored[..., 8:]
+    rounded = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    assert float((rounded.double() - exact).abs().mean()) > 1.5 * float((got.double() - exact).abs().mean())
+
+
+def test_bfloat16_models_link() -> None:
+    for family in ("llama", "gemma3", "deepseek_v3"):
+        model = tiny(family, std=0.1).to(torch.bfloat16)
+        reference = link(model, "full", head=HEAD).logits
+        assert error(link(model, "legolink:99", head=HEAD).logits, reference) < 6e-2, family
+
+
+def test_eager_attention_and_another_implementation() -> None:
+    from transformers.modeling_utils import AttentionInterface
+
+    reference = link(model_of("gemma2"), "legolink:3", head=HEAD).logits
+    eager = tiny("gemma2", std=0.15)
+    eager.set_attn_implementation("eager")
+    softcap = link(eager, "full", head=HEAD).logits  # eager applies the soft cap that sdpa leaves out
+    assert error(link(eager, "legolink:99", head=HEAD).logits, softcap) < 1e-4
+    AttentionInterface.register("takes_no_mask", lambda *args, **kwargs: pytest.fail("a pass went through it"))
+    other = tiny("gemma2", std=0.15)
+    other.config._attn_implementation = "takes_no_mask"
+    with masked_attention(other):
+        assert other.config._attn_implementation == "sdpa"
+        assert error(link(other, "legolink:3", head=HEAD).logits, reference) < 1e-5
+    assert other.config._attn_implementation == "takes_no_mask"
+
+
+def test_positions_of_a_gap_free_prompt_without_documents() -> None:
+    model = model_of("llama")
+    state = methods.create("legolink:2", model).link([], QUERY, head_ids=HEAD)
+    assert state.past_key_values is None
+    assert error(state.logits, link(model, "full", [], head=HEAD).logits) < 1e-6
+
+
+def test_a_prompt_that_ends_with_a_document() -> None:
+    model = model_of("llama")
+    for spec in EVERYTHING:
+        state = link(model, spec, query=[])
+        assert state.recomputed[0] == (20 if spec.startswith("legolink") else 31), spec
+        assert error(state.logits, link(model, "full", query=[]).logits) < 1e-4
+    assert link(model, "naive", query=[]).recomputed == (1,)
+
+
+# ---- bad input ----
+
+
+def test_parameters_out_of_range() -> None:
+    model = model_of("llama")
+    for spec, message in {
+        "legolink:-1": "at least 0",
+        "legolink:1.5": "integer",
+        "attnlink:3": "even",
+        "cacheblend:0": "0 < ratio <= 1",
+        "cacheblend:1.2": "0 < ratio <= 1",
+        "cacheblend:0.2,layers=4": "less than the model's 4 layers",
+        "cacheblend:0.2,layers=0": "at least 1",
+        "legolink-0:0": "at least 1",
+        "legolink-0:4,token=128": "below 128",
+        "naive:rotate=2": "true or false",
+        "naive:k=2": "no parameter k",
+        "legolinc:2": "known: .*legolink, legolink-0",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            methods.create(spec, model)
+
+
+def test_caches_of_others_are_refused() -> None:
+    model, other = model_of("llama"), tiny("llama", seed=1, std=0.15)
+    method = methods.create("naive", model)
+    with pytest.raises(ValueError, match="another model, dtype or method"):
+        method.link(methods.create("naive", other).compile(DOCUMENTS), QUERY)
+    with pytest.raises(ValueError, match="another model, dtype or method"):
+        method.link(methods.create("legolink-0", model).compile(DOCUMENTS), QUERY)
+    with pytest.raises(ValueError, match="another model, dtype or method"):
+        method.link(methods.create("naive", tiny("llama", std=0.15).bfloat16()).compile(DOCUMENTS), QUERY)
+    with pytest.raises(ValueError, match="TokenPICache"):
+        method.link(methods.create("full", model).compile(DOCUMENTS), QUERY)
+    bare = method.compile(DOCUMENTS[:1])[0]
+    with pytest.raises(ValueError, match="no token ids"):
+        method.link([DecoderPICache(bare.fingerprint, bare.keys, bare.values)], QUERY)
+
+
+def test_lengths_are_checked_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = methods.create("legolink:2", model_of("llama"))
+    monkeypatch.setattr("comb.methods.decoder.run_decoder", lambda *a, **k: pytest.fail("computed"))
+    with pytest.raises(ValueError, match="at most 255"):
+        method.compile([DOCUMENTS[0], list(range(3, 120)) * 3])
+    with pytest.raises(ValueError, match="empty segment"):
+        method.compile([DOCUMENTS[0], []])
+
+
+def test_a_prompt_longer_than_the_positions() -> None:
+    method = methods.create("legolink:2", model_of("llama"))
+    picaches = method.compile([list(range(3, 103))] * 3)
+    with pytest.raises(ValueError, match="256 positions"):
+        method.link(picaches, QUERY)
+
+
+def test_broken_weights_never_reach_a_cache() -> None:
+    model = tiny("llama", std=0.15)
+    method = methods.create("naive", model)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        method.compile(DOCUMENTS)
+
+
+def test_picaches_survive_the_disk() -> None:
+    model = model_of("deepseek_v3")
+    method = methods.create("legolink:2", model)
+    picaches = method.compile(DOCUMENTS)
+    loaded = [deserialize(serialize(picache, "k"), "k") for picache in picaches]
+    got = method.link(loaded, QUERY, head_ids=HEAD).logits
+    assert torch.equal(got, method.link(picaches, QUERY, head_ids=HEAD).logits)
+
+
+def test_runs() -> None:
+    assert list(runs(torch.tensor([0, 1, 2, 5, 7, 8]))) == [(0, 3), (5, 6), (7, 9)]
+
+
+def test_discovery_finds_the_layouts() -> None:
+    """What the probe says, against what these models are known to do."""
+    half, pairs = Rotation(0, 0, interleaved=False), Rotation(0, 0, interleaved=True)
+    expected = {
+        "llama": {(half, None)},
+        "gptj": {(pairs, None)},
+        "cohere": {(pairs, None)},
+        "bloom": {(None, None)},
+        "deepseek_v3": {(None, half)},  # the latent is position-free, the rope slice is cached beside it
+        "smollm3": {(half, None), (None, None)},
+        "gemma3": {(half, None), (Rotation(1, 0, interleaved=False), None)},
+    }
+    for family, layers in expected.items():
+        with torch.no_grad():
+            assert set(find_positions(model_of(family)).layers) == layers, family
+    with torch.no_grad(), pytest.raises(UnmovableError, match="no rotary embedding"):
+        find_positions(model_of("gpt2"))
+
+
+def spans_of(documents: Any, head: Any, query: Any) -> tuple[list[Span], Tensor, int]:
+    tokens, spans = list(head), []
+    for document in documents:
+        spans.append(Span(len(tokens), len(document), first=not tokens))
+        tokens += document
+    tokens += query
+    return spans, torch.tensor(tokens), len(tokens)
+
+
+def held(cache: Any, length: int) -> list[Tensor]:
+    assert isinstance(cache, (LinkCache, DynamicCache))
+    return [t[:, :, :length] for layer in cache.layers for t in (layer.keys, layer.values)]
