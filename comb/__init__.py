@@ -6,6 +6,7 @@ from comb.documents import Document, Example, Prompt, PromptBuilder
 from comb.engine import Answer, PICEngine, Report, Request
 from comb.model import CombForCausalLM
 from comb.picache import PICache
+from comb.splitting import splitters
 from comb.store import PICacheStore
 
 __version__ = "0.1.0"
@@ -25,4 +26,5 @@ __all__ = [
     "Report",
     "Request",
     "methods",
+    "splitters",
 ]

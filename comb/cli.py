@@ -13,12 +13,15 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
+from comb.bench.commands import bench
+
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 console = Console()
 errors = Console(stderr=True)
 
@@ -94,10 +97,55 @@ def doctor(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     encoder_layers: Annotated[int, typer.Option(help="encoder layers to try on a plain backbone")] = 8,
+    methods: Annotated[str, typer.Option(help="methods to try: all, none, or names as in `comb bench`")] = "all",
+    random: Annotated[
+        bool, typer.Option("--random", help="try a small random model of this architecture; needs config.json only")
+    ] = False,
 ) -> None:
-    """The equivalence gate alone; exit code 1 if a check fails."""
-    if not _gate(_as_comb(load(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)):
+    """The equivalence gate: encoder and methods tried on this model; exit code 1 if a check fails."""
+    from comb.backbone import UnsupportedBackboneError
+    from comb.doctor import check_methods
+    from comb.methods import split_specs
+
+    loaded = _random(model, device) if random else load(model, backbone=backbone, dtype=dtype, device=device)
+    console.print("[bold]encoder[/]")
+    try:
+        passed = _gate(_as_comb(loaded, encoder_layers))
+    except UnsupportedBackboneError as error:
+        console.print(f"[yellow]none[/] {escape(str(error))}", soft_wrap=True)
+        passed = True
+    if methods != "none":
+        console.print("[bold]methods[/]")
+        verdicts = check_methods(loaded, () if methods == "all" else split_specs(methods))
+        for verdict in verdicts:
+            _show_verdict(verdict)
+        passed = passed and all(verdict.passed for verdict in verdicts)
+    if not passed:
         raise typer.Exit(1)
+
+
+def _random(model: str, device: str) -> Any:
+    import torch
+    from transformers import AutoConfig
+
+    from comb.adapter import resolve_name
+    from comb.doctor import random_model
+
+    made = random_model(AutoConfig.from_pretrained(resolve_name(model)))
+    return made.to(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _show_verdict(verdict: Any) -> None:
+    name = f"{escape(verdict.method):<14}"
+    if verdict.refused is not None:
+        console.print(f"[yellow]refused[/]  {name} {escape(verdict.refused)}", soft_wrap=True)
+        return
+    mark = "[green]safe[/]   " if verdict.passed else "[bold red]FAILED[/] "
+    held = ", ".join(check.name for check in verdict.checks if check.passed)
+    console.print(f"{mark}  {name} [dim]{escape(held)}[/]", soft_wrap=True)
+    for check in verdict.checks:
+        if not check.passed:
+            console.print(f"         [bold red]{escape(check.name)}[/]: {escape(check.detail)}", soft_wrap=True)
 
 
 def _as_comb(model: Any, encoder_layers: int) -> Any:
@@ -123,7 +171,10 @@ def ask(
     model: ModelArgument,
     question: Annotated[str, typer.Argument(help="the question")],
     doc: Annotated[list[Path] | None, typer.Option("--doc", help="a text file to answer from; repeatable")] = None,
-    method: Annotated[str, typer.Option(help="comb, full or prefix; comb by default where there is an encoder")] = "",
+    method: Annotated[
+        str, typer.Option(help="comb, full, legolink:16, ...; comb where there is an encoder, else full")
+    ] = "",
+    splitter: Annotated[str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")] = "whole",
     encoder: Annotated[str, typer.Option(help="on or off; off puts the documents into the prompt")] = "on",
     max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = 64,
     repeat: Annotated[int, typer.Option(min=1, help="ask again: the second time documents come from the cache")] = 1,
@@ -145,7 +196,7 @@ def ask(
     loaded = load(model, backbone=backbone, dtype=dtype, device=device)
     method = method or ("comb" if isinstance(loaded, CombForCausalLM) else "full")
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
-    engine = PICEngine(loaded, load_tokenizer(model, loaded), method=method, store=store)
+    engine = PICEngine(loaded, load_tokenizer(model, loaded), method=method, store=store, splitter=splitter)
     for _ in range(repeat):
         answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
         console.print(f"[bold]{escape(answer.text)}[/]")

@@ -65,21 +65,104 @@ class Example:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one prompt: ``head + segments + tail``; the segments are the documents, each on its own."""
+    """Token ids of one prompt: ``head + segments + tail``; the segments are the documents, each on its own.
+
+    `gaps` holds the fresh tokens between the segments, one entry less than there are segments; empty where all
+    segments follow each other.
+    """
 
     head: tuple[int, ...]
     segments: tuple[tuple[int, ...], ...]
     tail: tuple[int, ...]
+    gaps: tuple[tuple[int, ...], ...] = ()
 
     @property
     def flat(self) -> tuple[int, ...]:
         """The whole prompt in one row, as a model without document reuse reads it."""
-        return self.head + tuple(token for segment in self.segments for token in segment) + self.tail
+        gaps = self.gaps or ((),) * len(self.segments)
+        middle = (token for pair in zip(self.segments, (*gaps, ()), strict=False) for part in pair for token in part)
+        return (*self.head, *middle, *self.tail)
 
     @property
     def query(self) -> tuple[int, ...]:
         """The prompt without its documents, as a COMB decoder reads it."""
-        return self.head + self.tail
+        return (*self.head, *(token for gap in self.gaps for token in gap), *self.tail)
+
+
+@dataclass(frozen=True)
+class References:
+    """Ids of documents inside of messages, in order: before the place of a prompt's other documents, and after it."""
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+def referenced_documents(query: str | Sequence[Message]) -> References:
+    """The documents that messages name in parts ``{"type": "document", "id": ...}``.
+
+    Raises:
+        ValueError: for a malformed part.
+    """
+    before: list[str] = []
+    after: list[str] = []
+    found = before
+    for message in () if isinstance(query, str) else query:
+        if message.get("role") == "user":
+            found = after
+        found += [part for kind, part in _parts(message) if kind == "document"]
+    return References(tuple(before), tuple(after))
+
+
+def _parts(message: Message) -> list[tuple[str, str]]:
+    """A message's content as (kind, text or document id)."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [("text", content)]
+    parts = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        value = part.get({"text": "text", "document": "id"}.get(kind or "", "")) if isinstance(part, Mapping) else None
+        if kind not in ("text", "document") or not isinstance(value, str):
+            raise ValueError(
+                'message content must be text, or a list of {"type": "text", "text": ...} and '
+                f'{{"type": "document", "id": ...}}, not {part!r}'
+            )
+        parts.append((kind, value))
+    return parts
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A place in a prompt for the document of this id; None for the documents that a request carries."""
+
+    id: str | None
+
+
+_DOCUMENTS = _Reference(None)
+
+
+def _assembled(
+    blocks: Sequence[int | _Reference],
+    segments: Sequence[Sequence[int]],
+    referenced: Mapping[str, Sequence[Sequence[int]]],
+) -> Prompt:
+    fresh: list[list[int]] = [[]]
+    placed: list[tuple[int, ...]] = []
+    for block in blocks:
+        if isinstance(block, int):
+            fresh[-1].append(block)
+            continue
+        if block.id is not None and block.id not in referenced:
+            raise ValueError(f"a message names document {block.id!r}, which nobody has looked up")
+        for segment in segments if block.id is None else referenced[block.id]:
+            placed.append(tuple(int(token) for token in segment))
+            fresh.append([])
+    if not placed:
+        # where documents would stand: a prompt without any keeps its head apart from its tail all the same
+        place = next(index for index, block in enumerate(blocks) if block is _DOCUMENTS)
+        return Prompt(tuple(fresh[0][:place]), (), tuple(fresh[0][place:]))
+    head, *gaps, tail = (tuple(ids) for ids in fresh)
+    return Prompt(head, tuple(placed), tail, tuple(gaps) if any(gaps) else ())
 
 
 @dataclass(frozen=True)
@@ -124,15 +207,24 @@ class PromptBuilder:
         self,
         query: str | Sequence[Message],
         segments: Sequence[Sequence[int]] = (),
+        referenced: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> Prompt:
-        """The prompt for `query` (a question, or chat messages) over already tokenised documents."""
+        """The prompt for `query` (a question, or chat messages) over already tokenised documents.
+
+        Args:
+            segments: documents at the start of the first user message.
+            referenced: segments of the documents that messages name (`referenced_documents`), by id.
+
+        Raises:
+            ValueError: for an empty query, messages that a template can't render, or an unknown reference.
+        """
         messages = [{"role": "user", "content": query}] if isinstance(query, str) else [dict(m) for m in query]
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
-        head, tail = self._chat(messages) if self.tokenizer.chat_template else self._plain(query)
-        if not head + tail:
+        blocks = self._chat(messages) if self.tokenizer.chat_template else self._plain(query)
+        if not any(isinstance(block, int) for block in blocks):
             raise ValueError("the query is empty: there is no token to decode from")
-        return Prompt(head, tuple(tuple(int(token) for token in segment) for segment in segments), tail)
+        return _assembled(blocks, segments, referenced or {})
 
     def answer(self, text: str) -> tuple[int, ...]:
         """Token ids of an answer with its end-of-turn token."""
@@ -144,56 +236,45 @@ class PromptBuilder:
         # a document that spells a special token stays text: `split_special_tokens` keeps it from becoming one
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-    def _plain(self, query: str | Sequence[Message]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _plain(self, query: str | Sequence[Message]) -> list[int | _Reference]:
         if not isinstance(query, str):
             raise ValueError(
                 "chat messages need a tokenizer with a chat_template; this one has none: pass the query as text"
             )
         bos = self.tokenizer.bos_token_id
         adds_bos = bos is not None and self.tokenizer.encode("a")[0] == bos
-        return ((bos,) if adds_bos else ()), self._ids(query)
+        return [*((bos,) if adds_bos else ()), _DOCUMENTS, *self._ids(query)]
 
-    def _chat(self, messages: list[dict[str, Any]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Splits the rendered chat at the first user content, where the documents go.
+    def _chat(self, messages: list[dict[str, Any]]) -> list[int | _Reference]:
+        """The rendered chat as tokens, with the places where documents go: `_DOCUMENTS` before the first user content.
 
         User text is replaced by random markers before rendering, so that neither the template nor the tokenizer
         can mistake a user's words for structure.
         """
-        contents: dict[str, str] = {}
-        first_user: str | None = None
+        contents: dict[str, list[int | _Reference]] = {}
+        placed = False
         for message in messages:
-            if not isinstance(message.get("content"), str):
-                raise ValueError(f"message content must be text, not {type(message.get('content')).__name__}")
             marker = f"comb{secrets.token_hex(16)}"
-            contents[marker] = message["content"]
+            first_user = not placed and message.get("role") == "user"
+            contents[marker] = [_DOCUMENTS] if first_user else []
+            placed = placed or first_user
+            for kind, value in _parts(message):
+                contents[marker] += self._ids(value) if kind == "text" else (_Reference(value),)
             message["content"] = marker
-            if first_user is None and message.get("role") == "user":
-                first_user = marker
-        if first_user is None:
+        if not placed:
             raise ValueError("no message with role 'user': documents and question belong to a user message")
         rendered: str = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
         )
-        return self._assemble(rendered, contents, first_user)
-
-    def _assemble(
-        self, rendered: str, contents: dict[str, str], first_user: str
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        head: list[int] = []
-        tail: list[int] = []
-        target = head
+        blocks: list[int | _Reference] = []
         position = 0
-        found = sorted((rendered.find(marker), marker) for marker in contents)
-        for start, marker in found:
+        for start, marker in sorted((rendered.find(marker), marker) for marker in contents):
             if start < 0:
                 raise ValueError("the chat template leaves out a message; documents can't be placed in it")
-            target.extend(self._template_ids(rendered[position:start]))
-            if marker == first_user:
-                target = tail
-            target.extend(self._ids(contents[marker]))
+            blocks += self._template_ids(rendered[position:start])
+            blocks += contents[marker]
             position = start + len(marker)
-        tail.extend(self._template_ids(rendered[position:]))
-        return tuple(head), tuple(tail)
+        return [*blocks, *self._template_ids(rendered[position:])]
 
     def _template_ids(self, text: str) -> list[int]:
         # the template's own words: its special tokens are meant as such

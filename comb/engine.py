@@ -7,22 +7,24 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
-from comb import methods
+from comb import methods, splitting
 from comb.adapter import HUB_ARGUMENTS, resolve_name
 from comb.compatibility import check_tokenizer, load_tokenizer
 from comb.decoding import AnswerStream, Clock, check_wanted, decoding_settings, trim, with_length
-from comb.documents import Document, Message, Prompt, PromptBuilder, as_document
-from comb.library import Library, Segment, UnknownDocumentError
+from comb.documents import Document, Message, Prompt, PromptBuilder, as_document, referenced_documents
+from comb.library import Library, Segment, UnknownDocumentError, by_document
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, backbone_of
 from comb.methods.full import token_picache
 from comb.picache import PICache, content_key
 from comb.report import Answer, DocumentReport, Report, document_report
+from comb.splitting import Boundaries, Splitter, split_document
 from comb.store import Handle, PICacheStore
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
@@ -63,6 +65,8 @@ class PICEngine:
         tokenizer: the model's tokenizer.
         method: a name from ``comb.methods.names()``, ``"name:parameters"``, or a `Method` instance.
         store: where PICaches are kept; by default in memory, at most 4 GiB (and 4 GiB on the host for a GPU model).
+        splitter: KVSplit, how long documents are cut into segments that are compiled each on its own: a name with its
+            budget (``"paragraphs:512"``), a `Splitter`, or a function from text to character offsets; whole by default.
         salt: separates tenants; documents are never shared between engines with different salts.
         prompt_builder: how documents and question become tokens.
         encoder_enabled: False answers from the plain backbone with the documents in the prompt; may be changed at any
@@ -84,6 +88,7 @@ class PICEngine:
         salt: str = "",
         prompt_builder: PromptBuilder | None = None,
         encoder_enabled: bool = True,
+        splitter: str | Splitter | Boundaries = "whole",
         **parameters: Any,
     ) -> None:
         check_tokenizer(model, tokenizer)
@@ -93,6 +98,7 @@ class PICEngine:
         self.store = _default_store(model) if store is None else store
         self.salt = salt
         self.encoder_enabled = encoder_enabled
+        self.splitter = splitting.create(splitter)
         self.library = Library(self.store)
         self.method = self._make_method(method, parameters)
         self._plain = methods.create("full", model)
@@ -105,6 +111,7 @@ class PICEngine:
         method: str = "comb",
         store: PICacheStore | None = None,
         salt: str = "",
+        splitter: str | Splitter | Boundaries = "whole",
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> PICEngine:
@@ -118,7 +125,7 @@ class PICEngine:
             places = ("revision", "subfolder", *HUB_ARGUMENTS)
             hub = {key: value for key, value in model_kwargs.items() if key in places}
             tokenizer = load_tokenizer(name_or_path, model, **hub)
-        return cls(model, tokenizer, method=method, store=store, salt=salt)
+        return cls(model, tokenizer, method=method, store=store, salt=salt, splitter=splitter)
 
     # ---- questions ----
 
@@ -219,16 +226,17 @@ class PICEngine:
             raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
         segments = self._segments(documents)
         self._check_lengths(segments)
-        self.library.check(segments)
+        split = by_document(segments)
+        self.library.check(split)
         # in chunks, so that a store smaller than the whole collection can make room
-        starts = range(0, len(segments), _ADD_CHUNK)
+        starts = range(0, len(split), _ADD_CHUNK)
         for start in tqdm(starts, "compiling documents", disable=True if len(starts) < 2 else None):
-            chunk = segments[start : start + _ADD_CHUNK]
+            chunk = split[start : start + _ADD_CHUNK]
             with ExitStack() as stack:
-                self._acquire(chunk, stack, ttl=ttl)
-                for segment in chunk:
-                    self.library.add(segment, pin=pin, ttl=ttl)
-        return [segment.id for segment in segments]
+                self._acquire([segment for parts in chunk for segment in parts], stack, ttl=ttl)
+                for parts in chunk:
+                    self.library.add(parts, pin=pin, ttl=ttl)
+        return [parts[0].id for parts in split]
 
     def remove_documents(self, ids: Iterable[str]) -> None:
         """Forgets documents; answers under way keep theirs to the end.
@@ -237,6 +245,26 @@ class PICEngine:
             UnknownDocumentError: an unknown id; then none is removed.
         """
         self.library.remove(ids)
+
+    # ---- the same in the papers' words (EPIC sec. 5: Implementation) ----
+
+    def generate_context_cache(
+        self, chunks: Sequence[str | Document], *, pin: bool = False, ttl: float | None = None
+    ) -> list[str]:
+        """Compiles static chunks; returns their cache ids. `add_documents` under the papers' name."""
+        return self.add_documents(chunks, pin=pin, ttl=ttl)
+
+    def chat_completion(self, messages: Sequence[Message], **generate_kwargs: Any) -> Answer:
+        """Chat whose messages hold cache ids and new text in any order. `chat` under the papers' name.
+
+        A message's content is a text, or a list of parts: ``{"type": "text", "text": ...}`` and
+        ``{"type": "document", "id": cache_id}``.
+        """
+        return self.chat(messages, **generate_kwargs)
+
+    def expire_cache(self, cache_id: str) -> None:
+        """Forgets one cache id. Raises UnknownDocumentError if there is none of that name."""
+        self.remove_documents([cache_id])
 
     # ---- one call, from documents to answers ----
 
@@ -255,15 +283,22 @@ class PICEngine:
         settings = decoding_settings(generate_kwargs, self._plain.backbone, self.tokenizer)
         segments, prompts = [], []
         for request in requests:
-            row = self._segments(request.documents)
-            # keyed anew: an adapter may have been trained since they were added
-            added = self.library.find(request.document_ids)
-            keys = self._keys([segment.token_ids for segment in added])
-            row += [replace(segment, key=key) for segment, key in zip(added, keys, strict=True)]
+            named = referenced_documents(request.question)
+            in_front = self._segments(request.documents) + self._find(request.document_ids)
+            inside = {name: self._find([name]) for name in (*named.before, *named.after)}
+            row = [segment for name in named.before for segment in inside[name]]
+            row += in_front
+            row += [segment for name in named.after for segment in inside[name]]
             if with_encoder:
                 self._check_lengths(row)
             segments.append(row)
-            prompts.append(self.prompt_builder.build(request.question, [segment.token_ids for segment in row]))
+            prompts.append(
+                self.prompt_builder.build(
+                    request.question,
+                    [segment.token_ids for segment in in_front],
+                    {name: [segment.token_ids for segment in parts] for name, parts in inside.items()},
+                )
+            )
         return _Call(segments, prompts, settings, with_encoder)
 
     def _answer(
@@ -299,7 +334,7 @@ class PICEngine:
                         prompt_tokens=state.prompt_tokens[index],
                         recomputed_tokens=state.recomputed[index],
                         answer_tokens=len(ids),
-                        cache_bytes=_cache_bytes(row, documents, state),
+                        cache_bytes=_cache_bytes(row, state, index, handles),
                         ttft_s=total_s if clock.ttft_s is None else clock.ttft_s,
                         total_s=total_s,
                     )
@@ -311,7 +346,13 @@ class PICEngine:
             handles[segment.key].picache if handles else token_picache(self._plain.fingerprint, segment.token_ids)
             for segment in segments
         ]
-        return LinkRow(picaches, prompt.tail, prompt.head)
+        return LinkRow(picaches, prompt.tail, prompt.head, prompt.gaps)
+
+    def _find(self, ids: Sequence[str]) -> list[Segment]:
+        """Segments of added documents, keyed anew: an adapter may have been trained since they were added."""
+        added = self.library.find(ids)
+        keys = self._keys([segment.token_ids for segment in added])
+        return [replace(segment, key=key) for segment, key in zip(added, keys, strict=True)]
 
     def _acquire(self, segments: Sequence[Segment], stack: ExitStack, *, ttl: float | None = None) -> dict[str, Handle]:
         """Handles by key, released by `stack`; all that are missing are compiled in one call."""
@@ -328,11 +369,19 @@ class PICEngine:
         if isinstance(documents, str | Document):
             raise ValueError("documents is a list: write documents=[...] around a single one")
         checked = [as_document(document) for document in documents]
-        token_ids = [self.prompt_builder.segment(document) for document in checked]
-        return [
-            Segment(f"doc-{key[:12]}" if document.id is None else document.id, ids, key)
-            for document, ids, key in zip(checked, token_ids, self._keys(token_ids), strict=True)
-        ]
+        split = [self._split(self.prompt_builder.segment(document)) for document in checked]
+        keys = iter(self._keys([part for parts in split for part in parts]))
+        segments = []
+        for document, parts in zip(checked, split, strict=True):
+            own = [next(keys) for _ in parts]
+            # a document in one part is called after its key; more parts are called after all of them
+            digest = own[0] if len(own) == 1 else sha256("".join(own).encode()).hexdigest()
+            name = f"doc-{digest[:12]}" if document.id is None else document.id
+            segments += [Segment(name, ids, key, part) for part, (ids, key) in enumerate(zip(parts, own, strict=True))]
+        return segments
+
+    def _split(self, token_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return split_document(self.tokenizer, token_ids, self.splitter)
 
     def _keys(self, token_ids: Sequence[tuple[int, ...]]) -> list[str]:
         """Content keys under the method, model, dtype and salt of this moment."""
@@ -344,12 +393,13 @@ class PICEngine:
         return [content_key(ids, **fields) for ids in token_ids]
 
     def _check_lengths(self, segments: Sequence[Segment]) -> None:
-        limit = self.method.max_segment_tokens
+        limit, compiler = self.method.max_segment_tokens, "encoder" if self.method.uses_encoder else "backbone"
         for segment in segments:
             if limit is not None and len(segment.token_ids) > limit:
                 raise ValueError(
-                    f"document {segment.id!r} has {len(segment.token_ids)} tokens, but this model's encoder takes at "
-                    f"most {limit}: split it into parts of at most {limit} tokens, each its own document"
+                    f"document {segment.id!r} has {len(segment.token_ids)} tokens, but this model's {compiler} takes "
+                    f"at most {limit} at once: split it into parts of at most {limit} tokens, for example with "
+                    f"splitter='paragraphs:{min(limit, 512)}'"
                 )
 
     def _make_method(self, method: str | Method, parameters: dict[str, Any]) -> Method:
@@ -382,17 +432,17 @@ def _document_reports(
     segments: Sequence[Segment], state: DecodeState, row: int, handles: Mapping[str, Handle]
 ) -> tuple[DocumentReport, ...]:
     uses: Sequence[SegmentUse | None] = [None] * len(segments) if state.uses is None else state.uses[row]
-    return tuple(
-        document_report(segment, use, handles.get(segment.key)) for segment, use in zip(segments, uses, strict=True)
+    reports = iter(
+        [document_report(segment, use, handles.get(segment.key)) for segment, use in zip(segments, uses, strict=True)]
     )
+    return tuple(DocumentReport.merged([next(reports) for _ in parts]) for parts in by_document(segments))
 
 
-def _cache_bytes(segments: Sequence[Segment], documents: Sequence[DocumentReport], state: DecodeState) -> int:
-    sizes = [document.nbytes for document in documents]
+def _cache_bytes(segments: Sequence[Segment], state: DecodeState, row: int, handles: Mapping[str, Handle]) -> int:
     if state.uses is not None:
-        return sum(sizes)
+        return sum(use.nbytes for use in state.uses[row])
     # a document given twice is one PICache
-    return sum(dict(zip((segment.key for segment in segments), sizes, strict=True)).values())
+    return sum(handles[key].picache.nbytes for key in {segment.key for segment in segments} if key in handles)
 
 
 def _default_store(model: Any) -> PICacheStore:

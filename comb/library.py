@@ -16,18 +16,48 @@ class UnknownDocumentError(ValueError):
 
 @dataclass(frozen=True)
 class Segment:
-    """A tokenised document: its label in reports, its token ids, and the key of its PICache."""
+    """A tokenised document, or one part of it where a splitter made several.
+
+    Args:
+        id: the document's label in reports.
+        token_ids: of this part.
+        key: of its PICache.
+        part: 0 for the first part; a document's parts follow each other.
+    """
 
     id: str
     token_ids: tuple[int, ...]
     key: str
+    part: int = 0
+
+
+def by_document(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments in order, those of one document together."""
+    documents: list[list[Segment]] = []
+    for segment in segments:
+        if segment.part == 0:
+            documents.append([])
+        documents[-1].append(segment)
+    return documents
 
 
 @dataclass(frozen=True)
 class _Entry:
-    segment: Segment
+    segments: tuple[Segment, ...]
     pinned: bool
     expires_at: float | None
+
+    @property
+    def id(self) -> str:
+        return self.segments[0].id
+
+    @property
+    def keys(self) -> set[str]:
+        return {segment.key for segment in self.segments}
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for segment in self.segments for token in segment.token_ids)
 
 
 @dataclass
@@ -42,50 +72,51 @@ class Library:
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def check(self, segments: Sequence[Segment]) -> None:
-        """Raises ValueError if an id stands for another text, here or within `segments`."""
+    def check(self, documents: Sequence[Sequence[Segment]]) -> None:
+        """Raises ValueError if an id stands for another text, here or within `documents`."""
         with self._lock:
             self._forget_expired()
-            meaning = {name: entry.segment.token_ids for name, entry in self._entries.items()}
-        for segment in segments:
-            if meaning.setdefault(segment.id, segment.token_ids) != segment.token_ids:
+            meaning = {name: entry.token_ids for name, entry in self._entries.items()}
+        for segments in documents:
+            entry = _Entry(tuple(segments), False, None)
+            if meaning.setdefault(entry.id, entry.token_ids) != entry.token_ids:
                 raise ValueError(
-                    f"document id {segment.id!r} stands for another text already: "
-                    f"remove_documents([{segment.id!r}]) first, or choose another id"
+                    f"document id {entry.id!r} stands for another text already: "
+                    f"remove_documents([{entry.id!r}]) first, or choose another id"
                 )
 
-    def add(self, segment: Segment, *, pin: bool, ttl: float | None) -> None:
-        """Adds or renews one id, whose PICache the caller holds. `ttl` in seconds; None is for ever."""
-        entry = _Entry(segment, pin, None if ttl is None else self.clock() + ttl)
+    def add(self, segments: Sequence[Segment], *, pin: bool, ttl: float | None) -> None:
+        """Adds or renews one document, whose PICaches the caller holds. `ttl` in seconds; None is for ever."""
+        entry = _Entry(tuple(segments), pin, None if ttl is None else self.clock() + ttl)
         with self._lock:
-            before = self._entries.get(segment.id)
-            self._entries[segment.id] = entry
-            self.store.set_expiry(segment.key, self._longest_left(segment.key))
-            if pin:
-                self.store.pin(segment.key)
+            before = self._entries.get(entry.id)
+            self._entries[entry.id] = entry
+            for key in entry.keys:
+                self.store.set_expiry(key, self._longest_left(key))
+                if pin:
+                    self.store.pin(key)
             if before is not None:
                 self._unpin(before)
 
     def find(self, ids: Iterable[str]) -> list[Segment]:
         """The segments of `ids`, in order. Raises UnknownDocumentError naming the first that isn't here."""
         with self._lock:
-            return [entry.segment for entry in self._find(ids)]
+            return [segment for entry in self._find(ids) for segment in entry.segments]
 
     def remove(self, ids: Iterable[str]) -> None:
         """Forgets `ids`, and the PICaches that no other id stands for. Raises UnknownDocumentError, removing none."""
         with self._lock:
             found = self._find(ids)
             for entry in found:
-                if self._entries.pop(entry.segment.id, None) is not None:
+                if self._entries.pop(entry.id, None) is not None:
                     self._unpin(entry)
-            kept = {entry.segment.key for entry in self._entries.values()}
-            for entry in found:
-                if entry.segment.key not in kept:
-                    self.store.remove(entry.segment.key)
+            kept = {key for entry in self._entries.values() for key in entry.keys}
+            for key in {key for entry in found for key in entry.keys} - kept:
+                self.store.remove(key)
 
     def _longest_left(self, key: str) -> float | None:
         """Seconds until the last id of a content expires; None if one never does."""
-        ends = [entry.expires_at for entry in self._entries.values() if entry.segment.key == key]
+        ends = [entry.expires_at for entry in self._entries.values() if key in entry.keys]
         now = self.clock()
         return None if None in ends else max(end - now for end in ends if end is not None)
 
@@ -108,9 +139,9 @@ class Library:
         now = self.clock()
         expired = [e for e in self._entries.values() if e.expires_at is not None and e.expires_at <= now]
         for entry in expired:
-            del self._entries[entry.segment.id]
+            del self._entries[entry.id]
             self._unpin(entry)
 
     def _unpin(self, entry: _Entry) -> None:
-        if entry.pinned:
-            self.store.unpin(entry.segment.key)
+        for key in entry.keys if entry.pinned else ():
+            self.store.unpin(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class DocumentReport:
         tokens: of the document.
         tier: of the store in which a hit was found; None otherwise.
         nbytes: of its PICache; 0 for an inlined document.
+        segments: how many parts it was split into, each with a PICache of its own.
     """
 
     id: str
@@ -28,11 +30,26 @@ class DocumentReport:
     tokens: int
     tier: str | None = None
     nbytes: int = 0
+    segments: int = 1
 
     def __str__(self) -> str:
         where = f" ({self.tier})" if self.tier is not None and self.state == "hit" else ""
         size = f", {format_bytes(self.nbytes)}" if self.nbytes else ""
-        return f"{self.id}: {self.state}{where}, {self.tokens} tokens{size}"
+        parts = f" in {self.segments} segments" if self.segments > 1 else ""
+        return f"{self.id}: {self.state}{where}, {self.tokens} tokens{parts}{size}"
+
+    @classmethod
+    def merged(cls, parts: Sequence[DocumentReport]) -> DocumentReport:
+        """One report for all parts of a document: a hit only if every part was one."""
+        first = parts[0]
+        states = {part.state for part in parts}
+        tiers = {part.tier for part in parts}
+        state: SegmentState = states.pop() if len(states) == 1 else "compiled"
+        return cls(
+            first.id, state, sum(part.tokens for part in parts),
+            tier=tiers.pop() if state == "hit" and len(tiers) == 1 else None,
+            nbytes=sum(part.nbytes for part in parts), segments=len(parts),
+        )  # fmt: skip
 
 
 def document_report(segment: Segment, use: SegmentUse | None, handle: Handle | None) -> DocumentReport:

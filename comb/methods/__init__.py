@@ -20,7 +20,19 @@ from typing import Any, TypeVar
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
 from comb.registry import Registry
 
-__all__ = ["DecodeState", "LinkRow", "Method", "SegmentUse", "create", "get", "names", "parse", "register", "registry"]
+__all__ = [
+    "DecodeState",
+    "LinkRow",
+    "Method",
+    "SegmentUse",
+    "create",
+    "get",
+    "names",
+    "parse",
+    "register",
+    "registry",
+    "split_specs",
+]
 
 MethodClass = TypeVar("MethodClass", bound=type[Method])
 
@@ -81,6 +93,21 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
             key, value = positional.pop(0), argument
         parameters[key.strip()] = _value(value.strip())
     return name, parameters
+
+
+def split_specs(text: str) -> list[str]:
+    """Splits ``"full,legolink:2,naive:rotate=false,quantize=int8"`` at the commas between methods.
+
+    A part such as ``quantize=int8`` belongs to the method in front of it.
+    """
+    specs: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, _ = part.partition("=")
+        if specs and equals and ":" not in name:
+            specs[-1] += ("," if ":" in specs[-1] else ":") + part
+        else:
+            specs.append(part)
+    return specs
 
 
 def create(spec: str, model: Any, **options: Any) -> Method:

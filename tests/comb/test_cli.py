@@ -113,7 +113,10 @@ def test_errors_are_one_line(
         (["ask", adapter, "why?", "--doc", tmp_path / "binary.txt"], "is not UTF-8 text"),
         (["ask", adapter, "why?", "--doc", tmp_path / "empty.txt"], "empty document"),
         (["ask", adapter, "why?", "--doc", tmp_path / "gone.txt"], "No such file"),
-        (["ask", adapter, "why?", "--method", "magic"], "unknown method 'magic'; known: comb, full, prefix"),
+        (
+            ["ask", adapter, "why?", "--method", "magic"],
+            "unknown method 'magic'; known: attnlink, block, cacheblend, comb, full",
+        ),
         (["ask", adapter.parent / "backbone", "why?", "--method", "comb"], "from_backbone"),
         (["ask", adapter.parent / "bare", "why?"], "no tokenizer found in"),
         (["ask", adapter, "why?", "--encoder", "maybe"], "--encoder is on or off"),

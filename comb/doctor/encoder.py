@@ -1,34 +1,21 @@
-"""The equivalence gate: what must hold for an encoder on any backbone, checked on the model in hand."""
+"""What must hold for an encoder on any backbone, checked on the model in hand."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from comb.cross_attention import CrossBlock
+from comb.doctor.check import Check, gap, tolerance_for
 from comb.model import CombForCausalLM
 from comb.picache import CrossPICache, content_key
 from comb.picache import load as load_picache
 from comb.picache import save as save_picache
-
-# Relative to the largest logit. Batched attention sums in another order than a row alone, so equality is to
-# rounding: 1e-4 in float32, and about the size of one rounding step of the 16-bit types.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the gate: what was compared, whether it held, and the number that decided."""
-
-    name: str
-    passed: bool
-    detail: str
 
 
 @torch.no_grad()
@@ -59,13 +46,13 @@ def _check_off(model: CombForCausalLM, query: Tensor) -> list[Check]:
         off = model(input_ids=query).logits
     hooks = sum(len(layer._forward_pre_hooks) for layer in model.backbone.get_submodule(model.info.layers_path))
     return [
-        Check("encoder off == backbone", bool(torch.equal(plain, off)), f"max |diff| {_gap(plain, off):.1e}, bitwise"),
+        Check("encoder off == backbone", bool(torch.equal(plain, off)), f"max |diff| {gap(plain, off):.1e}, bitwise"),
         Check("no hooks left behind", hooks == 0, f"{hooks} hooks on the decoder layers"),
     ]
 
 
 def _check_on(model: CombForCausalLM, query: Tensor, segments: list[list[int]]) -> list[Check]:
-    tolerance = TOLERANCES.get(model.backbone.dtype, 6e-2)
+    tolerance = tolerance_for(model.backbone.dtype)
     a, b, c = model.encode(segments)
     plain = model(input_ids=query).logits
     linked = model(input_ids=query, documents=[[a, b, c], []]).logits
@@ -75,10 +62,10 @@ def _check_on(model: CombForCausalLM, query: Tensor, segments: list[list[int]]) 
     fresh = model(input_ids=query, documents=[[model.encode([s])[0] for s in segments], []]).logits
 
     def close(name: str, left: Tensor, right: Tensor) -> Check:
-        gap = _gap(left, right) / float(left.abs().max().clamp_min(1e-12))
-        return Check(name, gap <= tolerance, f"max |diff| {gap:.1e} of the largest logit, at most {tolerance:.0e}")
+        error = gap(left, right) / float(left.abs().max().clamp_min(1e-12))
+        return Check(name, error <= tolerance, f"max |diff| {error:.1e} of the largest logit, at most {tolerance:.0e}")
 
-    effect = _gap(linked[0], plain[0]) / float(plain.abs().max().clamp_min(1e-12))
+    effect = gap(linked[0], plain[0]) / float(plain.abs().max().clamp_min(1e-12))
     return [
         close("order of documents doesn't matter", linked, shuffled),
         close("cached == fresh (disk round trip, encoded alone)", cached, fresh),
@@ -111,7 +98,3 @@ def _open_gates(model: CombForCausalLM) -> Iterator[None]:
     finally:
         for gate, value in zip(gates, before, strict=True):
             gate.copy_(value)
-
-
-def _gap(left: Tensor, right: Tensor) -> float:
-    return float((left.float() - right.float()).abs().max())

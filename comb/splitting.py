@@ -1,0 +1,296 @@
+"""KVSplit: how a long document is cut into segments, each compiled and cached on its own.
+
+Token ids are cut, never text: a splitter only chooses places between tokens, so no token changes at a boundary.
+Splitters go from coarse units to fine ones (paragraphs, then sentences, then tokens): a unit that is too long is cut at
+the next finer boundary, and short neighbours are packed together up to the budget.
+
+A splitter of your own is a function from text to character offsets, given where a splitter's name goes, or a subclass:
+
+    @splitters.register("verses")
+    class Verses(Splitter):
+        levels = (my_boundaries, sentences)
+
+Source: EPIC (arXiv) sec. 5 (KVSplit) and its RQ4.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from comb.registry import Registry
+
+Boundaries = Callable[[str], Iterable[int]]
+"""Character offsets at which a new unit of a text may start, in increasing order."""
+
+DEFAULT_MAX_TOKENS = 512
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 8  # tokens; four bytes of UTF-8, and then some for tokenizers that normalise
+
+splitters: Registry[type[Splitter]] = Registry("splitter")
+"""Splitters by name; `splitters.register("mine")` decorates a subclass of `Splitter`."""
+
+
+class Splitter:
+    """Cuts a document at the coarsest boundaries that keep every segment within `max_tokens`.
+
+    Raises:
+        ValueError: when `max_tokens` is not a positive integer.
+    """
+
+    levels: tuple[Boundaries, ...] = ()
+
+    def __init__(self, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(f"{type(self).__name__}: max_tokens is an integer of at least 1, got {max_tokens!r}")
+        self.max_tokens = max_tokens
+
+    def split(self, token_ids: Sequence[int], pieces: Sequence[str]) -> list[tuple[int, ...]]:
+        """Segments whose concatenation is `token_ids`, none of them empty.
+
+        Args:
+            pieces: the text of every token (`token_pieces`). A boundary inside a token counts behind that token.
+
+        Raises:
+            ValueError: when there are not as many pieces as ids, or a boundary function gives offsets that don't
+                increase or lie outside of the text.
+        """
+        if len(token_ids) != len(pieces):
+            raise ValueError(f"expected the text of each of {len(token_ids)} tokens, got {len(pieces)} pieces")
+        cuts = self._cuts(pieces) if token_ids else []
+        return [tuple(token_ids[first:last]) for first, last in pairwise([*cuts, len(token_ids)])]
+
+    def _cuts(self, pieces: Sequence[str]) -> list[int]:
+        """First token of every segment."""
+        starts = [0, *accumulate(len(piece) for piece in pieces)]
+        text = "".join(pieces)
+        if len(pieces) <= self.max_tokens:
+            return [0]
+        levels = [_token_cuts(starts, _checked(level(text), len(text))) for level in self.levels]
+        return [first for first, _ in self._parts(0, len(pieces), levels)]
+
+    def _parts(self, first: int, last: int, levels: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Half-open parts of first..last within the budget, cut at `levels` and packed."""
+        if last - first <= self.max_tokens:
+            return [(first, last)]
+        if not levels:
+            return [(cut, min(cut + self.max_tokens, last)) for cut in range(first, last, self.max_tokens)]
+        inside = [cut for cut in levels[0] if first < cut < last]
+        units = pairwise([first, *inside, last])
+        parts = [part for unit in units for part in self._parts(*unit, levels[1:])]
+        return self._packed(parts)
+
+    def _packed(self, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        packed = parts[:1]
+        for first, last in parts[1:]:
+            if last - packed[-1][0] <= self.max_tokens:
+                packed[-1] = (packed[-1][0], last)
+            else:
+                packed.append((first, last))
+        return packed
+
+
+def create(spec: str | Splitter | Boundaries) -> Splitter:
+    """A splitter from ``"paragraphs:512"``, from a function from text to character offsets, or as it is.
+
+    Raises:
+        ValueError: for an unknown name or a budget that isn't a positive integer.
+    """
+    if isinstance(spec, Splitter):
+        return spec
+    if not isinstance(spec, str):
+        if not callable(spec):
+            raise ValueError(f"a splitter is a name, a Splitter or a function, not {type(spec).__name__}")
+        return FunctionSplitter(spec)
+    name, colon, budget = spec.partition(":")
+    cls = splitters.get(name)
+    budget = budget.removeprefix("max_tokens=")
+    if not colon:
+        return cls()
+    if cls is Whole:
+        raise ValueError(f"splitter {spec!r}: 'whole' takes no budget; 'fixed:{budget}' would")
+    if not budget.isdigit():
+        raise ValueError(f"splitter {spec!r}: expected a number of tokens, as in '{name}:{DEFAULT_MAX_TOKENS}'")
+    return cls(int(budget))
+
+
+def split_document(tokenizer: Any, token_ids: Sequence[int], splitter: Splitter) -> list[tuple[int, ...]]:
+    """The segments of one tokenised document."""
+    if isinstance(splitter, Whole):
+        return [tuple(token_ids)]
+    return splitter.split(token_ids, token_pieces(tokenizer, token_ids))
+
+
+def token_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text of every token, without tokenising anything again; joined, nearly the document's text.
+
+    Each distinct id is decoded behind an anchor token whose own text is taken off, since SentencePiece tokenizers drop
+    the space in front of the first word. Where a character is spread over several tokens, the last of them has it and
+    the others have no text.
+    """
+    settings = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    distinct = list(dict.fromkeys(int(token) for token in token_ids))
+    anchor = next(iter(tokenizer.encode("a", add_special_tokens=False)), None)
+    prefix = [] if anchor is None else [anchor]
+    taken_off = len(tokenizer.decode(prefix, **settings)) if prefix else 0
+    texts = tokenizer.batch_decode([[*prefix, token] for token in distinct], **settings)
+    piece = {token: text[taken_off:] for token, text in zip(distinct, texts, strict=True)}
+    found: list[str] = []
+    part: list[int] = []
+    for token in map(int, token_ids):
+        if not part and _BROKEN not in piece[token]:
+            found.append(piece[token])
+            continue
+        part.append(token)
+        text = tokenizer.decode([*prefix, *part], **settings)[taken_off:]
+        if _BROKEN not in text or len(part) == _LONGEST_CHARACTER:
+            found += [""] * (len(part) - 1) + [text]
+            part = []
+    return [*found, *(piece[token] for token in part)]
+
+
+# ---- boundaries, as offsets at which a unit starts ----
+
+_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+_LINE = re.compile(r"\n")
+_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[」』”’）]*\s*")
+_ABBREVIATION = re.compile(
+    r"(?:\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Inc|Ltd|Co|Corp|No|Fig|Eq|Sec|Vol|pp?|ca|approx|Jan|Feb|Mar|Apr|"
+    r"Jun|Jul|Aug|Sept?|Oct|Nov|Dec)|\b(?:[A-Za-z]\.)+[A-Za-z])\.\s*$"
+)
+_FENCE = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})", re.MULTILINE)
+_HEADING = re.compile(r"^[ ]{0,3}#{1,6}(?:[ \t]|$)", re.MULTILINE)
+_TOP_LEVEL = re.compile(r"\n[ \t\r]*\n(?=[^\s)}\]])")
+
+
+def paragraphs(text: str) -> Iterator[int]:
+    """Behind blank lines."""
+    return (match.end() for match in _BLANK_LINES.finditer(text))
+
+
+def lines(text: str) -> Iterator[int]:
+    """Behind line ends."""
+    return (match.end() for match in _LINE.finditer(text))
+
+
+def sentences(text: str) -> Iterator[int]:
+    """Behind the ends of sentences and lines, though not behind abbreviations and initials."""
+    ends = {match.end() for match in _SENTENCE_END.finditer(text) if not _abbreviated(text, match)}
+    return iter(sorted({*ends, *paragraphs(text)}))
+
+
+def _abbreviated(text: str, match: re.Match[str]) -> bool:
+    return _ABBREVIATION.search(text[max(0, match.start() - 16) : match.end()]) is not None
+
+
+def spaces(text: str) -> Iterator[int]:
+    """In front of words, so that a word keeps together where it fits."""
+    return (match.start() for match in re.finditer(r"\s\S", text))
+
+
+def headings(text: str) -> Iterator[int]:
+    """In front of Markdown headings, outside of code fences."""
+    fenced = list(_fences(text))
+    return (match.start() for match in _HEADING.finditer(text) if not _inside(match.start(), fenced))
+
+
+def markdown_blocks(text: str) -> Iterator[int]:
+    """Behind blank lines outside of code fences, and around fenced blocks."""
+    fenced = list(_fences(text))
+    outside = {offset for offset in paragraphs(text) if not _inside(offset, fenced)}
+    return iter(sorted(outside | {offset for block in fenced for offset in block if 0 < offset < len(text)}))
+
+
+def top_level_blocks(text: str) -> Iterator[int]:
+    """In front of lines that aren't indented and follow a blank one: definitions with their comments and decorators."""
+    return (match.end() for match in _TOP_LEVEL.finditer(text))
+
+
+def _fences(text: str) -> Iterator[tuple[int, int]]:
+    """Half-open character ranges of fenced code blocks; one that is never closed reaches to the end."""
+    opened: re.Match[str] | None = None
+    for match in _FENCE.finditer(text):
+        if opened is None:
+            opened = match
+        elif match[1][0] == opened[1][0] and len(match[1]) >= len(opened[1]):
+            end = text.find("\n", match.end())
+            yield opened.start(), len(text) if end < 0 else end + 1
+            opened = None
+    if opened is not None:
+        yield opened.start(), len(text)
+
+
+def _inside(offset: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    return any(first < offset < last for first, last in ranges)
+
+
+def _checked(offsets: Iterable[int], length: int) -> list[int]:
+    found = list(offsets)
+    if any(later <= earlier for earlier, later in pairwise(found)) or any(
+        not 0 <= offset <= length for offset in found
+    ):
+        raise ValueError(f"a boundary function gives increasing offsets within 0..{length}, got {found[:8]}...")
+    return found
+
+
+def _token_cuts(starts: Sequence[int], offsets: Iterable[int]) -> list[int]:
+    """The first token at or behind every offset."""
+    return sorted({bisect_left(starts, offset) for offset in offsets})
+
+
+# ---- the splitters ----
+
+
+@splitters.register("whole")
+class Whole(Splitter):
+    """Every document is one segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def split(self, token_ids: Sequence[int], pieces: Sequence[str]) -> list[tuple[int, ...]]:
+        return [tuple(token_ids)] if token_ids else []
+
+
+@splitters.register("fixed")
+class Fixed(Splitter):
+    """Segments of `max_tokens` tokens, wherever that cuts; the last one is what is left."""
+
+
+@splitters.register("paragraphs")
+class Paragraphs(Splitter):
+    """Paragraphs packed up to the budget; longer ones are cut at sentences, then at words."""
+
+    levels = (paragraphs, sentences, spaces)
+
+
+@splitters.register("sentences")
+class Sentences(Splitter):
+    """Sentences packed up to the budget."""
+
+    levels = (sentences, spaces)
+
+
+@splitters.register("markdown")
+class Markdown(Splitter):
+    """Sections, then blocks, lines and sentences; a fenced code block stays whole where it fits the budget."""
+
+    levels = (headings, markdown_blocks, lines, sentences, spaces)
+
+
+@splitters.register("code")
+class Code(Splitter):
+    """Top-level definitions, then blank lines, then lines."""
+
+    levels = (top_level_blocks, paragraphs, lines, spaces)
+
+
+class FunctionSplitter(Splitter):
+    """Cuts where a function from text to character offsets says, and between words where its units are too long."""
+
+    def __init__(self, boundaries: Boundaries, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
+        super().__init__(max_tokens)
+        self.levels = (boundaries, spaces)

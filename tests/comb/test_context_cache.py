@@ -1,0 +1,169 @@
+"""The papers' explicit API: compiled chunks named in messages, in any order, between any text; and every store tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import open_gates, tiny
+from test_documents import byte_tokenizer
+
+from comb import CombForCausalLM, Document, PICEngine
+from comb.documents import PromptBuilder, referenced_documents
+from comb.engine import UnknownDocumentError
+from comb.store import PICacheStore
+
+CHUNKS = ["The mill burnt down in 1907.", "Its owner was Ada Flint.", "She moved to York."]
+SPECS = ["full", "prefix", "naive", "legolink:4", "legolink-0", "attnlink:4", "cacheblend:0.2", "block"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2,
+                         max_position_embeddings=512, initializer_range=0.2)  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def mixed(first: str, second: str) -> list[dict[str, Any]]:
+    """Cached chunks in a system message and between the words of a question."""
+    return [
+        {"role": "system", "content": [{"type": "text", "text": "Facts: "}, {"type": "document", "id": first}]},
+        {"role": "user", "content": [
+            {"type": "text", "text": "Given "}, {"type": "document", "id": second}, {"type": "text", "text": "who?"},
+        ]},
+    ]  # fmt: skip
+
+
+def test_messages_are_laid_out_as_written(tokenizer: Any) -> None:
+    builder = PromptBuilder(tokenizer)
+    a, b, c = (builder.segment(text) for text in CHUNKS)
+    messages = mixed("a", "b")
+    assert referenced_documents(messages).before == ("a",)
+    assert referenced_documents(messages).after == ("b",)
+    prompt = builder.build(messages, [c], {"a": [a], "b": [b]})
+    # documents of the request stand at the start of the first user message, as ever
+    assert tokenizer.decode(prompt.flat) == (
+        f"<|system|>Facts: {CHUNKS[0]}\n<|user|>{CHUNKS[2]}\nGiven {CHUNKS[1]}\nwho?<|assistant|>"
+    )
+    assert prompt.segments == (a, c, b)
+    assert [tokenizer.decode(gap) for gap in prompt.gaps] == ["<|user|>", "Given "]
+    assert prompt.query == (*prompt.head, *prompt.gaps[0], *prompt.gaps[1], *prompt.tail)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_chat_with_cache_ids_in_any_order(model: Any, tokenizer: Any, spec: str) -> None:
+    engine = PICEngine(model, tokenizer, method=spec)
+    a, b, c = engine.generate_context_cache(CHUNKS)
+    settings = {"max_new_tokens": 6, "eos_token_id": None}
+    for first, second in ((a, b), (b, a), (c, c)):
+        answer = engine.chat_completion(mixed(first, second), **settings)
+        assert [document.id for document in answer.report.documents] == [first, second]
+        if spec not in ("full", "prefix"):
+            assert {document.state for document in answer.report.documents} == {"hit"}
+        if spec == "prefix":
+            texts = dict(zip((a, b, c), CHUNKS, strict=True))
+            full = PICEngine(model, tokenizer, method="full")
+            ids = full.add_documents([Document(texts[name], id=str(i)) for i, name in enumerate((first, second))])
+            assert answer.token_ids == full.chat(mixed(*ids), **settings).token_ids
+    engine.expire_cache(b)
+    with pytest.raises(UnknownDocumentError, match=b):
+        engine.chat_completion(mixed(a, b), **settings)
+    with pytest.raises(UnknownDocumentError):
+        engine.expire_cache(b)
+    assert engine.store.stats().in_use == 0
+
+
+def test_everything_recomputed_is_full_in_any_layout(model: Any, tokenizer: Any) -> None:
+    engines = {
+        spec: PICEngine(model, tokenizer, method=spec) for spec in ("full", "legolink:99", "cacheblend:1.0", "naive")
+    }
+    answers = {}
+    for spec, engine in engines.items():
+        a, b, _ = engine.generate_context_cache([Document(text, id=str(i)) for i, text in enumerate(CHUNKS)])
+        answers[spec] = engine.chat_completion(mixed(b, a), max_new_tokens=24, eos_token_id=None).token_ids
+    assert answers["legolink:99"] == answers["cacheblend:1.0"] == answers["full"]
+    assert answers["naive"] != answers["full"]  # the control
+
+
+def test_comb_reads_documents_named_in_messages(tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    backbone = tiny("llama")
+    backbone.resize_token_embeddings(len(tokenizer))
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2))
+    engine = PICEngine(model, tokenizer)
+    a, b, _ = engine.generate_context_cache(CHUNKS)
+    answer = engine.chat_completion(mixed(a, b), max_new_tokens=4)
+    assert answer.report.encoder
+    assert answer.report.prompt_tokens == len(tokenizer.encode("<|system|>Facts: <|user|>Given who?<|assistant|>"))
+    off = engine.chat(mixed(a, b), encoder=False, max_new_tokens=4)
+    assert off.report.prompt_tokens == answer.report.prompt_tokens + sum(len(text) + 1 for text in CHUNKS[:2])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[{"type": "image", "url": "x"}], [{"type": "document"}], [{"type": "text", "text": 3}], ["text"], 7, None],
+)
+def test_malformed_parts(model: Any, tokenizer: Any, content: Any) -> None:
+    engine = PICEngine(model, tokenizer, method="naive")
+    with pytest.raises(ValueError, match='"type": "text"'):
+        engine.chat([{"role": "user", "content": content}])
+
+
+def test_decoder_picaches_live_on_every_tier(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Host and disk hold them like any others, and a restart finds them."""
+
+    def ask(store: PICacheStore) -> Any:
+        engine = PICEngine(model, tokenizer, method="legolink:4", store=store)
+        return engine.ask("who?", documents=CHUNKS, max_new_tokens=8, eos_token_id=None)
+
+    size = 40 * 2 * 3 * 2 * 8 * 4  # room for one chunk on the device, one on the host
+    one = PICEngine(model, tokenizer, method="legolink:4")
+    expected = one.ask("who?", documents=CHUNKS, max_new_tokens=8, eos_token_id=None)
+    sizes = [document.nbytes for document in expected.report.documents]
+    assert max(sizes) < size
+    roomy = PICacheStore(device_bytes=sum(sizes), host_bytes=0, disk_path=tmp_path)
+    assert ask(roomy).token_ids == expected.token_ids
+    roomy.flush()
+    again = ask(PICacheStore(device_bytes=sum(sizes), disk_path=tmp_path))
+    assert again.token_ids == expected.token_ids
+    assert [(d.state, d.tier) for d in again.report.documents] == [("hit", "disk")] * 3
+
+
+def test_methods_share_what_they_compile_alike(model: Any, tokenizer: Any) -> None:
+    store = PICacheStore()
+    states = {}
+    for spec in ("naive", "legolink:4", "cacheblend:0.2", "legolink-0", "legolink-0:2"):
+        engine = PICEngine(model, tokenizer, method=spec, store=store)
+        answer = engine.ask("who?", documents=CHUNKS[:1], max_new_tokens=1)
+        states[spec] = answer.report.documents[0].state
+    assert states == {"naive": "compiled", "legolink:4": "hit", "cacheblend:0.2": "hit", "legolink-0": "compiled",
+                      "legolink-0:2": "compiled"}  # fmt: skip
+
+
+def test_an_over_long_document_is_refused_before_anything_is_cached(model: Any, tokenizer: Any) -> None:
+    engine = PICEngine(model, tokenizer, method="legolink:4")
+    with pytest.raises(ValueError, match=r"takes at most 511 at once: split it.*splitter='paragraphs:511'"):
+        engine.add_documents([CHUNKS[0], "x" * 600])
+    with pytest.raises(ValueError, match="512 positions"):
+        engine.ask("who?", documents=["y" * 300, "z" * 300])
+    assert engine.add_documents([]) == []

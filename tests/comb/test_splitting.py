@@ -1,0 +1,239 @@
+"""KVSplit: nothing is lost, no budget exceeded, and cuts fall where a reader would cut."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_documents import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from comb import PICEngine, splitters
+from comb.splitting import FunctionSplitter, Splitter, create, split_document, token_pieces
+
+BUDGETED = [name for name in splitters.names() if name != "whole"]
+SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "pretrain_text" / "wiki_passages_2wiki.jsonl.gz"
+
+MARKDOWN = """# First
+
+Intro line one. Intro line two.
+
+```python
+# not a heading
+
+x = 1
+```
+
+## Second
+
+More text.
+"""
+CODE = """import os
+
+
+# adds
+@decorated
+def add(a, b):
+
+    return a + b
+
+
+class Box:
+    def open(self):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_tokenizer()
+
+
+def split(tokenizer: Any, text: str, spec: Any) -> list[str]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    segments = split_document(tokenizer, ids, create(spec))
+    assert [token for segment in segments for token in segment] == ids
+    return [tokenizer.decode(segment) for segment in segments]
+
+
+def metaspace() -> Any:
+    """Marks spaces inside the words, as SentencePiece does, and drops the first one when it decodes."""
+    words = ["▁", "▁a", "▁cat", "▁sat.", "▁It", "▁slept.", "a", "<unk>"]
+    model = models.Unigram([(word, -1.0) for word in words], unk_id=7)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_and_no_budget_exceeded(tokenizer: Any, name: str, seed: int) -> None:
+    draw = random.Random(seed)
+    alphabet = [
+        "word ",
+        "End. ",
+        "\n\n",
+        "\n",
+        "\r\n\r\n",
+        "  ",
+        "x" * 50,
+        "# h\n",
+        "```\n",
+        "é",
+        "日本。",
+        "🙂",
+        "e.g. ",
+        "\t",
+    ]
+    text = "".join(draw.choices(alphabet, k=draw.randrange(1, 60)))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    budget = draw.randrange(1, 40)
+    segments = split_document(tokenizer, ids, create(f"{name}:{budget}"))
+    assert [token for segment in segments for token in segment] == ids
+    assert all(0 < len(segment) <= budget for segment in segments)
+    assert segments == split_document(tokenizer, ids, create(f"{name}:{budget}"))
+
+
+def test_short_documents_stay_whole(tokenizer: Any) -> None:
+    for name in splitters.names():
+        assert split(tokenizer, "One. Two.\n\nThree.", name) == ["One. Two.\n\nThree."]
+
+
+def test_fixed(tokenizer: Any) -> None:
+    assert split(tokenizer, "abcdefgh", "fixed:3") == ["abc", "def", "gh"]
+
+
+def test_paragraphs_are_packed_and_long_ones_cut_at_sentences(tokenizer: Any) -> None:
+    text = "One.\n\nTwo.\n\nThis is a long one. It has two sentences.\n\nEnd."
+    assert split(tokenizer, text, "paragraphs:26") == [
+        "One.\n\nTwo.\n\n", "This is a long one. ", "It has two sentences.\n\n", "End.",
+    ]  # fmt: skip
+    assert split(tokenizer, "one\r\n\r\ntwo", "paragraphs:7") == ["one\r\n\r\n", "two"]
+
+
+def test_sentences(tokenizer: Any) -> None:
+    text = 'Dr. Bell paid $3.14 in the U.S. market. "Why?" she asked. J. Smith left! Then 7.'
+    assert split(tokenizer, text, "sentences:41") == [
+        "Dr. Bell paid $3.14 in the U.S. market. ", '"Why?" she asked. J. Smith left! Then 7.',
+    ]  # fmt: skip
+    assert split(tokenizer, "今日は。明日も！はい", "sentences:13") == ["今日は。", "明日も！", "はい"]
+
+
+def test_words_stay_whole_where_they_fit(tokenizer: Any) -> None:
+    assert split(tokenizer, "alpha beta gamma", "sentences:8") == ["alpha", " beta", " gamma"]
+
+
+def test_markdown(tokenizer: Any) -> None:
+    sections = split(tokenizer, MARKDOWN, "markdown:90")
+    assert sections == [MARKDOWN.partition("## Second")[0], "## Second\n\nMore text.\n"]
+    blocks = split(tokenizer, MARKDOWN, "markdown:45")
+    assert "```python\n# not a heading\n\nx = 1\n```\n" in [block.rstrip("\n") + "\n" for block in blocks]
+    fence = "~~~\n" + "line of code\n" * 9 + "~~~\n"
+    assert all(part.endswith("\n") for part in split(tokenizer, fence, "markdown:30"))
+    unclosed = "text\n\n```\n# a comment\n\nmore\n"
+    assert split(tokenizer, unclosed, "markdown:24")[-1] == "```\n# a comment\n\nmore\n"
+
+
+def test_code(tokenizer: Any) -> None:
+    blocks = split(tokenizer, CODE, "code:62")
+    assert blocks == ["import os\n\n\n", CODE[CODE.index("# adds") : CODE.index("class")], CODE[CODE.index("class") :]]
+
+
+def test_a_boundary_inside_a_token_counts_behind_it() -> None:
+    pieces = ["One", ".\n\nTwo", " is", " here"]
+    assert create("paragraphs:3").split([1, 2, 3, 4], pieces) == [(1, 2), (3, 4)]
+
+
+def test_pieces_join_to_the_text(tokenizer: Any) -> None:
+    text = "It's 3 o'clock — naïve?\n\n\tYes."
+    assert "".join(token_pieces(tokenizer, tokenizer.encode(text, add_special_tokens=False))).startswith(
+        "It's 3 o'clock "
+    )
+    spaced = metaspace()
+    ids = spaced.encode("a cat sat. It slept.", add_special_tokens=False)
+    assert token_pieces(spaced, ids) == [" a", " cat", " sat.", " It", " slept."]
+    assert split_document(spaced, ids, create("sentences:3")) == [tuple(ids[:3]), tuple(ids[3:])]
+
+
+def test_a_function_of_ones_own(tokenizer: Any) -> None:
+    def bars(text: str) -> list[int]:
+        return [index + 1 for index, character in enumerate(text) if character == "|"]
+
+    own = FunctionSplitter(bars, max_tokens=8)
+    assert split(tokenizer, "ab|cdef|g|hijklmnop", own) == ["ab|cdef|", "g|", "hijklmno", "p"]
+    assert isinstance(create(bars), Splitter)
+    for offsets in ([3, 2], [0, 99], [-1]):
+        with pytest.raises(ValueError, match="increasing offsets"):
+            split(tokenizer, "x" * 30, FunctionSplitter(lambda text, o=offsets: o, 5))
+
+
+def test_a_registered_class(tokenizer: Any) -> None:
+    @splitters.register("test-bars")
+    class Bars(Splitter):
+        levels = (lambda text: (i + 1 for i, c in enumerate(text) if c == "|"),)
+
+    assert split(tokenizer, "abc|def|", "test-bars:5") == ["abc|", "def|"]
+    with pytest.raises(ValueError, match="registered already"):
+        splitters.register("test-bars")(type("Other", (Splitter,), {}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("verses", "unknown splitter 'verses'; known: code, fixed"),
+        ("fixed:0", "at least 1"),
+        ("fixed:many", "expected a number of tokens, as in 'fixed:512'"),
+        ("whole:3", "'whole' takes no budget"),
+        (3, "a name, a Splitter or a function, not int"),
+    ],
+)
+def test_bad_specs(spec: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create(spec)
+
+
+@pytest.mark.skipif(not SAMPLES.exists(), reason=f"real text is not here ({SAMPLES.name})")
+def test_real_text(tokenizer: Any) -> None:
+    with gzip.open(SAMPLES, "rt", encoding="utf-8") as file:
+        texts = [json.loads(next(file))["text"] for _ in range(200)]
+    text = "\n\n".join(texts)
+    segments = split(tokenizer, text, "paragraphs:1000")
+    inside = [segment for segment in segments[:-1] if not segment.endswith(("\n\n", ". ", '" ', ") ", "? ", "! "))]
+    assert len(inside) <= len(segments) // 20  # nearly all end with a paragraph or a sentence
+
+
+def test_the_engine_splits_and_reports_whole_documents(tokenizer: Any) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=512)).eval()
+    engine = PICEngine(model, tokenizer, method="legolink:2", splitter="sentences:24")
+    text = "Anna lives in Rome. Bela lives in York. She left."
+    first = engine.ask("who?", documents=[text, "Short."], max_new_tokens=2)
+    assert [(d.state, d.tokens, d.segments) for d in first.report.documents] == [
+        ("compiled", 50, 3),
+        ("compiled", 7, 1),
+    ]
+    assert "in 3 segments" in str(first.report)
+    (again,) = engine.ask("who?", documents=["Bela lives in York. "], max_new_tokens=2).report.documents
+    assert again.state == "compiled"  # the template puts a line end behind a document: another text
+    ids = engine.add_documents([text], pin=True, ttl=60)
+    assert ids == [first.report.documents[0].id]
+    assert [d.state for d in engine.ask("who?", document_ids=ids, max_new_tokens=2).report.documents] == ["hit"]
+    assert engine.store.stats().pinned == 3
+    engine.remove_documents(ids)
+    (gone,) = engine.ask("who?", documents=[text], max_new_tokens=2).report.documents
+    assert gone.state == "compiled"
+    whole = PICEngine(model, tokenizer, method="full", splitter="sentences:24")
+    assert whole.ask("who?", documents=[text], max_new_tokens=4).token_ids == (
+        PICEngine(model, tokenizer, method="full").ask("who?", documents=[text], max_new_tokens=4).token_ids
+    )
+    engine.store.check_integrity()
