@@ -113,11 +113,17 @@ def split_specs(text: str) -> list[str]:
 def create(spec: str, model: Any, **options: Any) -> Method:
     """A method instance for `model` from ``"comb"`` or ``"legolink:16"``; `options` win over the spec's.
 
+    Every method takes ``quantize=int8`` or ``quantize=fp8`` (`comb.methods.quantized`).
+
     Raises:
         ValueError: for an unknown name or parameter, or when `model` lacks what the method needs.
     """
+    from comb.methods.quantized import quantized
+
     name, parameters = parse(spec)
-    return get(name)(model, **{**parameters, **options})
+    options = {**parameters, **options}
+    scheme = options.pop("quantize", None)
+    return quantized(get(name)(model, **options), scheme)
 
 
 def _value(text: str) -> Any:

@@ -1,0 +1,77 @@
+"""Any method with its PICaches in eight bits: quantised when they are compiled, dequantised when they are linked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from comb.methods.base import DecodeState, LinkRow, Method
+from comb.picache import PICache
+from comb.quantization import QuantizedPICache, check_scheme, quantize_picache
+
+
+class Quantized(Method):
+    """Wraps a method; written as a parameter of it, ``legolink:16,quantize=int8``.
+
+    The store, disk and bytes are those of the eight-bit PICaches. Linking dequantises, so the prompt being linked needs
+    as much memory as ever.
+
+    Raises:
+        ValueError: for an unknown scheme, or a method that has nothing to quantise.
+    """
+
+    def __init__(self, method: Method, scheme: str) -> None:
+        super().__init__(method.model)
+        self.scheme = check_scheme(scheme)
+        if method.name in ("full", "prefix"):
+            what = (
+                "keeps token ids only" if method.name == "full" else "promises what full recompute gives, bit for bit"
+            )
+            raise ValueError(f"method {method.name!r} can't be quantised: it {what}; leave out quantize={scheme}")
+        self.method = method
+        self.name = method.name  # type: ignore[misc]  # a wrapper has its method's name and traits
+        self.uses_encoder = method.uses_encoder  # type: ignore[misc]
+        self.compile_name = method.compile_name  # type: ignore[misc]
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.method.fingerprint}/{self.scheme}"
+
+    @property
+    def max_segment_tokens(self) -> int | None:
+        return self.method.max_segment_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        return self.method.max_prompt_tokens
+
+    @property
+    def batches(self) -> bool:
+        return self.method.batches
+
+    def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
+        fingerprint = self.fingerprint
+        return [quantize_picache(picache, self.scheme, fingerprint) for picache in self.method.compile(segments)]
+
+    def link_row(self, row: LinkRow) -> DecodeState:
+        return self.method.link_row(self._dequantized(row))
+
+    def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
+        return self.method.link_batch([self._dequantized(row) for row in rows])
+
+    def _dequantized(self, row: LinkRow) -> LinkRow:
+        return replace(row, picaches=[self._open(picache) for picache in row.picaches])
+
+    def _open(self, picache: PICache) -> PICache:
+        if not isinstance(picache, QuantizedPICache) or picache.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"method '{self.name}' with quantize={self.scheme} links what it compiled itself, got {picache!r}, "
+                f"expected fingerprint {self.fingerprint}: compile the document again"
+            )
+        return picache.dequantize(self.method.fingerprint)
+
+
+def quantized(method: Method, scheme: Any) -> Method:
+    """`method` itself for None, False or "none"; wrapped otherwise."""
+    return method if scheme in (None, False, "none") else Quantized(method, scheme)

@@ -1,0 +1,153 @@
+"""Eight-bit PICaches: the error stays within its bound, bytes shrink, and every method goes on working."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import open_gates, tiny
+from test_documents import byte_tokenizer
+
+from comb import CombForCausalLM, PICEngine, methods
+from comb.picache import CrossPICache, DecoderPICache, PICacheError, deserialize, serialize
+from comb.quantization import SCHEMES, QuantizedPICache, dequantize, fidelity, quantize, quantize_picache
+from comb.store import PICacheStore
+
+DOCUMENTS = [list(range(3, 14)), list(range(50, 61))]
+QUERY = [90, 17, 33]
+
+
+def decoder(dtype: torch.dtype, head_dim: int = 64) -> DecoderPICache:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 30, head_dim, generator=generator).to(dtype) for _ in range(6)]
+    return DecoderPICache("fp", tuple(tensors[:3]), tuple(tensors[3:]), torch.arange(30))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_error_stays_within_its_bound(scheme: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensor = (torch.randn(3, 17, 40, generator=generator) * torch.logspace(-3, 3, 17)[:, None]).to(dtype)
+    data, scale = quantize(tensor, scheme)
+    assert data.dtype == SCHEMES[scheme][0]
+    assert scale.shape == (3, 17, 1)
+    again = dequantize(data, scale, torch.float64)
+    largest = tensor.double().abs().amax(-1, keepdim=True)
+    # half a step of int8, plus what the scale's own rounding moves; fp8 has three bits behind the point
+    bound = (
+        largest / 254 * (1 + 2**-9) + largest * 2**-10
+        if scheme == "int8"
+        else tensor.double().abs() / 16 * 1.01 + largest / 448 / 512
+    )
+    assert bool(((again - tensor.double()).abs() <= bound).all())
+    # the control: scales of other tokens are far outside of it
+    shuffled = dequantize(data, scale.roll(1, dims=1), torch.float64)
+    assert not bool(((shuffled - tensor.double()).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_extremes(scheme: str) -> None:
+    for factor in (0.0, 1e-30, 1e-8, 1e30):
+        tensor = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)) * factor
+        data, scale = quantize(tensor, scheme)
+        again = dequantize(data, scale, torch.float32)
+        assert torch.isfinite(again).all()
+        assert float((again - tensor).abs().max()) <= 0.07 * float(tensor.abs().max())
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        quantize(torch.tensor([[1.0, torch.inf]]), scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bytes_halve_and_the_disk_keeps_them(scheme: str) -> None:
+    for dtype, share in ((torch.bfloat16, 0.53), (torch.float32, 0.27)):
+        picache = decoder(dtype)
+        found = fidelity(picache, scheme)
+        assert found["bytes"] < share
+        assert 1e-4 < found["relative_rms_error"] < (0.01 if scheme == "int8" else 0.04)
+        small = quantize_picache(picache, scheme, "fp/q")
+        assert (small.num_tokens, small.scheme, small.inner) == (30, scheme, "decoder")
+        loaded = deserialize(serialize(small, "k"), "k")
+        assert isinstance(loaded, QuantizedPICache)
+        assert all(
+            torch.equal(loaded.tensors()[n].view(torch.uint8), t.contiguous().view(torch.uint8))
+            for n, t in small.tensors().items()
+        )
+        opened = loaded.dequantize("fp")
+        assert isinstance(opened, DecoderPICache)
+        assert opened.keys[0].dtype == dtype
+        assert torch.equal(opened.token_ids, picache.token_ids)  # type: ignore[arg-type]
+    data = bytearray(serialize(small, "k"))
+    data[-1] ^= 1
+    with pytest.raises(PICacheError):
+        deserialize(bytes(data), "k")
+
+
+def test_cross_picaches() -> None:
+    keys = torch.randn(2, 9, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    small = quantize_picache(CrossPICache("fp", keys, keys * 2), "int8", "fp/q")
+    opened = small.standalone().to("cpu").dequantize("fp")
+    assert isinstance(opened, CrossPICache)
+    assert opened.num_tokens == small.num_tokens == 9
+    assert float((opened.values - 2 * keys).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("name", [name for name in methods.names() if name not in ("full", "prefix")])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_method(name: str, scheme: str) -> None:
+    torch.manual_seed(0)
+    model = tiny("llama", std=0.1)
+    if name == "comb":
+        model = open_gates(CombForCausalLM.from_backbone(model, num_encoder_layers=2))
+    plain, small = methods.create(name, model), methods.create(f"{name}:quantize={scheme}", model)
+    assert (small.name, small.uses_encoder, small.batches) == (plain.name, plain.uses_encoder, plain.batches)
+    assert small.max_segment_tokens == plain.max_segment_tokens
+    reference = plain.link(plain.compile(DOCUMENTS), QUERY).logits
+    got = small.link(small.compile(DOCUMENTS), QUERY).logits
+    error = float((got - reference).abs().max() / reference.abs().max())
+    assert 0 < error < 0.15
+    with pytest.raises(ValueError, match="links what it compiled itself"):
+        small.link(plain.compile(DOCUMENTS), QUERY)
+    other = methods.create(f"{name}:quantize={'fp8' if scheme == 'int8' else 'int8'}", model)
+    with pytest.raises(ValueError, match="links what it compiled itself"):
+        small.link(other.compile(DOCUMENTS), QUERY)
+
+
+def test_the_engine_stores_the_small_ones(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=512)).eval()
+
+    def ask(store: PICacheStore, **options: Any) -> Any:
+        engine = PICEngine(model, tokenizer, store=store, **options)
+        return engine.ask("who?", documents=["The mill burnt down."], max_new_tokens=3).report
+
+    plain = ask(PICacheStore(), method="legolink:2")
+    store = PICacheStore(disk_path=tmp_path)
+    small = ask(store, method="legolink", k=2, quantize="int8")
+    assert small.cache_bytes < 0.3 * plain.cache_bytes
+    assert small.documents[0].state == "compiled"
+    assert ask(store, method="naive:quantize=int8").documents[0].state == "hit"
+    assert ask(store, method="naive:quantize=fp8").documents[0].state == "compiled"
+    assert ask(store, method="naive").documents[0].state == "compiled"
+    store.flush()
+    again = ask(PICacheStore(disk_path=tmp_path), method="naive:quantize=int8").documents[0]
+    assert (again.state, again.tier) == ("hit", "disk")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("naive:quantize=int4", "one of int8, fp8, not 'int4'"),
+        ("full:quantize=int8", "keeps token ids only"),
+        ("prefix:quantize=int8", "promises what full recompute gives"),
+    ],
+)
+def test_refusals(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        methods.create(spec, tiny("llama"))
+    assert methods.create("naive:quantize=none", tiny("llama")).fingerprint
