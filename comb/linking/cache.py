@@ -64,6 +64,8 @@ class LinkLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             self.keys = key_states.new_zeros(*key_states.shape[:2], self.rows.length, key_states.shape[-1])
             self.values = value_states.new_zeros(*value_states.shape[:2], self.rows.length, value_states.shape[-1])
+        if self.keys.device != key_states.device:  # this layer's weights lie on another device than the embeddings
+            self.keys, self.values = self.keys.to(key_states.device), self.values.to(key_states.device)
         where = self.rows.positions.to(key_states.device)
         self.keys.index_copy_(2, where, key_states)
         self.values.index_copy_(2, where, value_states)

@@ -88,7 +88,7 @@ def _understood(model: Any, prompt: _Prompt) -> Masks | None:
         cache = prompt.cache()
         try:
             with masked_attention(model):
-                recompute(model, cache, prompt.token_ids, scattered, masks, whole=True)
+                recompute(model, cache, prompt.token_ids, scattered, masks)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
             continue  # it doesn't take this form; the next one, or run by run
         pairs = zip(_tensors(cache), _tensors(expected), strict=True)

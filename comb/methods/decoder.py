@@ -176,8 +176,8 @@ class Decoder(Method):
         if masks is None:
             return recompute_in_order(self.backbone, cache, linking.token_ids, positions)
         with masked_attention(self.backbone):
-            whole = self.support.positions.length_dependent
-            return recompute(self.backbone, cache, linking.token_ids, positions, masks, whole=whole)
+            with_last = self.support.positions.length_dependent
+            return recompute(self.backbone, cache, linking.token_ids, positions, masks, with_last=with_last)
 
     def check_picache(self, picache: PICache) -> DecoderPICache:
         """Raises ValueError for a PICache of another method, model or dtype."""

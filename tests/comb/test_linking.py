@@ -111,7 +111,7 @@ def test_the_one_pass_equals_run_by_run(family: str) -> None:
                     tensor[:, :, rows] = torch.nan
                     tensor[:, :, length:] = torch.nan
             if path == "scattered":
-                recompute(model, link_cache, tokens, rows, support.masks, whole=True)
+                recompute(model, link_cache, tokens, rows, support.masks)
             else:
                 recompute_in_order(model, link_cache, tokens, rows)
             caches.append(link_cache)
@@ -202,7 +202,7 @@ def test_compile_depends_on_the_segment_alone() -> None:
 
 
 @pytest.mark.parametrize("family", ["dynamic_ntk", "longrope"])
-def test_embeddings_that_depend_on_the_length(family: str) -> None:
+def test_embeddings_that_depend_on_the_length(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short and long prompts in turn: the frequencies of one must not stick to the other."""
     model = model_of(family)
     support = find_support(model)
@@ -210,6 +210,9 @@ def test_embeddings_that_depend_on_the_length(family: str) -> None:
     for documents in (DOCUMENTS, DOCUMENTS[:1], DOCUMENTS):
         reference = link(model, "full", documents, head=HEAD).logits
         assert error(link(model, "legolink:99", documents, head=HEAD).logits, reference) < 1e-4
+        with monkeypatch.context() as patched:
+            patched.setattr("comb.linking.passes._MAX_ROWS", 4)  # in portions, none of which is as long as the prompt
+            assert error(link(model, "cacheblend:1.0", documents, head=HEAD).logits, reference) < 1e-4
     # and what is only moved gets the frequencies of the long prompt
     positions = support.positions
     short, long = (positions.sources[0].at(length) for length in (8, 120))
