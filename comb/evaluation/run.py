@@ -7,17 +7,19 @@ example first with an empty store (cold) and then again (cached).
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
 
 from tqdm import tqdm
 
-from comb.documents import Example, PromptBuilder
+from comb.documents import Document, Example, PromptBuilder
 from comb.engine import PICEngine
 from comb.evaluation.metrics import score
+from comb.store import PICacheStore
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,12 @@ class MethodResult:
         recomputed_tokens: document tokens that the backbone prefilled for a question, mean.
         seconds: for all answers, times to first token apart.
         predictions: the answers, in the order of the examples.
+        kl: KL(full || method) in nats, mean over the tokens of full recompute's own answers; None: not measured.
+        kl_n: over how many answer tokens `kl` and `top1_agreement` are means.
+        top1_agreement: share of those tokens at which the method's likeliest token is full recompute's.
+        peak_memory_bytes: most bytes of tensors that linking and the first token add; None: not measured.
+        refused: why the method can't run here; then nothing above was measured (NaN, null in JSON).
+        note: anything else a reader has to know.
     """
 
     method: str
@@ -74,10 +82,38 @@ class MethodResult:
     recomputed_tokens: float
     seconds: float
     predictions: tuple[str, ...] = ()
+    kl: float | None = None
+    kl_n: int = 0
+    top1_agreement: float | None = None
+    peak_memory_bytes: int | None = None
+    refused: str = ""
+    note: str = ""
+
+    @classmethod
+    def refusal(cls, method: str, reason: str) -> Self:
+        """A row for a method that can't run: its reason, and NaN for every mean."""
+        nan = math.nan
+        return cls(method, 0, nan, nan, nan, nan, None, None, nan, nan, nan, refused=reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Plain values, for JSON; what a refused method has no value for is None."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`, also after a way through JSON. Raises ValueError for a key it doesn't know."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"a method's result has no {unknown[0]!r}; it has: {', '.join(sorted(known))}")
+        found = dict(values)
+        for name in ("em", "f1", "rouge_l", "answer_tokens", "cache_bytes_per_document_token", "recomputed_tokens"):
+            found[name] = math.nan if found.get(name) is None else found[name]
+        found["seconds"] = math.nan if found.get("seconds") is None else found["seconds"]
+        for name in ("ttft_cold_s", "ttft_cached_s"):
+            found[name] = None if found.get(name) is None else Timing(**found[name])
+        found["predictions"] = tuple(found.get("predictions", ()))
+        return cls(**found)
 
 
 def evaluate(
@@ -90,6 +126,7 @@ def evaluate(
     timing_examples: int = 8,
     query_template: str = "{query}",
     document_template: str | None = None,
+    splitter: str | None = None,
     progress: bool = True,
 ) -> list[MethodResult]:
     """Compares methods on the same examples, greedily decoded.
@@ -99,6 +136,7 @@ def evaluate(
         methods: names from ``comb.methods.names()`` (with parameters, as ``"legolink:16"``), or "none" for the
             control without documents.
         timing_examples: of how many examples, with no document in common, times are taken; 0 takes none.
+        splitter: how the engine splits long documents; None is the engine's default.
 
     Raises:
         ValueError: if there is no example or no method, or a method is unknown or doesn't fit the model.
@@ -114,24 +152,42 @@ def evaluate(
         builder = PromptBuilder(tokenizer)
     if document_template is not None:
         builder = PromptBuilder(tokenizer, document_template=document_template)
+    setting = Setting(weights, tokenizer, builder, query_template, splitter)
     results = []
     for method in methods:
-        run = _Run(weights, tokenizer, builder, method, query_template, max_new_tokens)
+        run = _Run(setting, method, max_new_tokens)
         results.append(run(examples, batch_size, timing_examples, progress))
     return results
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods of one comparison share: model, tokenizer, and how examples become requests."""
+
+    model: Any
+    tokenizer: Any
+    builder: PromptBuilder
+    query_template: str = "{query}"
+    splitter: str | None = None
+
+    def engine(self, method: str, store: PICacheStore | None = None) -> PICEngine:
+        """A fresh engine. Raises ValueError where the method is unknown or doesn't fit the model."""
+        name = "full" if method == NO_DOCUMENTS else method
+        extra: dict[str, Any] = {} if self.splitter is None else {"splitter": self.splitter}
+        return PICEngine(self.model, self.tokenizer, method=name, store=store, prompt_builder=self.builder, **extra)
+
+    def request(self, method: str, example: Example) -> tuple[str, Sequence[Document]]:
+        """Question and documents; no documents for the control "none"."""
+        documents = () if method == NO_DOCUMENTS else example.documents
+        return self.query_template.replace("{query}", example.query), documents
 
 
 class _Run:
     """One method on one model."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, builder: PromptBuilder, method: str, template: str, max_new_tokens: int
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.builder = builder
+    def __init__(self, setting: Setting, method: str, max_new_tokens: int) -> None:
+        self.setting = setting
         self.method = method
-        self.template = template
         self.max_new_tokens = max_new_tokens
         self.engine = self._engine()  # an unknown method fails here, before anything is computed
 
@@ -148,7 +204,7 @@ class _Run:
                 bar.update(len(requests))
         seconds = time.perf_counter() - start
         self.engine = self._engine()  # gives back what the answers left in the store
-        cold, cached = self._times(_disjoint(examples, timing_examples))
+        cold, cached = self._times(disjoint(examples, timing_examples))
         predictions = tuple(answer.text.strip() for answer in answers)
         scores = score(predictions, [example.references for example in examples])
         reports = [answer.report for answer in answers]
@@ -169,12 +225,10 @@ class _Run:
         )
 
     def _engine(self) -> PICEngine:
-        name = "full" if self.method == NO_DOCUMENTS else self.method
-        return PICEngine(self.model, self.tokenizer, method=name, prompt_builder=self.builder)
+        return self.setting.engine(self.method)
 
-    def _request(self, example: Example) -> tuple[str, Sequence[Any]]:
-        documents = () if self.method == NO_DOCUMENTS else example.documents
-        return self.template.replace("{query}", example.query), documents
+    def _request(self, example: Example) -> tuple[str, Sequence[Document]]:
+        return self.setting.request(self.method, example)
 
     def _times(self, examples: Sequence[Example]) -> tuple[list[float], list[float]]:
         if not examples:
@@ -192,7 +246,7 @@ class _Run:
         return self.engine.ask(question, documents, max_new_tokens=1).report.ttft_s
 
 
-def _disjoint(examples: Sequence[Example], count: int) -> list[Example]:
+def disjoint(examples: Sequence[Example], count: int) -> list[Example]:
     """Up to `count` examples no two of which share a document, so that each is cold when first asked."""
     seen: set[Any] = set()
     chosen: list[Example] = []

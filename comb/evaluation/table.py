@@ -13,52 +13,125 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from comb.evaluation.run import MethodResult, Timing
 
 PACKAGES = ("comb-pic", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
 COLUMNS = ("method", "EM %", "F1 %", "ROUGE-L", "TTFT cold", "TTFT cached", "B/token", "redone")
+MEASURED = ("KL", "top-1", "peak")
+"""Columns that are there only if some method has a value for them; with them, times are written shorter."""
+WIDE = (*COLUMNS[:4], "KL", "top-1", "cold ms", "cached ms", *COLUMNS[6:], "peak")
 NOTE = (
-    "{n} questions. TTFT: time to first token in ms, median (quartiles), one request at a time. B/token: bytes of "
+    "{n} questions. {times}, one request at a time. B/token: bytes of "
     "cache per document token. redone: document tokens prefilled again per question."
 )
+TIMES = "TTFT: time to first token in ms, median (quartiles)"
+SHORT_TIMES = "cold, cached: time to first token, median ±half the distance of the quartiles"
+NOTES = {
+    "KL": "KL: from full recompute's next-token distribution, nats per token of its own answer.",
+    "top-1": "top-1: how often both have the same likeliest token, %.",
+    "peak": "peak: MiB that linking and the first token add.",
+}
+
+
+def columns(results: Sequence[MethodResult]) -> tuple[str, ...]:
+    """`COLUMNS`, and among them those of `MEASURED` that some result has a value for."""
+    found = {
+        "KL": any(result.kl is not None for result in results),
+        "top-1": any(result.top1_agreement is not None for result in results),
+        "peak": any(result.peak_memory_bytes is not None for result in results),
+    }
+    return tuple(name for name in WIDE if found.get(name, True)) if any(found.values()) else COLUMNS
 
 
 def rows(results: Sequence[MethodResult]) -> list[tuple[str, ...]]:
-    """One row of text per result, in the order of `COLUMNS`."""
-    return [
-        (
-            result.method,
-            f"{100 * result.em:.1f}",
-            f"{100 * result.f1:.1f}",
-            f"{100 * result.rouge_l:.1f}",
-            _milliseconds(result.ttft_cold_s),
-            _milliseconds(result.ttft_cached_s),
-            f"{result.cache_bytes_per_document_token:.0f}",
-            f"{result.recomputed_tokens:.0f}",
-        )
-        for result in results
-    ]
+    """One row of text per result, in the order of `columns`."""
+    names = columns(results)
+    return [tuple(cells[name] for name in names) for cells in map(_cells, results)]
+
+
+def _cells(result: MethodResult) -> dict[str, str]:
+    if result.refused:
+        return {**dict.fromkeys((*COLUMNS, *WIDE), "-"), "method": result.method, "EM %": "refused"}
+    return {
+        "method": result.method,
+        "EM %": f"{100 * result.em:.1f}",
+        "F1 %": f"{100 * result.f1:.1f}",
+        "ROUGE-L": f"{100 * result.rouge_l:.1f}",
+        "KL": "-" if result.kl is None else divergence(result.kl),
+        "top-1": "-" if result.top1_agreement is None else f"{100 * result.top1_agreement:.1f}",
+        "TTFT cold": milliseconds(result.ttft_cold_s),
+        "TTFT cached": milliseconds(result.ttft_cached_s),
+        "cold ms": short_milliseconds(result.ttft_cold_s),
+        "cached ms": short_milliseconds(result.ttft_cached_s),
+        "B/token": f"{result.cache_bytes_per_document_token:.0f}",
+        "redone": f"{result.recomputed_tokens:.0f}",
+        "peak": "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 2**20:.1f}",
+    }
+
+
+def remarks(results: Sequence[MethodResult]) -> list[str]:
+    """One line for each method that was refused, or has a note."""
+    refused = [f"{result.method} refused: {result.refused}" for result in results if result.refused]
+    return refused + [f"{result.method}: {result.note}" for result in results if result.note]
 
 
 def result_table(results: Sequence[MethodResult], title: str | None = None) -> Table:
-    """A rich table that fits 80 columns; EM, F1 and ROUGE-L in percent, times as median with quartiles."""
-    caption = NOTE.format(n=results[0].n) if results else None
+    """A rich table that fits 80 columns (100 with `MEASURED`); EM, F1 and ROUGE-L in percent, times with quartiles."""
+    below = "\n".join(filter(None, [notes(results), *remarks(results)]))
+    names = columns(results)
+    return text_table(names, rows(results), title, below, tight=names != COLUMNS)
+
+
+def notes(results: Sequence[MethodResult]) -> str:
+    """What the columns mean, in one paragraph."""
+    names = columns(results)
+    counts = [result.n for result in results if not result.refused]
+    times = TIMES if names == COLUMNS else SHORT_TIMES
+    first = [NOTE.format(n=counts[0], times=times)] if counts else []
+    return " ".join([*first, *(NOTES[name] for name in names if name in NOTES)])
+
+
+def text_table(
+    names: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    title: str | None = None,
+    caption: str | None = None,
+    *,
+    left: Sequence[str] = ("method",),
+    tight: bool = False,
+) -> Table:
+    """A rich table; the columns in `left` begin at the left, the others are numbers."""
     table = Table(
-        title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        title=title,
+        caption=escape(caption) if caption else None,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=tight,
     )
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for row in rows(results):
-        table.add_row(*row)
+    for name in names:
+        text = name in left
+        table.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text)
+    for line in lines:
+        table.add_row(*line)
     return table
 
 
 def markdown_table(results: Sequence[MethodResult]) -> str:
     """The same table in Markdown."""
-    lines = [COLUMNS, ("---",) + ("---:",) * (len(COLUMNS) - 1), *rows(results)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown(columns(results), rows(results), remarks(results))
+
+
+def markdown(names: Sequence[str], lines: Sequence[Sequence[str]], remarks: Sequence[str] = ()) -> str:
+    """A Markdown table, and a list of remarks below it."""
+    rules = ("---",) + ("---:",) * (len(names) - 1)
+    table = ["| " + " | ".join(line) + " |" for line in (names, rules, *lines)]
+    below = ["", *(f"- {remark}" for remark in remarks)] if remarks else []
+    return "\n".join([*table, *below]) + "\n"
 
 
 def environment(**settings: Any) -> dict[str, Any]:
@@ -86,11 +159,24 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _milliseconds(timing: Timing | None) -> str:
+def milliseconds(timing: Timing | None) -> str:
+    """``12 (9.1-20)``: the median with its quartiles."""
     if timing is None:
         return "-"
     median, low, high = (_short(1000 * seconds) for seconds in (timing.median, timing.low, timing.high))
     return f"{median} ({low}-{high})"
+
+
+def short_milliseconds(timing: Timing | None) -> str:
+    """``12 ±5.5``: the median, and half the distance of the quartiles."""
+    if timing is None:
+        return "-"
+    return f"{_short(1000 * timing.median)} ±{_short(500 * (timing.high - timing.low))}"
+
+
+def divergence(kl: float) -> str:
+    """A KL in nats: ``0`` only if it is exactly that."""
+    return "0" if kl == 0 else f"{kl:.3f}" if abs(kl) >= 0.001 else f"{kl:.0e}"
 
 
 def _short(value: float) -> str:

@@ -1,0 +1,1 @@
+"""`comb bench`: methods compared on the same work. What each command measures is in docs/benchmarks.md."""

@@ -1,0 +1,238 @@
+"""Needle in a haystack: one fact at a chosen depth of unrelated text, and the question about it.
+
+Two sources. Text (generated, or a file's) is a row of tokens in which the needle is put at an exact token and which is
+then cut into chunks, each a document (EPIC sec. 5.2: 512 tokens). A dataset keeps its documents whole: the one that
+answers an example's question stands among documents of other examples.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from comb.documents import Document, Example, PromptBuilder
+from comb.evaluation.metrics import normalize_answer
+
+CITIES = ("Aarhus", "Bergen", "Cadiz", "Dresden", "Esbjerg", "Fukuoka", "Galway", "Haifa", "Izmir", "Jakarta")
+_SUBJECTS = ("The harbour", "A quiet street", "The old library", "The weather station", "A small bakery", "The river")
+_VERBS = ("was repaired", "was painted", "was photographed", "was mentioned in a letter", "was visited by students")
+_TIMES = ("in the spring", "after the long winter", "on a Tuesday", "before the festival", "many years ago", "at dawn")
+_ENDINGS = (
+    "and nobody thought much of it",
+    "which pleased the neighbours",
+    "as the newspaper reported",
+    "although it rained all day",
+    "and the work went on until evening",
+)
+_COMMON = frozenset({"and", "are", "did", "does", "for", "from", "has", "have", "her", "his", "how", "its", "the"}) | {
+    "was",
+    "what",
+    "where",
+    "which",
+    "who",
+    "with",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One haystack with its needle.
+
+    Args:
+        tokens: of all documents. needle_token: at which of them the needle begins. needle_tokens: its length.
+    """
+
+    documents: tuple[Document, ...]
+    question: str
+    answer: str
+    tokens: int
+    needle_token: int
+    needle_tokens: int
+
+    @property
+    def depth(self) -> float:
+        """Where the needle really is: share of the other tokens that stand in front of it, in percent."""
+        others = self.tokens - self.needle_tokens
+        return 100 * self.needle_token / others if others else 0.0
+
+
+class Haystack(Protocol):
+    """Makes cases: the `number`-th with so many tokens and the needle at `depth` percent."""
+
+    def case(self, tokens: int, depth: float, number: int) -> Case:
+        """Raises ValueError when that can't be made."""
+
+
+def place(tokens: int, depth: float, needle: int, chunk: int) -> int:
+    """The token at which a needle begins, with `tokens` in all, at `depth` percent, in chunks of `chunk`.
+
+    A needle that would lie across the end of a chunk moves to the nearer side of it: it is retrieval that is measured,
+    not what cutting a sentence does.
+
+    Raises:
+        ValueError: if the needle is longer than a chunk or than all tokens.
+    """
+    if needle > min(tokens, chunk):
+        raise ValueError(f"a needle of {needle} tokens needs a context and chunks of at least as many")
+    start = round((tokens - needle) * depth / 100)
+    end_of_chunk = (start // chunk + 1) * chunk
+    over = start + needle - end_of_chunk
+    if over <= 0 or end_of_chunk >= tokens:
+        return start
+    before = end_of_chunk - needle
+    return before if over <= needle - over or end_of_chunk + needle > tokens else end_of_chunk
+
+
+class TextHaystack:
+    """Chunks of running text.
+
+    Args:
+        text: the filler, repeated if it is short; None: generated sentences.
+    """
+
+    def __init__(self, tokenizer: Any, chunk_tokens: int, text: str | None = None, seed: int = 0) -> None:
+        if chunk_tokens < 1:
+            raise ValueError(f"--chunk-tokens must be at least 1, got {chunk_tokens}")
+        self.tokenizer = tokenizer
+        self.chunk_tokens = chunk_tokens
+        self.text = text
+        self.seed = seed
+        self._sentences = random.Random(seed)
+        self._filler: list[int] = []
+
+    def case(self, tokens: int, depth: float, number: int) -> Case:
+        rng = random.Random(f"{self.seed}:{number}")
+        city, code = CITIES[rng.randrange(len(CITIES))], str(rng.randrange(1000, 10000))
+        needle = self._ids(f" The secret code of the {city} office is {code}.")
+        start = place(tokens, depth, len(needle), self.chunk_tokens)
+        filler = self._fill(tokens - len(needle))
+        ids = [*filler[:start], *needle, *filler[start:]]
+        cuts = range(0, len(ids), self.chunk_tokens)
+        documents = tuple(Document(token_ids=tuple(ids[cut : cut + self.chunk_tokens])) for cut in cuts)
+        question = f"What is the secret code of the {city} office? Answer with the code alone."
+        return Case(documents, question, code, tokens, start, len(needle))
+
+    def _fill(self, count: int) -> list[int]:
+        while len(self._filler) < count:
+            text = _sentence(self._sentences) if self.text is None else self.text
+            ids = self._ids(text)
+            if not ids:
+                raise ValueError("the haystack's text has no token")
+            self._filler += ids
+        return self._filler[:count]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+def _sentence(rng: random.Random) -> str:
+    # without digits, so that no sentence looks like a needle
+    return f" {rng.choice(_SUBJECTS)} {rng.choice(_VERBS)} {rng.choice(_TIMES)}, {rng.choice(_ENDINGS)}."
+
+
+class ExampleHaystack:
+    """Whole documents of a dataset.
+
+    The needle is the one document of an example that holds every word of question and answer which any of its
+    documents holds; examples without one (two documents are needed, or none answers) are left out. Documents of
+    other groups that hold a word of the question which the needle holds too are no filler for it.
+
+    Raises:
+        ValueError: if no example has such a document.
+    """
+
+    def __init__(self, examples: Sequence[Example], builder: PromptBuilder, template: str = "{query}") -> None:
+        self.builder = builder
+        self.template = template
+        self.examples = examples
+        found = ((example, supporting(example)) for example in examples)
+        self.needles = [(example, document) for example, document in found if document is not None]
+        if not self.needles:
+            raise ValueError("none of the examples has one document that answers it alone: use text as the haystack")
+
+    def case(self, tokens: int, depth: float, number: int) -> Case:
+        example, needle = self.needles[number * 7919 % len(self.needles)]
+        needle_tokens = len(self.builder.segment(needle))
+        target = (tokens - needle_tokens) * depth / 100
+        before: list[Document] = []
+        after: list[Document] = []
+        in_front = used = 0
+        full = False
+        for document in self._fillers(example, needle):
+            size = len(self.builder.segment(document))
+            if used + size > tokens - needle_tokens:
+                full = True
+                break
+            used += size
+            # in front as long as that brings the needle nearer to where it shall be
+            if abs(in_front + size - target) <= abs(in_front - target):
+                in_front += size
+                before.append(document)
+            else:
+                after.append(document)
+        if not full:
+            raise ValueError(
+                f"the dataset's documents give a haystack of {used + needle_tokens} tokens, not {tokens}: read more "
+                "of it (--limit), or use text"
+            )
+        if not used:
+            raise ValueError(f"{tokens} tokens have no room for a document beside the needle ({needle_tokens} tokens)")
+        question = self.template.replace("{query}", example.query)
+        total = used + needle_tokens
+        return Case((*before, needle, *after), question, example.answer, total, in_front, needle_tokens)
+
+    def _fillers(self, example: Example, needle: Document) -> Iterator[Document]:
+        asked = _words(example.query) & _words(needle.text or "")
+        seen = {needle}
+        start = self.examples.index(example)
+        for other in (*self.examples[start:], *self.examples[:start]):
+            if other is example or (other.group is not None and other.group == example.group):
+                continue
+            for document in other.documents:
+                if document not in seen and not asked & _words(document.text or ""):
+                    seen.add(document)
+                    yield document
+
+
+def supporting(example: Example) -> Document | None:
+    """The one document with every content word of question and answer that any document has; None without one."""
+    words = [_words(document.text or "") for document in example.documents]
+    wanted = _words(f"{example.query} {example.answer}") & set().union(*words)
+    holding = [document for document, own in zip(example.documents, words, strict=True) if wanted <= own]
+    return holding[0] if wanted and len(holding) == 1 else None
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a .txt file, or of the "text" fields of a .jsonl (or .jsonl.gz) file.
+
+    Raises:
+        ValueError: for a file that isn't there, has another ending, is damaged, or holds no text.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"--haystack: there is no file {str(path)!r}")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        text = raw.decode("utf-8")
+        name = path.name.removesuffix(".gz")
+        if name.endswith(".jsonl"):
+            text = "\n".join(str(json.loads(line)["text"]) for line in text.splitlines() if line.strip())
+        elif not name.endswith(".txt"):
+            raise ValueError("expected a .txt, .jsonl or .jsonl.gz file")
+    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--haystack {path}: {type(error).__name__}: {error}") from error
+    if not text.strip():
+        raise ValueError(f"--haystack {path} holds no text")
+    return text
+
+
+def _words(text: str) -> set[str]:
+    """Content words in normal form, without an apostrophe's s."""
+    plain = re.sub(r"['’]s\b", "", text)
+    return {word for word in normalize_answer(plain).split() if len(word) > 2 and word not in _COMMON}

@@ -1,0 +1,601 @@
+"""`comb bench`: its pieces against hand-computed cases, and every command once on tiny models. None looks at times."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import open_gates
+from test_documents import byte_tokenizer
+from typer.testing import CliRunner
+
+from comb import CombForCausalLM, Document, Example, cli
+from comb.bench.asynchronous import budget, measure_async, summarize
+from comb.bench.comparison import compare, drop_too_long
+from comb.bench.context_length import LengthResult, Work, growth_exponent, measure_context_length, random_model
+from comb.bench.fidelity import kl_divergence
+from comb.bench.haystack import ExampleHaystack, TextHaystack, place, read_text, supporting
+from comb.bench.memory import peak_memory, running_maximum
+from comb.bench.needle import contains, measure_needles
+from comb.bench.queueing import Arrival, Service, poisson_arrivals, serve_in_order
+from comb.bench.report import async_tables, length_tables, needle_tables
+from comb.bench.request import linked
+from comb.bench.specs import integers, numbers, split_methods
+from comb.documents import PromptBuilder
+from comb.evaluation.datasets import Counts
+from comb.evaluation.plot import plot_results, styles
+from comb.evaluation.run import MethodResult, Setting, Timing
+from comb.evaluation.table import COLUMNS, columns, markdown_table, rows
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def model() -> CombForCausalLM:
+    """A tiny Llama of strong attention with an untrained encoder, gates open."""
+    import transformers as tf
+    from families import BASE
+
+    torch.manual_seed(1)
+    config = tf.LlamaConfig(**{**BASE, "vocab_size": 300, "num_hidden_layers": 2, "initializer_range": 0.2})
+    backbone = tf.AutoModelForCausalLM.from_config(config).eval()
+    return open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=1)).eval()
+
+
+@pytest.fixture(scope="module")
+def setting(model: CombForCausalLM) -> Setting:
+    tokenizer = byte_tokenizer()
+    return Setting(model, tokenizer, PromptBuilder(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Example]:
+    return [
+        Example((Document(f"fact {n} is here"), Document(f"and other {n}")), f"what is {n}?", f"fact {n}", group=str(n))
+        for n in range(5)
+    ]
+
+
+# --- lists on the command line --------------------------------------------------------------------------------------
+
+
+def test_methods_are_split_at_commas_between_methods() -> None:
+    given = "full,legolink:2,cacheblend:0.15,layers=1,naive:rotate=false,none"
+    assert split_methods(given) == ["full", "legolink:2", "cacheblend:0.15,layers=1", "naive:rotate=false", "none"]
+    assert split_methods(" full , comb ,") == ["full", "comb"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no method"),
+        ("full,fool", "unknown method 'fool'"),
+        ("full,full", "full twice"),
+        ("k=2,full", "unknown method 'k=2'"),
+        ("full:2", "no unnamed parameter"),
+    ],
+)
+def test_bad_method_lists(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_methods(text)
+
+
+def test_numbers_are_sorted_and_checked() -> None:
+    assert integers("4, 2,2", "--lengths") == [2, 4]
+    assert numbers("100,0,12.5", "--depths", most=100) == [0.0, 12.5, 100.0]
+    for text, message in (("a,1", "numbers separated"), ("0", "at least 1"), ("1.5", "whole"), ("", "got none")):
+        with pytest.raises(ValueError, match=message):
+            integers(text, "--lengths")
+    with pytest.raises(ValueError, match="at most 100, got 101"):
+        numbers("101", "--depths", most=100)
+    with pytest.raises(ValueError, match="--rates"):
+        numbers("nan", "--rates")
+
+
+# --- divergence and memory ------------------------------------------------------------------------------------------
+
+
+def test_divergence_of_known_distributions() -> None:
+    p, q = torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log(), torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
+    expected = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(2)]
+    assert kl_divergence(p, q).tolist() == pytest.approx(expected, abs=1e-6)
+    assert kl_divergence(p, p).tolist() == [0.0, 0.0]
+    assert kl_divergence(q, p)[1].item() == math.inf  # ruled out by the other, not by the reference
+
+
+def test_running_maximum() -> None:
+    assert running_maximum([4, 4, -8, 6, 1]) == 8
+    assert running_maximum([-3, 2]) == 0
+    assert running_maximum([]) == 0
+
+
+def test_peak_memory_counts_tensors() -> None:
+    kept = torch.zeros(1000)
+
+    def work() -> None:
+        first = kept + 1  # 4000 bytes
+        second = first + 1  # 4000 more
+        del first
+        second.add_(1)
+
+    assert peak_memory("cpu", work) == peak_memory("cpu", work)
+    assert 8000 <= peak_memory("cpu", work) < 8200
+
+
+def test_a_linked_request_is_what_the_engine_answers_from(setting: Setting, examples: list[Example]) -> None:
+    for method in ("full", "prefix", "legolink:2", "comb"):
+        engine = setting.engine(method)
+        request = setting.request(method, examples[0])
+        [token, *_] = engine.ask(*request, max_new_tokens=1).token_ids
+        with linked(engine, *request) as state:
+            assert int(state.logits.argmax()) == token
+        assert engine.store.stats().in_use == 0
+
+
+# --- comb bench methods ---------------------------------------------------------------------------------------------
+
+METHODS = ("full", "prefix", "naive", "comb", "none")
+
+
+@pytest.fixture(scope="module")
+def results(setting: Setting, examples: list[Example]) -> dict[str, MethodResult]:
+    found = compare(setting, examples, METHODS, max_new_tokens=4, timing_examples=2, kl_examples=3, progress=False)
+    assert [result.method for result in found] == list(METHODS)
+    return {result.method: result for result in found}
+
+
+def test_full_recompute_does_not_diverge_from_itself(results: dict[str, MethodResult]) -> None:
+    assert results["full"].kl == 0.0
+    assert results["full"].top1_agreement == 1.0
+    assert results["prefix"].kl == pytest.approx(0.0, abs=1e-6)
+    assert results["prefix"].top1_agreement == 1.0
+    assert {result.kl_n for result in results.values()} == {results["full"].kl_n}
+    assert 3 <= results["full"].kl_n <= 3 * 4
+
+
+def test_controls_diverge(results: dict[str, MethodResult]) -> None:
+    for method in ("none", "naive", "comb"):
+        kl = results[method].kl
+        assert kl is not None
+        assert kl > 1e-3
+
+
+def test_peak_memory_grows_with_the_prompt(results: dict[str, MethodResult]) -> None:
+    peaks = {method: result.peak_memory_bytes or 0 for method, result in results.items()}
+    assert min(peaks.values()) > 0
+    assert peaks["full"] > peaks["none"]
+
+
+def test_what_cannot_run_is_a_row_with_a_reason(setting: Setting, examples: list[Example], tmp_path: Path) -> None:
+    plain = Setting(setting.model.backbone, setting.tokenizer, setting.builder)
+    found = compare(
+        plain, examples, ["comb", "legolink:k=none", "full"], max_new_tokens=2, timing_examples=1, kl_examples=1,
+        memory=False, progress=False,
+    )  # fmt: skip
+    assert [bool(result.refused) for result in found] == [True, True, False]
+    assert "plain backbone" in found[0].refused
+    assert "legolink:k" in found[1].refused
+    assert rows(found)[0][:2] == ("comb", "refused")
+    assert "comb refused: method 'comb' needs" in markdown_table(found)
+    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
+    assert plot_results(found, tmp_path / "plot.png", metric="rouge_l", zoom=True).read_bytes()
+    assert plot_results(found[:1], tmp_path / "empty.png").read_bytes()
+
+
+def test_results_survive_json(results: dict[str, MethodResult]) -> None:
+    refused = MethodResult.refusal("comb", "no encoder")
+    written = json.loads(json.dumps([result.to_dict() for result in (*results.values(), refused)], allow_nan=False))
+    assert [MethodResult.from_dict(row) for row in written[:-1]] == list(results.values())
+    again = MethodResult.from_dict(written[-1])
+    assert again.refused == "no encoder"
+    assert math.isnan(again.em)
+    with pytest.raises(ValueError, match="no 'speed'"):
+        MethodResult.from_dict({**written[0], "speed": 1})
+
+
+def test_measured_columns_appear_only_when_measured(results: dict[str, MethodResult]) -> None:
+    bare = MethodResult("full", 1, 1.0, 1.0, 1.0, 1.0, None, None, 0.0, 0.0, 1.0)
+    assert columns([bare]) == COLUMNS
+    names = columns(list(results.values()))
+    assert {"KL", "top-1", "peak"} < set(names)
+    assert {len(row) for row in rows(list(results.values()))} == {len(names)}
+
+
+def test_prompts_without_room_are_dropped_and_counted(setting: Setting, examples: list[Example]) -> None:
+    long = Example((Document("x" * 250),), "why?", "so")
+    counts = Counts(read=6)
+    assert drop_too_long(setting, [*examples, long], 8, counts) == examples
+    assert counts.kept == 5
+    assert "256 positions" in str(counts)
+    with pytest.raises(ValueError, match="no example fits"):
+        drop_too_long(setting, [long], 8, Counts(read=1))
+
+
+def test_a_family_shares_its_marker_and_has_graded_colours() -> None:
+    found = styles(["legolink:2", "full", "legolink:16", "legolink-0", "mine", "yours:2"])
+    assert len({found[name].marker for name in ("legolink:2", "legolink:16", "legolink-0")}) == 1
+    assert len({style.colour for style in found.values()}) == 6
+    assert (found["full"].colour, found["full"].marker) == ("#000000", "*")
+
+
+# --- comb bench async -----------------------------------------------------------------------------------------------
+
+
+def test_a_queue_by_hand() -> None:
+    arrivals = [Arrival(1.0, 0), Arrival(2.0, 1), Arrival(10.0, 0)]
+    services = {0: Service(1.0, 4.0, documents=2, hits=2), 1: Service(2.0, 3.0, documents=2, hits=1)}
+    served = serve_in_order(arrivals, services.__getitem__)
+    assert [request.start for request in served] == [1.0, 5.0, 10.0]
+    assert [request.end for request in served] == [5.0, 8.0, 14.0]
+    assert [request.ttft_s for request in served] == [1.0, 5.0, 1.0]
+    result = summarize(served, "full", 0.5, 1.0, 100)
+    assert result.n == 3
+    assert result.throughput == pytest.approx(3 / 14)
+    assert result.busy == pytest.approx(11 / 14)
+    assert (result.ttft_median_s, result.ttft_mean_s) == (1.0, pytest.approx(7 / 3))
+    assert result.ttft_p90_s == pytest.approx(1.0 + 0.8 * 4.0)  # between the second and the third
+    assert result.hit_share == pytest.approx(5 / 6)
+
+
+def test_arrivals_are_poisson_and_repeatable() -> None:
+    arrivals = poisson_arrivals(50.0, 40.0, 4, seed=3)
+    assert arrivals == poisson_arrivals(50.0, 40.0, 4, seed=3)
+    assert arrivals != poisson_arrivals(50.0, 40.0, 4, seed=4)
+    assert 1800 < len(arrivals) < 2200
+    assert {arrival.user for arrival in arrivals} == {0, 1, 2, 3}
+    times = [arrival.time for arrival in arrivals]
+    assert times == sorted(times)
+    assert times[-1] < 40.0
+    gaps = [after - before for before, after in pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert spread / mean == pytest.approx(1.0, abs=0.1)  # exponential gaps
+    assert len(poisson_arrivals(0.001, 0.1, 1)) == 1
+
+
+def test_the_store_gets_its_share() -> None:
+    assert budget([100, 100, 200], 1.0) == 400
+    assert budget([100, 100, 200], 0.5) == 200
+    with pytest.raises(ValueError, match=r"at least ccr 0\.50"):
+        budget([100, 100, 200], 0.4)
+
+
+def test_what_does_not_fit_the_store_is_compiled_again(setting: Setting, examples: list[Example]) -> None:
+    found = measure_async(
+        setting, examples, ["naive", "full"], [2.0], [1.0, 0.5, 0.1],
+        users=4, seconds=20.0, max_new_tokens=1, progress=False,
+    )  # fmt: skip
+    whole, half, tenth, full = found
+    assert whole.hit_share == 1.0
+    assert half.hit_share is not None
+    assert half.hit_share < 1.0
+    assert whole.store_bytes == 2 * (half.store_bytes or 0)
+    assert whole.n == half.n == full.n > 20  # the same arrivals
+    assert "ccr" in tenth.refused
+    assert (full.ccr, full.hit_share) == (None, None)
+    [table] = async_tables(found)
+    assert [line[0] for line in table.lines] == ["naive", "naive", "naive", "full"]
+    assert any("naive at ccr 0.1 refused" in remark for remark in table.remarks)
+
+
+def test_users_need_documents_of_their_own(setting: Setting, examples: list[Example]) -> None:
+    with pytest.raises(ValueError, match="only 1 of 2 examples"):
+        measure_async(setting, [examples[0]] * 2, ["full"], [1.0], users=2, progress=False)
+
+
+# --- comb bench context-length --------------------------------------------------------------------------------------
+
+
+def test_work_has_exactly_the_tokens_asked_for() -> None:
+    work = Work.random(50, 100, 32, 7)
+    assert [len(segment) for segment in work.segments] == [32, 32, 32, 4]
+    assert len(work.query) == 7
+    assert len(work.flat) == 107
+    assert work == Work.random(50, 100, 32, 7)
+    assert set(work.flat) <= set(range(50))
+
+
+def test_lengths_are_compared_within_a_repeat() -> None:
+    model = random_model(layers=2, hidden=32, heads=2, kv_heads=1, vocab=64, positions=80)
+    specs = ["full", "prefix", "naive", "legolink:4", "comb"]
+    found = measure_context_length(
+        model, specs, [32, 64, 128], segment_tokens=16, query_tokens=4, repeats=2, progress=False
+    )
+    assert [(result.tokens, result.method) for result in found] == [(n, s) for n in (32, 64, 128) for s in specs]
+    by_name = {(result.tokens, result.method): result for result in found}
+    full = by_name[64, "full"]
+    assert full.speedup == Timing(1.0, 1.0, 1.0, 2)
+    assert (full.recomputed_tokens, full.cache_bytes) == (64, 0)
+    lego = by_name[64, "legolink:4"]
+    assert lego.speedup is not None
+    assert lego.recomputed_tokens == 3 * 4
+    assert lego.cache_bytes == 64 * (2 * 2 * 16 * 4 + 8)  # keys and values of two layers, and token ids
+    assert {"assemble", "recompute", "first token"} <= set(lego.stages_s)
+    assert lego.peak_memory_bytes is not None
+    assert by_name[64, "naive"].recomputed_tokens == 0
+    assert by_name[64, "prefix"].recomputed_tokens == 0
+    assert by_name[64, "prefix"].cache_bytes > 0
+    assert "plain backbone" in by_name[32, "comb"].refused
+    assert "80 positions" in by_name[128, "naive"].refused  # and the shorter ones went on
+    assert growth_exponent(found, "naive") is not None
+    tables = length_tables(found)
+    assert len(tables) == 2
+    assert json.loads(json.dumps([result.to_dict() for result in found], allow_nan=False))
+
+
+def test_growth_is_the_slope_of_logarithms() -> None:
+    found = [LengthResult("full", n, Timing(n**2 / 7, 0, 0, 1)) for n in (100, 200, 400)]
+    assert growth_exponent(found, "full") == pytest.approx(2.0)
+    assert growth_exponent(found[:1], "full") is None
+
+
+def test_no_ratio_is_printed_over_a_failing_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    from comb.methods.base import DecodeState
+
+    model = random_model(layers=2, hidden=32, heads=2, kv_heads=1, vocab=64, positions=80)
+    right = DecodeState.logits.fget  # type: ignore[attr-defined]  # a property
+    monkeypatch.setattr(DecodeState, "logits", property(lambda state: right(state) + 1.0))
+    with pytest.raises(ValueError, match="differs from the plain model"):
+        measure_context_length(model, ["full"], [32], repeats=1, progress=False)
+    monkeypatch.setattr(DecodeState, "logits", property(lambda state: right(state) * math.nan))
+    [found] = measure_context_length(model, ["naive"], [32], repeats=1, progress=False)
+    assert "not finite" in found.refused
+
+
+def test_random_models_are_seeded_and_checked() -> None:
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "vocab": 20, "positions": 8}
+    first, again = random_model(**sizes), random_model(**sizes)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    with pytest.raises(ValueError, match="heads must divide hidden"):
+        random_model(**{**sizes, "heads": 3})
+
+
+# --- comb bench needle ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "needle", "chunk", "start"),
+    [
+        (100, 0, 10, 50, 0),
+        (100, 100, 10, 50, 90),
+        (100, 25, 10, 50, 22),  # round(90 * 0.25)
+        (100, 50, 10, 50, 40),  # 45 would end at 55: as far to either side, so in front
+        (100, 48, 10, 50, 40),  # 43 would end at 53, three over: back to 40
+        (100, 52, 10, 50, 50),  # 47 would end at 57, seven over: on to 50
+        (100, 50, 10, 200, 45),  # one chunk
+    ],
+)
+def test_a_needle_never_lies_across_chunks(tokens: int, depth: float, needle: int, chunk: int, start: int) -> None:
+    found = place(tokens, depth, needle, chunk)
+    assert found // chunk == (found + needle - 1) // chunk
+    assert found == start
+    with pytest.raises(ValueError, match="a needle of 60"):
+        place(tokens, depth, 60, 50)
+
+
+def test_a_text_haystack_has_its_needle_at_the_exact_token() -> None:
+    tokenizer = byte_tokenizer()
+    haystack = TextHaystack(tokenizer, 100)
+    for depth in (0, 25, 50, 75, 100):
+        case = haystack.case(430, depth, 1)
+        ids = [token for document in case.documents for token in document.token_ids or ()]
+        assert len(ids) == case.tokens == 430
+        assert [len(document.token_ids or ()) for document in case.documents] == [100, 100, 100, 100, 30]
+        needle = tokenizer.decode(ids[case.needle_token : case.needle_token + case.needle_tokens])
+        assert needle.startswith(" The secret code")
+        assert needle.endswith(f"{case.answer}.")
+        assert abs(case.depth - depth) < 15
+        assert not any(character.isdigit() for character in tokenizer.decode(ids).replace(needle, ""))
+    assert haystack.case(430, 50, 1) == TextHaystack(tokenizer, 100).case(430, 50, 1)
+    assert haystack.case(430, 50, 1).question != haystack.case(430, 50, 2).question
+
+
+def test_the_supporting_document_is_the_only_one_with_all_words() -> None:
+    right, other = Document("Hannah went to the station."), Document("Felix went to the park.")
+    example = Example((other, right), "Where is Hannah?", "Hannah is in the station.")
+    assert supporting(example) == right
+    two = Example((Document("Ann works at Acme."), Document("Acme is in Rome.")), "Ann's city?", "Acme is in Rome.")
+    assert supporting(two) is None
+    assert supporting(Example((right, right), "Where is Hannah?", "station")) is None
+
+
+def test_a_dataset_haystack_keeps_documents_whole() -> None:
+    builder = PromptBuilder(byte_tokenizer())
+    examples = [
+        Example(
+            (Document(f"name{n} went to room{n}."), Document(f"person{n} sat down.")),
+            f"Where is name{n}?", f"name{n} is in room{n}.", group=str(n),
+        )
+        for n in range(9)
+    ]  # fmt: skip
+    haystack = ExampleHaystack(examples, builder)
+    for depth in (0, 50, 100):
+        case = haystack.case(150, depth, 0)
+        texts = [document.text for document in case.documents]
+        place_of_needle = texts.index("name0 went to room0.")
+        assert case.needle_token == sum(len(f"{text}\n") for text in texts[:place_of_needle])
+        assert case.tokens == sum(len(f"{text}\n") for text in texts) <= 150
+        assert abs(case.depth - depth) < 15
+        assert "person0 sat down." not in texts  # of the same group
+    with pytest.raises(ValueError, match="not 100000"):
+        haystack.case(100_000, 50, 0)
+    with pytest.raises(ValueError, match="answers it alone"):
+        ExampleHaystack([Example((Document("a"),), "why?", "so")], builder)
+
+
+def test_needles_are_scored_by_cell(setting: Setting, tmp_path: Path) -> None:
+    haystack = TextHaystack(setting.tokenizer, 64)
+    plain = Setting(setting.model.backbone, setting.tokenizer, setting.builder)
+    cells = measure_needles(
+        plain, haystack, ["full", "naive", "comb"], [100, 400], [0, 100], repeats=2, max_new_tokens=2, progress=False
+    )
+    assert [(cell.method, cell.tokens, cell.depth) for cell in cells] == [
+        (method, tokens, depth) for method in ("full", "naive", "comb") for tokens in (100, 400) for depth in (0, 100)
+    ]
+    assert cells[0].n == len(cells[0].placed) == 2
+    assert cells[0].placed == (0, 0)
+    assert cells[0].found is not None
+    assert "256 positions" in cells[2].refused
+    assert "plain backbone" in cells[-1].refused
+    [table] = needle_tables(cells)
+    assert table.lines[0][2] == "0 (0)"
+    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
+    from comb.bench.plots import plot_needles
+
+    assert plot_needles(cells, tmp_path / "needles.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_containment_is_of_whole_words() -> None:
+    assert contains("The code is 4711.", "4711")
+    assert not contains("14711", "4711")
+    assert contains("It's the  Old Library!", "old library")
+
+
+def test_haystack_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "zipped"}'))
+    assert read_text(tmp_path / "a.txt") == "some text"
+    assert read_text(tmp_path / "b.jsonl") == "one\ntwo"
+    assert read_text(tmp_path / "c.jsonl.gz") == "zipped"
+    (tmp_path / "bad.jsonl").write_text('{"body": "one"}')
+    (tmp_path / "bad.gz").write_text("not zipped")
+    (tmp_path / "empty.txt").write_text(" \n")
+    for name in ("bad.jsonl", "bad.gz", "empty.txt", "missing.txt", "a.pdf"):
+        if name == "a.pdf":
+            (tmp_path / name).write_text("x")
+        with pytest.raises(ValueError, match="--haystack"):
+            read_text(tmp_path / name)
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> Any:
+    return runner.invoke(cli.app, ["bench", *(str(argument) for argument in arguments)], env={"COLUMNS": "100"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model: CombForCausalLM) -> Path:
+    """The tiny model without its encoder, and data beside it."""
+    folder = tmp_path_factory.mktemp("bench")
+    model.backbone.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    with (folder / "data.jsonl").open("w") as file:
+        for n in range(12):
+            row = {
+                "documents": [f"fact {n} is here", f"and other {n}"],
+                "query": f"what is {n}?",
+                "answer": f"fact {n}",
+            }
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def written(path: Path) -> Any:
+    assert path.with_suffix(".md").read_text().count("|") > 20
+    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return json.loads(path.read_text())
+
+
+def test_methods_command(folder: Path, tmp_path: Path) -> None:
+    result = run(
+        "methods", "--model", folder / "model", "--methods", "full,legolink:2,comb", "--dataset", folder / "data.jsonl",
+        "--split", "all", "--limit", 4, "--max-new-tokens", 3, "--timing-examples", 1, "--kl-examples", 2,
+        "--out", tmp_path / "m.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "comb refused: method 'comb' needs a model with a trained encoder" in " ".join(result.output.split())
+    content = written(tmp_path / "m.json")
+    assert [row["method"] for row in content["results"]] == ["full", "legolink:2", "comb"]
+    assert content["results"][0]["kl"] == 0.0
+    assert content["results"][0]["n"] == 4
+    assert content["results"][2]["em"] is None
+    assert {"argv", "versions", "commit", "machine"} <= set(content)
+
+
+def test_methods_command_on_nano() -> None:
+    result = run(
+        "methods", "--methods", "full,legolink:2,none", "--limit", 4, "--timing-examples", 1, "--kl-examples", 1,
+        "--max-new-tokens", 24,
+    )  # fmt: skip
+    if "nano" in result.output and isinstance(result.exception, OSError):
+        pytest.skip("the nano backbone is not there")
+    assert result.exit_code == 0, result.output
+    for text in ("legolink:2", "none", "KL", "4 questions"):
+        assert text in result.output
+
+
+def test_an_adapters_own_results_are_left_alone(folder: Path) -> None:
+    result = run("methods", "--model", folder / "model", "--out", folder / "model" / "results.json")
+    assert "choose another name" in str(result.exception)
+
+
+def test_async_command(folder: Path, tmp_path: Path) -> None:
+    result = run(
+        "async", "--model", folder / "model", "--methods", "full,naive", "--dataset", folder / "data.jsonl", "--split",
+        "all", "--users", 3, "--rates", "1,4", "--seconds", 2, "--ccr", "1,0.7", "--max-new-tokens", 2,
+        "--out", tmp_path / "a.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    content = written(tmp_path / "a.json")
+    assert [(row["method"], row["ccr"], row["rate"]) for row in content["results"]] == [
+        ("full", None, 1.0), ("full", None, 4.0), ("naive", 1.0, 1.0), ("naive", 1.0, 4.0), ("naive", 0.7, 1.0),
+        ("naive", 0.7, 4.0),
+    ]  # fmt: skip
+
+
+def test_context_length_command(tmp_path: Path) -> None:
+    result = run(
+        "context-length", "--lengths", "16,32", "--segment-tokens", 8, "--query-tokens", 2, "--methods",
+        "full,legolink:2,legolink-0", "--repeats", 1, "--layers", 1, "--hidden", 16, "--heads", 2, "--kv-heads", 2,
+        "--vocab", 40, "--out", tmp_path / "c.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "Growth of cached TTFT" in result.output
+    content = written(tmp_path / "c.json")
+    assert content["results"][1]["speedup"]["n"] == 1
+    assert content["threads"] == torch.get_num_threads()
+
+
+def test_needle_command(folder: Path, tmp_path: Path) -> None:
+    common = ["--model", folder / "model", "--methods", "full,naive", "--depths", "0,100", "--repeats", 1,
+              "--max-new-tokens", 2]  # fmt: skip
+    result = run("needle", *common, "--lengths", "64,128", "--chunk-tokens", 64, "--out", tmp_path / "n.json")
+    assert result.exit_code == 0, result.output
+    assert len(written(tmp_path / "n.json")["results"]) == 8
+    chosen = run("needle", *common, "--lengths", 80, "--dataset", folder / "data.jsonl", "--split", "all")
+    assert chosen.exit_code == 0, chosen.output
+    assert "refused" not in chosen.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["methods", "--methods", "fool"], "unknown method 'fool'"),
+        (["methods", "--dataset", "nothing"], "unknown dataset 'nothing'"),
+        (["methods", "--dataset", "missing.jsonl"], "missing.jsonl"),
+        (["methods", "--metric", "bleu"], "--metric is one of em, f1, rouge_l"),
+        (["methods", "--out", "here.png"], "expected a name in .json"),
+        (["methods", "--query-template", "nothing"], "has no {query}"),
+        (["async", "--methods", "none"], "leave the control"),
+        (["async", "--rates", "fast"], "--rates takes numbers"),
+        (["context-length", "--lengths", "short"], "--lengths takes numbers"),
+        (["context-length", "--heads", "7"], "heads must divide hidden"),
+        (["needle", "--depths", "200"], "at most 100"),
+        (["needle", "--haystack", "missing.txt"], "there is no file 'missing.txt'"),
+        (["needle", "--haystack", "a.txt", "--dataset", "nano"], "give one of them"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
