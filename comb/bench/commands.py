@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from comb.evaluation.datasets import Counts
     from comb.evaluation.run import Setting
 
+_WIDTH = 110
+
 bench = typer.Typer(help="Compare methods: quality, time, memory.", no_args_is_help=True)
 
 LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
-COMPARED = "full,prefix,naive,legolink:2,legolink:16,attnlink:16,cacheblend:0.15"
+COMPARED = "full,prefix,naive,legolink:2,legolink:16,legolink-0,attnlink:16,cacheblend:0.15"
 
 Model = Annotated[str, typer.Option(help="adapter folder, backbone folder, Hub id, or nano")]
 Methods = Annotated[str, typer.Option(help="separated by commas, parameters and all: full,legolink:16,comb")]
@@ -259,9 +261,12 @@ def needle_command(
 
 
 def _console() -> Any:
+    from rich.console import Console
+
     from comb import cli
 
-    return cli.console
+    # the tables need some 105 columns; on a narrower terminal lines wrap, which is better than columns that vanish
+    return cli.console if cli.console.width >= _WIDTH else Console(width=_WIDTH)
 
 
 def _load(model: str, backbone: str | None, dtype: str, device: str) -> Any:

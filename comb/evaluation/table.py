@@ -20,6 +20,7 @@ from comb.evaluation.run import MethodResult, Timing
 
 PACKAGES = ("comb-pic", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
 COLUMNS = ("method", "EM %", "F1 %", "ROUGE-L", "TTFT cold", "TTFT cached", "B/token", "redone")
+_LONGEST_NAME = 18  # of a method, before it folds
 MEASURED = ("KL", "top-1", "peak")
 """Columns that are there only if some method has a value for them; with them, times are written shorter."""
 WIDE = (*COLUMNS[:4], "KL", "top-1", "cold ms", "cached ms", *COLUMNS[6:], "peak")
@@ -74,8 +75,14 @@ def _cells(result: MethodResult) -> dict[str, str]:
 
 def remarks(results: Sequence[MethodResult]) -> list[str]:
     """One line for each method that was refused, or has a note."""
-    refused = [f"{result.method} refused: {result.refused}" for result in results if result.refused]
-    return refused + [f"{result.method}: {result.note}" for result in results if result.note]
+    said = [(result.method, f"refused: {result.refused}") for result in results if result.refused]
+    said += [(result.method, result.note) for result in results if result.note]
+    texts = dict.fromkeys(text for _, text in said)
+    # what holds for all methods is said once, without their names
+    named = {text: [method for method, its in said if its == text] for text in texts}
+    return [
+        text if len(methods) == len(results) > 1 else f"{', '.join(methods)}: {text}" for text, methods in named.items()
+    ]
 
 
 def result_table(results: Sequence[MethodResult], title: str | None = None) -> Table:
@@ -115,7 +122,9 @@ def text_table(
     )
     for name in names:
         text = name in left
-        table.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text)
+        longest = max((len(line[names.index(name)]) for line in lines), default=0)
+        width = min(longest, _LONGEST_NAME) if text else None
+        table.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text, min_width=width)
     for line in lines:
         table.add_row(*line)
     return table
