@@ -158,9 +158,10 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _LINE = re.compile(r"\n")
 _SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[」』”’）]*\s*")
 _ABBREVIATION = re.compile(
-    r"(?:\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Inc|Ltd|Co|Corp|No|Fig|Eq|Sec|Vol|pp?|ca|approx|Jan|Feb|Mar|Apr|"
-    r"Jun|Jul|Aug|Sept?|Oct|Nov|Dec)|\b(?:[A-Za-z]\.)+[A-Za-z])\.\s*$"
+    r"(?<!['’])\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Inc|Ltd|Co|Corp|Vol|approx|(?:[A-Za-z]\.)+[A-Za-z])\.\s*$"
 )
+_BEFORE_NUMBER = re.compile(r"\b(?:No|Fig|Eq|Sec|pp?|ca|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\.\s*$")
+_LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]*\d{1,3}\.\s*$")
 _FENCE = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})", re.MULTILINE)
 _HEADING = re.compile(r"^[ ]{0,3}#{1,6}(?:[ \t]|$)", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"\n[ \t\r]*\n(?=[^\s)}\]])")
@@ -183,7 +184,13 @@ def sentences(text: str) -> Iterator[int]:
 
 
 def _abbreviated(text: str, match: re.Match[str]) -> bool:
-    return _ABBREVIATION.search(text[max(0, match.start() - 16) : match.end()]) is not None
+    """Whether what looks like an end isn't one: an abbreviation, an initial, a list's number, ``"Why?" he asked``."""
+    before, after = text[max(0, match.start() - 16) : match.end()], text[match.end() : match.end() + 1]
+    if after.islower() and not match[0].startswith((". ", ".\n")):
+        return True
+    if after.isdigit() and _BEFORE_NUMBER.search(before):
+        return True
+    return bool(_ABBREVIATION.search(before) or _LIST_NUMBER.search(before))
 
 
 def spaces(text: str) -> Iterator[int]:
@@ -200,8 +207,15 @@ def headings(text: str) -> Iterator[int]:
 def markdown_blocks(text: str) -> Iterator[int]:
     """Behind blank lines outside of code fences, and around fenced blocks."""
     fenced = list(_fences(text))
-    outside = {offset for offset in paragraphs(text) if not _inside(offset, fenced)}
+    outside = {
+        offset for offset in paragraphs(text) if not _inside(offset, fenced) and not _ends_with_heading(text, offset)
+    }
     return iter(sorted(outside | {offset for block in fenced for offset in block if 0 < offset < len(text)}))
+
+
+def _ends_with_heading(text: str, offset: int) -> bool:
+    # a heading stays with what follows it
+    return _HEADING.match(text[:offset].rstrip().rpartition("\n")[2]) is not None
 
 
 def top_level_blocks(text: str) -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from comb import PICEngine, splitters
-from comb.splitting import FunctionSplitter, Splitter, create, split_document, token_pieces
+from comb.splitting import FunctionSplitter, Splitter, create, sentences, split_document, token_pieces
 
 BUDGETED = [name for name in splitters.names() if name != "whole"]
 SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "pretrain_text" / "wiki_passages_2wiki.jsonl.gz"
@@ -122,6 +123,10 @@ def test_sentences(tokenizer: Any) -> None:
     assert split(tokenizer, text, "sentences:41") == [
         "Dr. Bell paid $3.14 in the U.S. market. ", '"Why?" she asked. J. Smith left! Then 7.',
     ]  # fmt: skip
+    text = "1. Take it. (See p. 7.) St. Paul's. Well... maybe “no?” he said. No. That is all. See No. 5."
+    assert [text[first:last].strip() for first, last in pairwise([0, *sentences(text), len(text)])] == [
+        "1. Take it.", "(See p. 7.)", "St. Paul's.", "Well... maybe “no?” he said.", "No.", "That is all.", "See No. 5.",
+    ]  # fmt: skip
     assert split(tokenizer, "今日は。明日も！はい", "sentences:13") == ["今日は。", "明日も！", "はい"]
 
 
@@ -134,6 +139,10 @@ def test_markdown(tokenizer: Any) -> None:
     assert sections == [MARKDOWN.partition("## Second")[0], "## Second\n\nMore text.\n"]
     blocks = split(tokenizer, MARKDOWN, "markdown:45")
     assert "```python\n# not a heading\n\nx = 1\n```\n" in [block.rstrip("\n") + "\n" for block in blocks]
+    headed = split(
+        tokenizer, "Text before.\n\n## Head\n\nBody of the section is long. And longer still.", "markdown:40"
+    )
+    assert headed[0] == "Text before.\n\n"  # a heading is never the end of a segment
     fence = "~~~\n" + "line of code\n" * 9 + "~~~\n"
     assert all(part.endswith("\n") for part in split(tokenizer, fence, "markdown:30"))
     unclosed = "text\n\n```\n# a comment\n\nmore\n"
