@@ -207,15 +207,14 @@ def headings(text: str) -> Iterator[int]:
 def markdown_blocks(text: str) -> Iterator[int]:
     """Behind blank lines outside of code fences, and around fenced blocks."""
     fenced = list(_fences(text))
-    outside = {
-        offset for offset in paragraphs(text) if not _inside(offset, fenced) and not _ends_with_heading(text, offset)
-    }
+    apart = (offset for offset in paragraphs(text) if not _ends_with_heading(text, offset))
+    outside = {offset for offset in apart if not _inside(offset, fenced)}
     return iter(sorted(outside | {offset for block in fenced for offset in block if 0 < offset < len(text)}))
 
 
 def _ends_with_heading(text: str, offset: int) -> bool:
     # a heading stays with what follows it
-    return _HEADING.match(text[:offset].rstrip().rpartition("\n")[2]) is not None
+    return _HEADING.match(text[max(0, offset - 256) : offset].rstrip().rpartition("\n")[2]) is not None
 
 
 def top_level_blocks(text: str) -> Iterator[int]:

@@ -125,7 +125,8 @@ def test_sentences(tokenizer: Any) -> None:
     ]  # fmt: skip
     text = "1. Take it. (See p. 7.) St. Paul's. Well... maybe “no?” he said. No. That is all. See No. 5."
     assert [text[first:last].strip() for first, last in pairwise([0, *sentences(text), len(text)])] == [
-        "1. Take it.", "(See p. 7.)", "St. Paul's.", "Well... maybe “no?” he said.", "No.", "That is all.", "See No. 5.",
+        "1. Take it.", "(See p. 7.)", "St. Paul's.", "Well... maybe “no?” he said.", "No.", "That is all.",
+        "See No. 5.",
     ]  # fmt: skip
     assert split(tokenizer, "今日は。明日も！はい", "sentences:13") == ["今日は。", "明日も！", "はい"]
 
