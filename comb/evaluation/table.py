@@ -75,13 +75,13 @@ def _cells(result: MethodResult) -> dict[str, str]:
 
 def remarks(results: Sequence[MethodResult]) -> list[str]:
     """One line for each method that was refused, or has a note."""
-    said = [(result.method, f"refused: {result.refused}") for result in results if result.refused]
-    said += [(result.method, result.note) for result in results if result.note]
-    texts = dict.fromkeys(text for _, text in said)
+    said = [(result.method, f" refused: {result.refused}") for result in results if result.refused]
+    said += [(result.method, f": {result.note}") for result in results if result.note]
+    named = {text: [method for method, its in said if its == text] for text in dict.fromkeys(text for _, text in said)}
     # what holds for all methods is said once, without their names
-    named = {text: [method for method, its in said if its == text] for text in texts}
     return [
-        text if len(methods) == len(results) > 1 else f"{', '.join(methods)}: {text}" for text, methods in named.items()
+        text.removeprefix(": ") if len(methods) == len(results) > 1 else f"{', '.join(methods)}{text}"
+        for text, methods in named.items()
     ]
 
 
