@@ -184,8 +184,10 @@ def short_milliseconds(timing: Timing | None) -> str:
 
 
 def divergence(kl: float) -> str:
-    """A KL in nats: ``0`` only if it is exactly that."""
-    return "0" if kl == 0 else f"{kl:.3f}" if abs(kl) >= 0.001 else f"{kl:.0e}"
+    """A KL in nats: ``0`` only if it is exactly that; rounding may leave a tiny negative number."""
+    if kl == 0 or abs(kl) < 1e-6:
+        return "0" if kl == 0 else "<1e-6"
+    return f"{kl:.3f}" if abs(kl) >= 0.001 else f"{kl:.0e}"
 
 
 def _short(value: float) -> str:

@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 
 READERS = {
     "babi": "comb_training.data.babi:read_babi",
+    "hotpotqa": "comb_training.data.hotpotqa:read_hotpotqa",
     "jsonl": "comb_training.data.jsonl:read_jsonl",
+    "kv_retrieval": "comb_training.data.kv_retrieval:read_kv_retrieval",
+    "multi_news": "comb_training.data.multi_news:read_multi_news",
+    "musique": "comb_training.data.musique:read_musique",
     "nano": "comb_training.data.nano:read_nano",
+    "nq_open": "comb_training.data.nq_open:read_nq_open",
+    "samsum": "comb_training.data.samsum:read_samsum",
     "squad": "comb_training.data.squad:read_squad",
+    "wikihop": "comb_training.data.wikihop:read_wikihop",
 }
 
 

@@ -1,0 +1,207 @@
+"""Readers of multi-document sets: schemas, rows accounted for, groups on one side, errors that name the row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb.documents import Example
+from comb.evaluation.datasets import read_dataset
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+RESTRICTED = SHARED / "restricted_research_only"
+WriteRows = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteRows:
+    def rows(*items: Any, name: str = "rows.json") -> Path:
+        path = tmp_path / name
+        lines = "\n".join(json.dumps(item) for item in items)
+        text = lines if ".jsonl" in name else json.dumps(list(items))
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        return path
+
+    return rows
+
+
+def texts(example: Example) -> list[str | None]:
+    return [document.text for document in example.documents]
+
+
+MUSIQUE = {
+    "ctxs": [{"title": "", "text": "a mill"}, {"title": "T", "text": "b"}],
+    "question": "q?",
+    "answers": ["x", "y"],
+}
+HOTPOT = {"_id": "7", "question": "q?", "answer": "x", "context": [["T", ["One.", " Two."]], ["U", ["Three."]]]}
+WIKIHOP = {"id": "1", "query": "part_of juan r", "answer": "x", "candidates": ["x", "z"], "supports": ["one", "two"]}
+KV = {"ordered_kv_records": [[f"k{i}", f"v{i}"] for i in range(5)], "key": "k3", "value": "v3"}
+
+
+def nq(number: int) -> dict[str, Any]:
+    gold = {"title": f"T{number}", "text": f"passage {number}", "isgold": True}
+    return {"question": f"q{number}?", "answers": [f"a{number}"], "ctxs": [{"title": "N", "text": "no"}, gold]}
+
+
+def dialogue(number: int) -> dict[str, Any]:
+    return {"id": str(number), "dialogue": f"A: {number}\r\nB: hm", "summary": f"They said {number}."}
+
+
+def test_musique_in_both_schemas(write: WriteRows) -> None:
+    official = {
+        "id": "2", "question": "w?", "answer": "x", "answer_aliases": ["X"], "answerable": True,
+        "paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "p", "is_supporting": True}],
+    }  # fmt: skip
+    (example,) = read_dataset("musique", write(MUSIQUE))
+    assert (texts(example), example.documents[0].title, example.documents[1].title) == (["a mill", "b"], None, "T")
+    assert (example.query, example.answer, example.references) == ("q?", "x", ("x", "y"))
+    rows = write(official, {**official, "answerable": False}, {**official, "paragraphs": []}, name="rows.jsonl")
+    dataset = read_dataset("musique", rows)
+    assert [e.references for e in dataset] == [("x", "X")]
+    assert dataset.counts.dropped == {"unanswerable question": 1, "no documents": 1}
+    assert dataset.counts.read == 3
+
+
+def test_hotpotqa_in_both_schemas(write: WriteRows) -> None:
+    hub = {**HOTPOT, "context": {"title": ["T", "U"], "sentences": [["One.", " Two."], ["Three."]]}}
+    for row in (HOTPOT, hub):
+        (example,) = read_dataset("hotpotqa", write(row))
+        assert texts(example) == ["One. Two.", "Three."]
+        assert [document.title for document in example.documents] == ["T", "U"]
+
+
+def test_wikihop(write: WriteRows) -> None:
+    (example,) = read_dataset("wikihop", write(WIKIHOP))
+    assert (example.query, texts(example)) == ("part of juan r", ["one", "two"])
+    (asked,) = read_dataset("wikihop", write(WIKIHOP), with_candidates=True)
+    assert asked.query == "part of juan r? One of: x, z"
+    cut = read_dataset("wikihop", write(WIKIHOP), num_documents=1)
+    assert texts(cut[0]) == ["one"]
+    assert cut.counts.truncated == {"row with more documents than num_documents": 1}
+
+
+def test_samsum_shows_other_rows_of_the_same_side(write: WriteRows) -> None:
+    path = write(*map(dialogue, range(10)), name="rows.jsonl")
+    for split in ("train", "heldout"):
+        dataset = read_dataset("samsum", path, split=split, num_documents=2, heldout_share=0.4)
+        own = {example.group for example in dataset}
+        assert len(own) == (6 if split == "train" else 4) == dataset.counts.kept
+        for example in dataset:
+            assert example.query == f"Dialogue:\nA: {example.group}\nB: hm\nSummary:"
+            shown = {str(text).split("A: ")[1][0] for text in texts(example)}
+            assert len(shown) == 2
+            assert shown <= own - {example.group}
+    again = read_dataset("samsum", path, seed=0, num_documents=2)
+    assert list(again) == list(read_dataset("samsum", path, seed=0, num_documents=2))
+    assert list(again) != list(read_dataset("samsum", path, seed=1, num_documents=2))
+    test_row = {"fname": "t", "dialogue": "d", "summary1": "s", "summary2": "t", "summary3": "u"}
+    dataset = read_dataset("samsum", write(test_row, dialogue(1)), num_documents=3)
+    assert dataset[0].references == ("s", "t", "u")
+    assert dataset.counts.truncated == {"fewer dialogues in the file than num_documents": 2}
+
+
+def test_multi_news(write: WriteRows) -> None:
+    row = {"document": "one ||||| \n ||||| two", "summary": "– both"}
+    dataset = read_dataset("multi_news", write(row, {"document": " ||||| ", "summary": "s"}))
+    assert (texts(dataset[0]), dataset[0].answer) == (["one", "two"], "both")
+    assert dataset.counts.truncated == {"empty article left out": 3}
+    assert dataset.counts.dropped == {"no documents": 1}
+
+
+def test_kv_retrieval(write: WriteRows) -> None:
+    (example,) = read_dataset("kv_retrieval", write(KV, name="rows.jsonl.gz"), records_per_document=2)
+    assert texts(example) == ['"k0": "v0"\n"k1": "v1"', '"k2": "v2"\n"k3": "v3"', '"k4": "v4"']
+    assert (example.query, example.answer) == ('Which value belongs to the key "k3"?', "v3")
+
+
+def test_nq_open_puts_the_gold_passage_among_others(write: WriteRows) -> None:
+    path = write(*map(nq, range(12)), name="rows.jsonl")
+    for position in (0, 2):
+        for number, example in enumerate(read_dataset("nq_open", path, num_documents=3, gold_position=position)):
+            assert example.documents[position].text == f"passage {number}"
+            assert len(set(texts(example))) == 3
+    drawn = {texts(e).index(f"passage {n}") for n, e in enumerate(read_dataset("nq_open", path, num_documents=3))}
+    assert drawn == {0, 1, 2}
+    train, heldout = (read_dataset("nq_open", path, split=side, num_documents=3) for side in ("train", "heldout"))
+    seen = [{text for example in side for text in texts(example)} for side in (train, heldout)]
+    assert not seen[0] & seen[1]
+    assert len(train) + len(heldout) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("musique", {**MUSIQUE, "question": 3}, r"rows.json\[0\]: 'question' is a text, got '3'"),
+        ("musique", {**MUSIQUE, "answers": "x"}, "'answers' is a list of str"),
+        ("musique", {"question": "q"}, "'ctxs' is a list of dict"),
+        ("hotpotqa", {**HOTPOT, "context": 7}, r"'context' is a list of \[title"),
+        ("hotpotqa", {**HOTPOT, "context": [["T", "not a list"]]}, "a list of sentences"),
+        ("hotpotqa", {**HOTPOT, "answer": None}, "there is no 'answer'"),
+        ("wikihop", {**WIKIHOP, "supports": [1]}, "'supports' is a list of str"),
+        ("samsum", {"dialogue": "d"}, "there is no 'summary' or 'summary1'"),
+        ("multi_news", {"document": ["x"], "summary": "s"}, "'document' is a text"),
+        ("kv_retrieval", {**KV, "ordered_kv_records": [["k"]]}, r"list of \[key, value\]"),
+        ("nq_open", {**nq(1), "ctxs": [{"title": 3, "text": "t", "isgold": True}]}, "'title' is a text"),
+        ("nq_open", "not an object", "expected an object, got str"),
+    ],
+)
+def test_malformed_rows(write: WriteRows, name: str, row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_dataset(name, write(row))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("broken.json", b"[{", "is not JSON"),
+        ("object.json", b"{}", "expected a list of rows, got dict"),
+        ("broken.jsonl", b'{"a": 1}\n{', "broken.jsonl:2 is not JSON"),
+        ("broken.jsonl.gz", b"plain", "can't be read"),
+        ("latin.json", b'["\xe9"]', "can't be read"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_dataset("musique", tmp_path / name)
+    with pytest.raises(ValueError, match="needs a path"):
+        read_dataset("wikihop")
+
+
+def test_limit_and_split(write: WriteRows) -> None:
+    rows = [{**WIKIHOP, "query": f"part_of {number}"} for number in range(20)]
+    path = write(*rows)
+    dataset = read_dataset("wikihop", path, limit=5)
+    assert (len(dataset), dataset.counts.dropped) == (5, {"over the limit": 15})
+    assert list(dataset) == list(read_dataset("wikihop", path, limit=5))
+    sides = [{e.group for e in read_dataset("wikihop", path, split=side)} for side in ("train", "heldout")]
+    assert (len(sides[0]), len(sides[1]), sides[0] & sides[1]) == (16, 4, set())
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "count", "documents", "found"),
+    [
+        ("musique", SHARED / "musique/musique_s.json", 120, (10, 10), 0.65),
+        ("hotpotqa", SHARED / "hotpotqa/hotpot_dev_fullwiki_gold_in_context.json", 117, (10, 10), 0.95),
+        ("wikihop", SHARED / "wikihop/wikihop_sample.json", 160, (3, 44), 0.98),
+        ("samsum", RESTRICTED / "samsum/samsum_sample.jsonl", 160, (4, 4), 0.0),
+        ("multi_news", RESTRICTED / "multi_news/multi_news_sample.jsonl", 160, (1, 6), 0.0),
+        ("kv_retrieval", SHARED / "kv_retrieval/kv-retrieval-75_keys.jsonl.gz", 48, (5, 5), 1.0),
+        ("nq_open", SHARED / "nq_open/nq-open-oracle.jsonl.gz", 2124, (10, 10), 0.99),
+    ],
+)
+def test_real_samples(name: str, path: Path, count: int, documents: tuple[int, int], found: float) -> None:
+    if not path.exists():
+        pytest.skip(f"the sample {path.name} is not here")
+    dataset = read_dataset(name, path)
+    sizes = [len(example.documents) for example in dataset]
+    assert (len(dataset), min(sizes), max(sizes)) == (count, *documents)
+    assert not dataset.counts.dropped
+    holds = [
+        any(answer.lower() in f"{d.title} {d.text}".lower() for answer in example.references for d in example.documents)
+        for example in dataset
+    ]
+    assert sum(holds) / count >= found
