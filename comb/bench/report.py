@@ -28,7 +28,7 @@ class TextTable:
 
     def rich(self) -> Group:
         """For the terminal; remarks are as wide as it is, not as the table."""
-        table = text_table(self.columns, self.lines, self.title, tight=True)
+        table = text_table(self.columns, self.lines, self.title)
         return Group(table, *(Text(remark, style="dim") for remark in self.remarks))
 
     def markdown(self) -> str:

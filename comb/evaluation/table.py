@@ -89,7 +89,7 @@ def result_table(results: Sequence[MethodResult], title: str | None = None) -> T
     """A rich table that fits 80 columns (100 with `MEASURED`); EM, F1 and ROUGE-L in percent, times with quartiles."""
     below = "\n".join(filter(None, [notes(results), *remarks(results)]))
     names = columns(results)
-    return text_table(names, rows(results), title, below, tight=names != COLUMNS)
+    return text_table(names, rows(results), title, below)
 
 
 def notes(results: Sequence[MethodResult]) -> str:
@@ -108,7 +108,6 @@ def text_table(
     caption: str | None = None,
     *,
     left: Sequence[str] = ("method",),
-    tight: bool = False,
 ) -> Table:
     """A rich table; the columns in `left` begin at the left, the others are numbers."""
     table = Table(
@@ -118,7 +117,7 @@ def text_table(
         caption_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
-        collapse_padding=tight,
+        collapse_padding=True,
     )
     for name in names:
         text = name in left
