@@ -8,13 +8,14 @@ document: a paragraph's sentences joined, its title as title; query: ``question`
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from comb.documents import Document, Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, finish, read_records
+from comb_training.data.records import Record, convert, finish, first_documents, read_records
 
 
 @datasets.register("hotpotqa")
@@ -24,21 +25,27 @@ def read_hotpotqa(
     split: Split = "all",
     seed: int = 0,
     limit: int | None = None,
+    num_documents: int | None = None,
     heldout_share: float = 0.2,
 ) -> Dataset:
     """Reads HotpotQA from JSON or JSONL.
+
+    Args:
+        num_documents: keep only the first so many documents of a row (counted); None keeps all ten.
 
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
     counts = Counts()
-    examples = convert(read_records(path, "hotpotqa"), _example, counts)
+    example = partial(_example, counts=counts, num_documents=num_documents)
+    examples = convert(read_records(path, "hotpotqa"), example, counts)
     return finish("hotpotqa", examples, counts, split=split, seed=seed, limit=limit, heldout_share=heldout_share)
 
 
-def _example(record: Record) -> Example | str:
+def _example(record: Record, counts: Counts, num_documents: int | None) -> Example | str:
     documents = [Document(text, title=title) for title, text in _paragraphs(record) if text.strip()]
     question, answer = record.text("question"), record.text("answer")
+    documents = first_documents(documents, num_documents, counts)
     if not documents:
         return "no documents"
     if not answer.strip():

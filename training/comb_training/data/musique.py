@@ -9,12 +9,13 @@ document: a context or paragraph, in the file's order; query: ``question``; answ
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from comb.documents import Document, Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, finish, read_records
+from comb_training.data.records import Record, convert, finish, first_documents, read_records
 
 
 @datasets.register("musique")
@@ -24,19 +25,24 @@ def read_musique(
     split: Split = "all",
     seed: int = 0,
     limit: int | None = None,
+    num_documents: int | None = None,
     heldout_share: float = 0.2,
 ) -> Dataset:
     """Reads MuSiQue from JSON or JSONL.
+
+    Args:
+        num_documents: keep only the first so many documents of a row (counted); None keeps all ten.
 
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
     counts = Counts()
-    examples = convert(read_records(path, "musique"), _example, counts)
+    example = partial(_example, counts=counts, num_documents=num_documents)
+    examples = convert(read_records(path, "musique"), example, counts)
     return finish("musique", examples, counts, split=split, seed=seed, limit=limit, heldout_share=heldout_share)
 
 
-def _example(record: Record) -> Example | str:
+def _example(record: Record, counts: Counts, num_documents: int | None) -> Example | str:
     official = "paragraphs" in record.row
     if official and record.row.get("answerable") is False:
         return "unanswerable question"
@@ -50,6 +56,7 @@ def _example(record: Record) -> Example | str:
         answers = [record.text("answer"), *record.row.get("answer_aliases", ())]
     else:
         answers = record.items("answers", str)
+    documents = first_documents(documents, num_documents, counts)
     if not documents:
         return "no documents"
     if not answers or not answers[0].strip():

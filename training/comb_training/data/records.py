@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from comb.documents import Example
 from comb.evaluation.datasets import Counts, Dataset
 from comb_training.data.grouping import Split, seeded, split_groups
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,14 @@ def convert(records: Iterable[Record], example: Callable[[Record], Example | str
         else:
             examples.append(made)
     return examples
+
+
+def first_documents(items: list[T], num_documents: int | None, counts: Counts) -> list[T]:
+    """The first `num_documents` items, or all; a row that loses some is counted."""
+    if num_documents is None or len(items) <= num_documents:
+        return items
+    counts.truncate("row with more documents than num_documents")
+    return items[:num_documents]
 
 
 def finish(

@@ -14,7 +14,7 @@ from pathlib import Path
 from comb.documents import Document, Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, finish, read_records
+from comb_training.data.records import Record, convert, finish, first_documents, read_records
 
 
 @datasets.register("wikihop")
@@ -44,10 +44,7 @@ def read_wikihop(
 
 
 def _example(record: Record, counts: Counts, num_documents: int | None, with_candidates: bool) -> Example | str:
-    texts = [text for text in record.items("supports", str) if text.strip()]
-    if num_documents is not None and len(texts) > num_documents:
-        counts.truncate("row with more documents than num_documents")
-        texts = texts[:num_documents]
+    texts = first_documents([text for text in record.items("supports", str) if text.strip()], num_documents, counts)
     if not texts:
         return "no documents"
     relation, _, subject = record.text("query", "question").partition(" ")
