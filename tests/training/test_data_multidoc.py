@@ -90,17 +90,23 @@ def test_fewer_documents_are_counted(write: WriteRows, name: str, row: dict[str,
     assert cut.counts.truncated == {"row with more documents than num_documents": 1}
 
 
+@pytest.mark.parametrize("name", ["wikihop", "musique", "hotpotqa", "samsum", "nq_open"])
+def test_num_documents_is_at_least_one(write: WriteRows, name: str) -> None:
+    with pytest.raises(ValueError, match=r"num_documents (must be at least 1|>= 1)"):
+        read_dataset(name, write(WIKIHOP), num_documents=-1)
+
+
 def test_samsum_shows_other_rows_of_the_same_side(write: WriteRows) -> None:
     path = write(*map(dialogue, range(10)), name="rows.jsonl")
     for split in ("train", "heldout"):
         dataset = read_dataset("samsum", path, split=split, num_documents=2, heldout_share=0.4)
-        own = {example.group for example in dataset}
+        own = {str(example.id) for example in dataset}
         assert len(own) == (6 if split == "train" else 4) == dataset.counts.kept
         for example in dataset:
-            assert example.query == f"Dialogue:\nA: {example.group}\nB: hm\nSummary:"
+            assert example.query == f"Dialogue:\nA: {example.id}\nB: hm\nSummary:"
             shown = {str(text).split("A: ")[1][0] for text in texts(example)}
             assert len(shown) == 2
-            assert shown <= own - {example.group}
+            assert shown <= own - {str(example.id)}
     again = read_dataset("samsum", path, seed=0, num_documents=2)
     assert list(again) == list(read_dataset("samsum", path, seed=0, num_documents=2))
     assert list(again) != list(read_dataset("samsum", path, seed=1, num_documents=2))
@@ -114,7 +120,7 @@ def test_multi_news(write: WriteRows) -> None:
     row = {"document": "one ||||| \n ||||| two", "summary": "– both"}
     dataset = read_dataset("multi_news", write(row, {"document": " ||||| ", "summary": "s"}))
     assert (texts(dataset[0]), dataset[0].answer) == (["one", "two"], "both")
-    assert dataset.counts.truncated == {"empty article left out": 3}
+    assert dataset.counts.truncated == {"empty document left out": 1}  # of the row that is kept
     assert dataset.counts.dropped == {"no documents": 1}
 
 
@@ -146,7 +152,14 @@ def test_nq_open_puts_the_gold_passage_among_others(write: WriteRows) -> None:
         ("musique", {"question": "q"}, "'ctxs' is a list of dict"),
         ("hotpotqa", {**HOTPOT, "context": 7}, r"'context' is a list of \[title"),
         ("hotpotqa", {**HOTPOT, "context": [["T", "not a list"]]}, "a list of sentences"),
+        ("hotpotqa", {**HOTPOT, "context": {"title": ["T", "U"], "sentences": [["One."]]}}, "'context' is a list of"),
         ("hotpotqa", {**HOTPOT, "answer": None}, "there is no 'answer'"),
+        ("musique", {**MUSIQUE, "ctxs": [{"title": 3, "text": "a"}]}, "'title' is a text"),
+        (
+            "musique",
+            {"question": "q", "answer": "x", "answer_aliases": 3, "paragraphs": []},
+            "'answer_aliases' is a list",
+        ),
         ("wikihop", {**WIKIHOP, "supports": [1]}, "'supports' is a list of str"),
         ("samsum", {"dialogue": "d"}, "there is no 'summary' or 'summary1'"),
         ("multi_news", {"document": ["x"], "summary": "s"}, "'document' is a text"),
@@ -166,6 +179,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("object.json", b"{}", "expected a list of rows, got dict"),
         ("broken.jsonl", b'{"a": 1}\n{', "broken.jsonl:2 is not JSON"),
         ("broken.jsonl.gz", b"plain", "can't be read"),
+        ("damaged.jsonl.gz", gzip.compress(b'{"a": 1}')[:10] + b"\xff" * 20, "can't be read"),
         ("latin.json", b'["\xe9"]', "can't be read"),
     ):
         (tmp_path / name).write_bytes(content)
@@ -173,6 +187,62 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read_dataset("musique", tmp_path / name)
     with pytest.raises(ValueError, match="needs a path"):
         read_dataset("wikihop")
+
+
+def test_samsum_never_shows_or_splits_a_dialogue_that_stands_there_twice(write: WriteRows) -> None:
+    rows = [{**dialogue(n // 3), "id": f"test_{n}", "summary": f"summary {n}"} for n in range(18)]
+    path = write(*rows, name="rows.jsonl")
+    for example in read_dataset("samsum", path, num_documents=9):
+        assert not any(str(text).startswith(example.query) for text in texts(example))
+        assert len(example.documents) == 5
+    sides = [{e.query for e in read_dataset("samsum", path, split=side)} for side in ("train", "heldout")]
+    assert not sides[0] & sides[1]
+
+
+def test_nq_open_distractors_hold_no_accepted_answer(write: WriteRows) -> None:
+    rows = [{**nq(n), "answers": ["nobody", f"PASSAGE {(n + 1) % 5}"]} for n in range(5)]
+    dataset = read_dataset("nq_open", write(*rows, name="rows.jsonl"), num_documents=5)
+    for number, example in enumerate(dataset):
+        assert f"passage {(number + 1) % 5}" not in texts(example)
+        assert len(example.documents) == 4
+    assert dataset.counts.truncated["fewer passages in the file than num_documents"] == 5
+
+
+def test_wikihop_subjects_stay_on_one_side_and_candidates_hold_the_answer(write: WriteRows) -> None:
+    path = write(*({**WIKIHOP, "query": f"{relation} s{n}"} for n in range(5) for relation in ("a_of", "b_of")))
+    sides = [{e.query[-2:] for e in read_dataset("wikihop", path, split=side)} for side in ("train", "heldout")]
+    assert not sides[0] & sides[1]
+    path = write(WIKIHOP, {**WIKIHOP, "candidates": ["z"]})
+    assert read_dataset("wikihop", path, with_candidates=True).counts.dropped == {
+        "answer is not among the candidates": 1
+    }
+
+
+def test_what_is_left_out_of_a_row_counts_on_its_side(write: WriteRows) -> None:
+    path = write(*({"document": f"a{n} ||||| ", "summary": "s"} for n in range(10)), name="rows.jsonl")
+    for side, count in (("train", 8), ("heldout", 2)):
+        dataset = read_dataset("multi_news", path, split=side)
+        assert (len(dataset), dataset.counts.truncated["empty document left out"]) == (count, count)
+    dataset = read_dataset("musique", write({**MUSIQUE, "ctxs": [{"text": " "}, {"text": "b"}], "answers": ["", "y"]}))
+    assert (texts(dataset[0]), dataset[0].references) == (["b"], ("y",))
+    assert dataset.counts.truncated == {"empty document left out": 1}
+
+
+def test_empty_queries_keys_without_value_and_numeric_ids(write: WriteRows) -> None:
+    assert read_dataset("hotpotqa", write({**HOTPOT, "_id": 7}, {**HOTPOT, "question": " "})).counts.dropped == {
+        "empty query": 1
+    }
+    assert read_dataset("hotpotqa", write({**HOTPOT, "_id": 7}))[0].id == "7"
+    assert read_dataset("musique", write(MUSIQUE))[0].id == "1"
+    rows = [KV, {**KV, "key": "absent"}, {**KV, "value": "v2"}]
+    assert read_dataset("kv_retrieval", write(*rows, name="rows.jsonl")).counts.dropped == {
+        "records that don't give the value for the key": 2
+    }
+
+
+def test_hotpotqa_sentences_never_run_into_each_other(write: WriteRows) -> None:
+    row = {**HOTPOT, "context": [["T", ["One.", "Two.", " ", " Three."]]]}
+    assert texts(read_dataset("hotpotqa", write(row))[0]) == ["One. Two. Three."]
 
 
 def test_limit_and_split(write: WriteRows) -> None:

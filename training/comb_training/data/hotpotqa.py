@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comb.documents import Document, Example
+from comb.documents import Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, finish, first_documents, read_records
+from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
 
 
 @datasets.register("hotpotqa")
@@ -31,27 +31,24 @@ def read_hotpotqa(
     """Reads HotpotQA from JSON or JSONL.
 
     Args:
-        num_documents: keep only the first so many documents of a row (counted); None keeps all ten.
+        num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
 
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
+    check_num_documents(num_documents)
     counts = Counts()
-    example = partial(_example, counts=counts, num_documents=num_documents)
-    examples = convert(read_records(path, "hotpotqa"), example, counts)
-    return finish("hotpotqa", examples, counts, split=split, seed=seed, limit=limit, heldout_share=heldout_share)
+    records = read_records(path, "hotpotqa")
+    example = partial(_example, num_documents=num_documents)
+    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "hotpotqa")
 
 
-def _example(record: Record, counts: Counts, num_documents: int | None) -> Example | str:
-    documents = [Document(text, title=title) for title, text in _paragraphs(record) if text.strip()]
+def _example(record: Record, num_documents: int | None) -> Example | str:
+    documents = record.documents(_paragraphs(record), num_documents)
     question, answer = record.text("question"), record.text("answer")
-    documents = first_documents(documents, num_documents, counts)
-    if not documents:
-        return "no documents"
-    if not answer.strip():
-        return "no answer"
     name = record.row.get("_id", record.row.get("id"))
-    return Example(tuple(documents), question, answer, (answer,), id=name, group=question)
+    return record.example(documents, question, [answer], id=name, group=question)
 
 
 def _paragraphs(record: Record) -> list[tuple[str, str]]:
@@ -59,8 +56,8 @@ def _paragraphs(record: Record) -> list[tuple[str, str]]:
     if isinstance(context, dict):
         titles, sentences = context.get("title"), context.get("sentences")
         pairs = (
-            list(zip(titles, sentences, strict=False))
-            if isinstance(titles, list) and isinstance(sentences, list)
+            list(zip(titles, sentences, strict=True))
+            if isinstance(titles, list) and isinstance(sentences, list) and len(titles) == len(sentences)
             else None
         )
     else:
@@ -71,5 +68,7 @@ def _paragraphs(record: Record) -> list[tuple[str, str]]:
     for title, sentences in pairs:
         if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
             raise ValueError(f"{record.where}: a paragraph holds a list of sentences, got {str(sentences)[:80]!r}")
-        found.append((record.check_text(title, "title"), "".join(sentences).strip()))
+        # official sentences mostly bring the space before them, but not all do
+        stripped = (sentence.strip() for sentence in sentences)
+        found.append((record.check_text(title, "title"), " ".join(sentence for sentence in stripped if sentence)))
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from comb.documents import Document, Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, finish, read_records
+from comb_training.data.records import Record, convert, limited, read_records
 
 QUERY = 'Which value belongs to the key "{key}"?'
 
@@ -37,8 +37,9 @@ def read_kv_retrieval(
         raise ValueError(f"records_per_document must be at least 1, not {records_per_document}")
     counts = Counts()
     example = partial(_example, size=records_per_document)
-    examples = convert(read_records(path, "kv_retrieval"), example, counts)
-    return finish("kv_retrieval", examples, counts, split=split, seed=seed, limit=limit, heldout_share=heldout_share)
+    records = read_records(path, "kv_retrieval")
+    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "kv_retrieval")
 
 
 def _example(record: Record, size: int) -> Example | str:
@@ -48,6 +49,8 @@ def _example(record: Record, size: int) -> Example | str:
     key, value = record.text("key"), record.text("value")
     if not pairs:
         return "no documents"
+    if {held for name, held in pairs if name == key} != {value}:
+        return "records that don't give the value for the key"
     lines = [f'"{name}": "{held}"' for name, held in pairs]
     documents = tuple(Document("\n".join(lines[first : first + size])) for first in range(0, len(lines), size))
-    return Example(documents, QUERY.format(key=key), value, (value,), id=key, group=key)
+    return record.example(documents, QUERY.format(key=key), [value], id=key, group=key)

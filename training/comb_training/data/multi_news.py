@@ -7,13 +7,13 @@ document: one article; query: a fixed instruction; answer: ``summary``, without 
 
 from __future__ import annotations
 
-from functools import partial
+import hashlib
 from pathlib import Path
 
-from comb.documents import Document, Example
+from comb.documents import Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, finish, read_records
+from comb_training.data.records import Record, convert, limited, read_records
 
 SEPARATOR = "|||||"
 QUERY = "Write one summary of all the articles."
@@ -34,17 +34,14 @@ def read_multi_news(
         ValueError: for a missing path or a malformed row, naming it.
     """
     counts = Counts()
-    examples = convert(read_records(path, "multi_news"), partial(_example, counts=counts), counts)
-    return finish("multi_news", examples, counts, split=split, seed=seed, limit=limit, heldout_share=heldout_share)
+    records = read_records(path, "multi_news")
+    examples = convert(records, _example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "multi_news")
 
 
-def _example(record: Record, counts: Counts) -> Example | str:
+def _example(record: Record) -> Example | str:
     parts = [part.strip() for part in record.text("document").split(SEPARATOR)]
-    counts.truncate("empty article left out", parts.count(""))
-    documents = tuple(Document(part) for part in parts if part)
+    documents = record.documents((None, part) for part in parts)
     summary = record.text("summary").strip().removeprefix("–").strip()
-    if not documents:
-        return "no documents"
-    if not summary:
-        return "no summary"
-    return Example(documents, QUERY, summary, (summary,), id=record.row.get("id"), group=parts[0][:200])
+    group = hashlib.sha256("\x1f".join(parts).encode()).hexdigest()[:16]
+    return record.example(documents, QUERY, [summary], id=record.row.get("id"), group=group)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from comb.documents import Document, Example
+from comb.documents import Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, finish, first_documents, read_records
+from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
 
 
 @datasets.register("musique")
@@ -31,36 +31,30 @@ def read_musique(
     """Reads MuSiQue from JSON or JSONL.
 
     Args:
-        num_documents: keep only the first so many documents of a row (counted); None keeps all ten.
+        num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
 
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
+    check_num_documents(num_documents)
     counts = Counts()
-    example = partial(_example, counts=counts, num_documents=num_documents)
-    examples = convert(read_records(path, "musique"), example, counts)
-    return finish("musique", examples, counts, split=split, seed=seed, limit=limit, heldout_share=heldout_share)
+    records = read_records(path, "musique")
+    example = partial(_example, num_documents=num_documents)
+    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "musique")
 
 
-def _example(record: Record, counts: Counts, num_documents: int | None) -> Example | str:
+def _example(record: Record, num_documents: int | None) -> Example | str:
     official = "paragraphs" in record.row
     if official and record.row.get("answerable") is False:
         return "unanswerable question"
-    documents = []
-    for item in record.items("paragraphs" if official else "ctxs", dict):
-        part = Record(item, record.where)
-        text = part.text("paragraph_text" if official else "text")
-        if text.strip():
-            documents.append(Document(text, title=part.row.get("title") or None))
+    parts = [record.part(item) for item in record.items("paragraphs" if official else "ctxs", dict)]
+    pairs = ((part.title(), part.text("paragraph_text" if official else "text")) for part in parts)
+    documents = record.documents(pairs, num_documents)
     if official:
-        answers = [record.text("answer"), *record.row.get("answer_aliases", ())]
+        aliases = record.items("answer_aliases", str) if record.row.get("answer_aliases") is not None else []
+        answers = [record.text("answer"), *aliases]
     else:
         answers = record.items("answers", str)
-    documents = first_documents(documents, num_documents, counts)
-    if not documents:
-        return "no documents"
-    if not answers or not answers[0].strip():
-        return "no answer"
     question = record.text("question")
-    accepted = tuple(dict.fromkeys(answers))
-    return Example(tuple(documents), question, answers[0], accepted, id=record.row.get("id"), group=question)
+    return record.example(documents, question, answers, id=record.row.get("id"), group=question)

@@ -2,19 +2,23 @@
 
 Rows ``{question, answers, ctxs: [{title, text, isgold}]}``.
 
-document: the gold passage, and gold passages of other rows as distractors (random ones, not retrieved); query:
-``question``; answer: the first of ``answers``, all of them accepted. Split by the title of the gold passage.
+document: the gold passage, and gold passages of other rows as distractors (random ones, not retrieved, and none
+that holds an accepted answer); query: ``question``; answer: the first of ``answers``, all of them accepted. Split by
+the title of the gold passage.
 """
 
 from __future__ import annotations
 
+import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from comb.documents import Document, Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
-from comb_training.data.grouping import Split, pick_distractors, seeded, split_groups
-from comb_training.data.records import Record, convert, finish, read_records
+from comb_training.data.grouping import Split, seeded
+from comb_training.data.others import draw
+from comb_training.data.records import Record, convert, limited, read_records
 
 
 @datasets.register("nq_open")
@@ -42,32 +46,43 @@ def read_nq_open(
             f"expected num_documents >= 1 and 0 <= gold_position < num_documents, got {num_documents}, {gold_position}"
         )
     counts = Counts()
-    rows = convert(read_records(path, "nq_open"), _row, counts)
-    side = split_groups((str(row.group) for row in rows), split, heldout_share=heldout_share, seed=seed)
-    pool = [row.documents[0] for row in rows if row.group in side]
+    records = read_records(path, "nq_open")
+    rows = convert(records, _row, counts, split=split, seed=seed, heldout_share=heldout_share)
+    passages = {row.documents[0]: row.group for row in rows}  # questions may share one
+    pool = [(passage, group, str(passage.text).casefold()) for passage, group in passages.items()]
     examples = []
-    for number, row in enumerate(rows):
-        if row.group not in side:
-            counts.read -= 1
-            continue
-        rng = seeded(seed, "nq", number)
-        same = [document for document in pool if document.title == row.group]
-        drawn = pick_distractors(rng, [(pool, num_documents)], exclude=same, total=num_documents - 1)
+    for row in limited(rows, limit, seed, counts):
+        rng = seeded(seed, "nq", row.id)
+        drawn = _distractors(row, pool, num_documents - 1, rng)
         if len(drawn) < num_documents - 1:
             counts.truncate("fewer passages in the file than num_documents")
         place = rng.randrange(len(drawn) + 1) if gold_position is None else min(gold_position, len(drawn))
         documents = (*drawn[:place], row.documents[0], *drawn[place:])
         examples.append(replace(row, documents=documents))
-    return finish("nq_open", examples, counts, split="all", seed=seed, limit=limit, heldout_share=heldout_share)
+    return Dataset(tuple(examples), counts, "nq_open")
+
+
+def _distractors(
+    row: Example, pool: list[tuple[Document, str | None, str]], total: int, rng: random.Random
+) -> list[Document]:
+    # whole words: almost every passage has the letters of an answer like "A"
+    answers = re.compile("|".join(rf"(?<!\w){re.escape(answer.casefold())}(?!\w)" for answer in row.answers))
+
+    def fits(item: tuple[Document, str | None, str]) -> bool:
+        _, group, text = item
+        return group != row.group and answers.search(text) is None
+
+    return [passage for passage, _, _ in draw(rng, pool, total, fits)]
 
 
 def _row(record: Record) -> Example | str:
-    gold = next((item for item in record.items("ctxs", dict) if item.get("isgold")), None)
+    passages = record.items("ctxs", dict)
+    gold = next((record.part(item) for item in passages if item.get("isgold")), None)
     answers = record.items("answers", str)
     if gold is None:
         return "no gold passage"
-    if not answers or not answers[0].strip():
-        return "no answer"
-    passage = Record(gold, record.where)
-    document = Document(passage.text("text"), title=passage.text("title"))
-    return Example((document,), record.text("question"), answers[0], tuple(answers), group=document.title)
+    if len(passages) > 1:
+        record.left_out["retrieved passage that random distractors replace"] += len(passages) - 1
+    title, text = gold.title(), gold.text("text")
+    documents = record.documents([(title, text)])
+    return record.example(documents, record.text("question"), answers, id=record.row.get("id"), group=title or text)

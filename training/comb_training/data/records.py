@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from comb.documents import Example
-from comb.evaluation.datasets import Counts, Dataset
+from comb.documents import Document, Example
+from comb.evaluation.datasets import Counts
 from comb_training.data.grouping import Split, seeded, split_groups
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row and where it stands, for errors."""
+    """One row, where it stands (for errors), and what was left out of it."""
 
     row: Mapping[str, Any]
     where: str
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def text(self, name: str, *others: str) -> str:
         """The first of these fields that is there, a text. Raises ValueError if none is, or it is something else."""
-        for field in (name, *others):
-            if self.row.get(field) is not None:
-                return self.check_text(self.row[field], field)
+        for key in (name, *others):
+            if self.row.get(key) is not None:
+                return self.check_text(self.row[key], key)
         raise ValueError(f"{self.where}: there is no {' or '.join(map(repr, (name, *others)))}")
 
     def items(self, name: str, kind: type) -> list[Any]:
@@ -37,11 +38,52 @@ class Record:
             raise ValueError(f"{self.where}: {name!r} is a list of {kind.__name__}, got {str(items)[:80]!r}")
         return items
 
+    def part(self, row: Mapping[str, Any]) -> Record:
+        """An object inside of this row."""
+        return Record(row, self.where, self.left_out)
+
+    def title(self) -> str | None:
+        """The field ``title``, which may be missing or empty."""
+        return None if self.row.get("title") is None else self.text("title") or None
+
+    def documents(
+        self, texts: Iterable[tuple[str | None, str]], num_documents: int | None = None
+    ) -> tuple[Document, ...]:
+        """A document of each (title, text), or of the first `num_documents`; empty ones are left out and counted."""
+        documents = []
+        for title, text in texts:
+            if text.strip():
+                documents.append(Document(text, title=title or None))
+            else:
+                self.left_out["empty document left out"] += 1
+        if num_documents is not None and len(documents) > num_documents:
+            self.left_out["row with more documents than num_documents"] += 1
+        return tuple(documents[:num_documents])
+
+    def example(
+        self, documents: tuple[Document, ...], query: str, answers: Iterable[str], *, id: Any, group: str
+    ) -> Example | str:
+        """The example of this row, or the reason why there is none."""
+        accepted = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
+        if not query.strip():
+            return "empty query"
+        if not documents:
+            return "no documents"
+        if not accepted:
+            return "no answer"
+        return Example(documents, query, accepted[0], accepted, id=None if id is None else str(id), group=group.strip())
+
     def check_text(self, value: Any, name: str) -> str:
         """`value` if it is a text. Raises ValueError otherwise."""
         if not isinstance(value, str):
             raise ValueError(f"{self.where}: {name!r} is a text, got {str(value)[:80]!r}")
         return value
+
+
+def check_num_documents(num_documents: int | None) -> None:
+    """Raises ValueError if it is a number below one."""
+    if num_documents is not None and num_documents < 1:
+        raise ValueError(f"num_documents must be at least 1, not {num_documents}")
 
 
 def read_records(path: str | Path | None, dataset: str) -> list[Record]:
@@ -56,7 +98,7 @@ def read_records(path: str | Path | None, dataset: str) -> list[Record]:
     try:
         data = path.read_bytes()
         content = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (EOFError, OSError, UnicodeDecodeError) as error:
+    except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"dataset {dataset!r}: {path} can't be read ({type(error).__name__}: {error})") from error
     name = path.name.removesuffix(".gz")
     records = list(_lines(content, path) if name.endswith(".jsonl") else _list(content, path))
@@ -88,43 +130,42 @@ def _parsed(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not JSON: {error}") from error
 
 
-def convert(records: Iterable[Record], example: Callable[[Record], Example | str], counts: Counts) -> list[Example]:
-    """Examples of all rows; a row for which `example` gives a reason instead is dropped and counted."""
-    examples = []
-    for record in records:
-        counts.read += 1
-        made = example(record)
-        if isinstance(made, str):
-            counts.drop(made)
-        else:
-            examples.append(made)
-    return examples
-
-
-def first_documents(items: list[T], num_documents: int | None, counts: Counts) -> list[T]:
-    """The first `num_documents` items, or all; a row that loses some is counted."""
-    if num_documents is None or len(items) <= num_documents:
-        return items
-    counts.truncate("row with more documents than num_documents")
-    return items[:num_documents]
-
-
-def finish(
-    name: str,
-    examples: list[Example],
+def convert(
+    records: Iterable[Record],
+    example: Callable[[Record], Example | str],
     counts: Counts,
     *,
     split: Split,
     seed: int,
-    limit: int | None,
     heldout_share: float,
-) -> Dataset:
-    """One side of the split, whole groups, and at most `limit` examples drawn with the seed."""
-    side = split_groups((str(example.group) for example in examples), split, heldout_share=heldout_share, seed=seed)
-    kept = [example for example in examples if example.group in side]
-    counts.read -= len(examples) - len(kept)  # the other side's rows aren't read
-    if limit is not None and len(kept) > limit:
-        counts.drop("over the limit", len(kept) - limit)
-        seeded(seed, "limit").shuffle(kept)
-        kept = kept[:limit]
-    return Dataset(tuple(kept), counts, name)
+) -> list[Example]:
+    """Examples of the rows on one side of the split, whole groups.
+
+    A row for which `example` gives a reason instead is dropped and counted (on both sides: it has no group); what was
+    left out of a row counts on its own side.
+    """
+    made: list[tuple[Example, Record]] = []
+    for number, record in enumerate(records, start=1):
+        found = example(record)
+        if isinstance(found, str):
+            counts.read += 1
+            counts.drop(found)
+        else:
+            made.append((replace(found, id=found.id or str(number)), record))
+    groups = (str(found.group) for found, _ in made)
+    side = split_groups(groups, split, heldout_share=heldout_share, seed=seed)
+    kept = [(found, record) for found, record in made if found.group in side]
+    counts.read += len(kept)
+    for _, record in kept:
+        counts.truncated.update(record.left_out)
+    return [found for found, _ in kept]
+
+
+def limited(examples: list[Example], limit: int | None, seed: int, counts: Counts) -> list[Example]:
+    """At most `limit` examples, drawn with the seed."""
+    if limit is None or len(examples) <= limit:
+        return examples
+    counts.drop("over the limit", len(examples) - limit)
+    drawn = list(examples)
+    seeded(seed, "limit").shuffle(drawn)
+    return drawn[:limit]

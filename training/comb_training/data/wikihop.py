@@ -11,10 +11,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from comb.documents import Document, Example
+from comb.documents import Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, finish, first_documents, read_records
+from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
 
 
 @datasets.register("wikihop")
@@ -37,22 +37,23 @@ def read_wikihop(
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
+    check_num_documents(num_documents)
     counts = Counts()
-    example = partial(_example, counts=counts, num_documents=num_documents, with_candidates=with_candidates)
-    examples = convert(read_records(path, "wikihop"), example, counts)
-    return finish("wikihop", examples, counts, split=split, seed=seed, limit=limit, heldout_share=heldout_share)
+    example = partial(_example, num_documents=num_documents, with_candidates=with_candidates)
+    records = read_records(path, "wikihop")
+    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "wikihop")
 
 
-def _example(record: Record, counts: Counts, num_documents: int | None, with_candidates: bool) -> Example | str:
-    texts = first_documents([text for text in record.items("supports", str) if text.strip()], num_documents, counts)
-    if not texts:
-        return "no documents"
-    relation, _, subject = record.text("query", "question").partition(" ")
+def _example(record: Record, num_documents: int | None, with_candidates: bool) -> Example | str:
+    documents = record.documents(((None, text) for text in record.items("supports", str)), num_documents)
+    relation, _, subject = record.text("query", "question").strip().partition(" ")
     query = f"{relation.replace('_', ' ')} {subject}".strip()
-    if with_candidates:
-        query += f"? One of: {', '.join(record.items('candidates', str))}"
     answer = record.text("answer")
-    if not answer.strip():
-        return "no answer"
-    documents = tuple(Document(text) for text in texts)
-    return Example(documents, query, answer, (answer,), id=record.row.get("id"), group=query)
+    if with_candidates:
+        candidates = record.items("candidates", str)
+        if answer not in candidates:
+            return "answer is not among the candidates"
+        query += f"? One of: {', '.join(candidates)}"
+    # questions about one subject share supports
+    return record.example(documents, query, [answer], id=record.row.get("id"), group=subject or query)
