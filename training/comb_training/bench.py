@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import nn
 
 from comb import CombForCausalLM, Prompt
 from comb.bench.memory import peak_memory
+from comb.evaluation.table import text_table
 from comb_training.batches import Collator, TrainingExample
 from comb_training.lora import add_lora
 from comb_training.losses import target_loss
@@ -179,6 +181,27 @@ def measure_training(
             )
         )  # fmt: skip
     return costs
+
+
+def cost_table(costs: Sequence[TrainingCost], shape: Shape, title: str) -> Table:
+    """One row per way of training, within 80 columns."""
+    names = ("way", "learns", "step ms", "lora/it", "ex/s", "tokens/s", "computed", "MiB")
+    lines = [
+        (
+            cost.name, f"{cost.trainable / 1e6:.1f} M", f"{1000 * cost.step_s:.0f}",
+            "{:.2f} ({:.2f}-{:.2f})".format(*cost.faster), f"{cost.examples_per_s:.1f}", f"{cost.tokens_per_s:.0f}",
+            f"{cost.computed_tokens}", "-" if cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:.0f}",
+        )
+        for cost in costs
+    ]  # fmt: skip
+    caption = (
+        f"{shape.groups} x {shape.questions} questions over {shape.documents} documents of {shape.document_tokens} "
+        f"tokens; answers of {shape.target_tokens}. lora: the backbone fine-tuned with LoRA on the full prompts; comb: "
+        "encoder and cross blocks; comb lora: LoRA on the encoder's layers. lora/it: its step time over this one's in "
+        "the same repeat, median (quartiles). tokens/s: of the full prompts, whoever reads them. computed: tokens "
+        "through a stack of layers per step. MiB: peak of what a step adds to weights and optimizer."
+    )
+    return text_table(names, lines, title, caption, left=("way",))
 
 
 def _batch(examples: Sequence[TrainingExample], device: Any) -> dict[str, Any]:

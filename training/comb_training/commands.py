@@ -169,8 +169,8 @@ def bench_train(
     """What a training step costs: COMB against a LoRA fine-tune of the same backbone on the full prompts."""
     from comb.bench.context_length import random_model
     from comb.cli import load
-    from comb.evaluation.table import environment, text_table, write_json
-    from comb_training.bench import RIVAL, Shape, measure_training
+    from comb.evaluation.table import environment, write_json
+    from comb_training.bench import Shape, cost_table, measure_training
 
     shape = Shape(groups, questions, documents, document_tokens, query_tokens, target_tokens)
     if model == "random":
@@ -184,41 +184,10 @@ def bench_train(
         backbone, shape, num_encoder_layers=encoder_layers, lora_rank=lora_rank, checkpointing=checkpointing,
         repeats=repeats, memory=memory, seed=seed,
     )  # fmt: skip
-    names = (
-        "training",
-        "learns",
-        "step ms",
-        f"{RIVAL.split(',')[0]}/it",
-        "examples/s",
-        "prompt tokens/s",
-        "computed",
-        "peak MiB",
-    )
-    lines = [
-        (
-            cost.name, f"{cost.trainable / 1e6:.2f} M", f"{1000 * cost.step_s:.0f}",
-            "{:.2f} ({:.2f}-{:.2f})".format(*cost.faster), f"{cost.examples_per_s:.1f}", f"{cost.tokens_per_s:,.0f}",
-            f"{cost.computed_tokens:,}", "-" if cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:.0f}",
-        )
-        for cost in costs
-    ]  # fmt: skip
-    caption = (
-        f"{groups} x {questions} questions over {documents} documents of {document_tokens} tokens; answers of "
-        f"{target_tokens}. lora/it: step time of '{RIVAL}' over this one's in the same repeat, median (quartiles). "
-        "prompt tokens: of the full prompts, whoever reads them. computed: tokens through a stack of layers per step. "
-        "peak: what a step adds to weights and optimizer."
-    )
-    console.print(text_table(names, lines, f"training on {model}", caption, left=("training",)))
+    console.print(cost_table(costs, shape, f"training on {model}"))
     if out is not None:
-        write_json(
-            out,
-            {
-                **environment(seed=seed),
-                "model": model,
-                "shape": asdict(shape),
-                "results": [cost.to_dict() for cost in costs],
-            },
-        )
+        results = [cost.to_dict() for cost in costs]
+        write_json(out, {**environment(seed=seed), "model": model, "shape": asdict(shape), "results": results})
         console.print(f"written: {escape(str(out))}")
 
 
