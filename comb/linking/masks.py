@@ -41,11 +41,12 @@ class Masks:
         masks = {}
         for kind, window in self.windows:
             allowed = causal if window is None else causal & (keys > positions - window)
-            masks[kind] = _for_attention(allowed[None, None], model)
+            masks[kind] = for_attention(allowed[None, None], model)
         return masks if self.mapping else next(iter(masks.values()))
 
 
-def _for_attention(allowed: Tensor, model: Any) -> Tensor:
+def for_attention(allowed: Tensor, model: Any) -> Tensor:
+    """A mask in the form that the model's attention takes: bool for sdpa, 0 and the least number for eager."""
     if model.config._attn_implementation != "eager":
         return allowed
     shut = torch.finfo(model.dtype).min

@@ -117,7 +117,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
     names = set(model.state_dict())
     frozen = {n: p.detach().clone() for n, p in model.encoder.layers.named_parameters()}
     everything, _ = model.num_trainable_parameters()
-    add_lora(model, rank=2, alpha=4.0, dropout=0.0)
+    add_lora(model.encoder.layers, rank=2, alpha=4.0, dropout=0.0)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert model.num_trainable_parameters()[0] < everything
     assert all(".lora_" in name for name in trained if name.startswith("encoder.layers."))
@@ -146,7 +146,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
         torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
     # resumed in the middle, it is the same run
     again = comb_model(gate=0.5)
-    add_lora(again, rank=2, alpha=4.0, dropout=0.0)
+    add_lora(again.encoder.layers, rank=2, alpha=4.0, dropout=0.0)
     resumed = CombTrainer(
         again, TrainConfig(steps=10, batch_size=6, learning_rate=1e-2, save_steps=5, output_dir=str(tmp_path)),
         examples(), TOKENIZER, progress=False,

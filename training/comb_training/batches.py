@@ -149,12 +149,10 @@ class Collator:
 
     def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
         """One batch. Raises ValueError for an example without a target."""
-        empty = next((example for example in examples if not example.target), None)
-        if empty is not None:
-            raise ValueError(f"example {empty.id} has no target tokens: its loss would be NaN")
-        batch: dict[str, Any] = self._rows([(example.prompt.query, example.target) for example in examples])
+        self.check_targets(examples)
+        batch: dict[str, Any] = self.rows([(example.prompt.query, example.target) for example in examples])
         if self.full_prompts:
-            batch["full_prompts"] = self._rows([(example.prompt.flat, example.target) for example in examples])
+            batch["full_prompts"] = self.rows([(example.prompt.flat, example.target) for example in examples])
         tensors: dict[tuple[int, ...], Tensor] = {}
         for example in examples:
             for segment in example.segments:
@@ -163,7 +161,14 @@ class Collator:
         batch["documents"] = [[tensors[segment] for segment in example.segments] for example in examples]
         return batch
 
-    def _rows(self, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Tensor]:
+    @staticmethod
+    def check_targets(examples: Sequence[TrainingExample]) -> None:
+        """Raises ValueError for an example without a target."""
+        empty = next((example for example in examples if not example.target), None)
+        if empty is not None:
+            raise ValueError(f"example {empty.id} has no target tokens: its loss would be NaN")
+
+    def rows(self, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Tensor]:
         """Prompts and their targets, padded."""
         shape = (len(parts), max(len(prompt) + len(target) for prompt, target in parts))
         input_ids = torch.full(shape, self.pad_token_id)

@@ -227,7 +227,7 @@ def _with_encoder(backbone: Any, layers: int, lora_rank: int | None, seed: int) 
         copy.deepcopy(backbone), num_encoder_layers=layers, adapter_dtype=torch.float32
     )
     if lora_rank is not None:
-        add_lora(model, rank=lora_rank, alpha=2.0 * lora_rank, dropout=0.0)
+        add_lora(model.encoder.layers, rank=lora_rank, alpha=2.0 * lora_rank, dropout=0.0)
     return model
 
 

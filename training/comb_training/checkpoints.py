@@ -15,6 +15,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 PARTIAL = "partial"
 """Subfolder in which a checkpoint is written before it gets its name; a leftover of a killed run is removed."""
 
+WEIGHTS = "model.safetensors"
+"""File of the trained parameters in a checkpoint."""
+
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 """What writing on a full disk raises: Python's, torch's and safetensors'."""
 
@@ -45,7 +48,7 @@ def remove_old(folder: str | Path, keep: int) -> None:
 
 def check_names(model: nn.Module, folder: str | Path) -> None:
     """Raises ValueError if a checkpoint holds other parameters than `model` trains."""
-    with safe_open(Path(folder) / "model.safetensors", framework="pt") as file:
+    with safe_open(Path(folder) / WEIGHTS, framework="pt") as file:
         saved = set(file.keys())
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing, surplus = sorted(trained - saved), sorted(saved - set(model.state_dict()))
@@ -63,7 +66,7 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
         ValueError: if the checkpoint holds other parameters than the model trains.
     """
     check_names(model, folder)
-    with safe_open(Path(folder) / "model.safetensors", framework="pt") as file:
+    with safe_open(Path(folder) / WEIGHTS, framework="pt") as file:
         model.load_state_dict({name: file.get_tensor(name) for name in file.keys()}, strict=False)  # noqa: SIM118
 
 

@@ -83,6 +83,9 @@ class DataConfig:
 class TrainConfig:
     """Optimisation. Training stops at the first of `steps`, `epochs` and `max_seconds` that is reached."""
 
+    method: Literal["comb", "block"] = "comb"
+    """comb trains an encoder and cross blocks on the frozen backbone; block fine-tunes the backbone itself (all of it,
+    or LoRA) to read documents that see only themselves."""
     steps: int | None = None
     """Optimizer steps."""
     epochs: float | None = None
@@ -112,7 +115,8 @@ class TrainConfig:
     kl_top_k: int = 64
     """Likeliest tokens of the backbone that the divergence tells apart; all others count as one."""
     lora_rank: int | None = None
-    """LoRA of this rank on the encoder's layers instead of training them in full; the published adapter is merged."""
+    """LoRA of this rank on the encoder's layers (method block: the backbone's) instead of training them in full; what
+    is published is merged."""
     lora_alpha: float = 16.0
     """LoRA's scale is lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
@@ -175,6 +179,10 @@ class TrainConfig:
                 f"train.kl_weight must be at least 0 and train.kl_top_k at least 1, not {self.kl_weight} and "
                 f"{self.kl_top_k}"
             )
+        if self.method == "block" and self.kl_weight > 0 and self.lora_rank is None:
+            raise ValueError(
+                "train.kl_weight needs the backbone as it was, which train.method=block keeps only with train.lora_rank"
+            )
         if self.max_bad_steps < 0:
             raise ValueError(f"train.max_bad_steps must be at least 0, not {self.max_bad_steps}")
         if self.teacher is not None and self.answers != "on_policy":
@@ -207,6 +215,15 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.method == "block":
+            if self.model.init_from is not None:
+                raise ValueError("model.init_from is an adapter; with train.method=block, go on from model.backbone")
+            if self.eval == EvalConfig():
+                object.__setattr__(self, "eval", EvalConfig(methods=("full", "block")))
+            if "comb" in self.eval.methods:
+                raise ValueError("eval.methods has comb, but train.method=block trains no encoder; use full, block")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""

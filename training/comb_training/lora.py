@@ -1,7 +1,8 @@
-"""LoRA on the encoder's layers: they stay as they came from the backbone, and small matrices beside them train.
+"""LoRA on layers that stay as they are: small matrices beside their linear maps train.
 
-Cross blocks and K/V heads, which the backbone has no counterpart of, train in full. What is published holds the merged
-weights, so that loading and serving know nothing of it.
+In COMB these are the encoder's layers, as they came from the backbone; cross blocks and K/V heads, which the backbone
+has no counterpart of, train in full. In block attention they are the backbone's own. What is published holds the
+merged weights, so that loading and serving know nothing of it.
 
 Source: Hu et al. 2021 (LoRA); the layers are peft's.
 """
@@ -14,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PREFIX = "encoder.layers."
 
-
-def add_lora(model: Any, *, rank: int, alpha: float, dropout: float) -> None:
-    """Puts LoRA beside every linear map of `model`'s encoder layers and freezes these maps.
+def add_lora(layers: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
+    """Puts LoRA beside every linear map of `layers` and freezes everything else in them.
 
     Raises:
         ValueError: if peft is not installed, or the rank is below 1.
@@ -29,7 +28,6 @@ def add_lora(model: Any, *, rank: int, alpha: float, dropout: float) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError("train.lora_rank: peft is not installed (pip install 'comb-pic[train]')") from error
-    layers = model.get_submodule(PREFIX.rstrip("."))
     names = sorted({path for path, module in layers.named_modules() if isinstance(module, nn.Linear)})
     inject_adapter_in_model(
         LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none"), layers
@@ -46,16 +44,16 @@ def merged(weights: Mapping[str, Tensor], base: Mapping[str, Tensor], layers: Ma
 
     Args:
         weights: trained ones by name, LoRA's matrices among them.
-        base: the encoder's frozen ones by name.
+        base: the frozen ones that are published with them, by name.
         layers: as `lora_layers` gives.
     """
     found = {name: weight for name, weight in weights.items() if ".lora_" not in name}
     for name, weight in base.items():
-        found[name.replace(".base_layer.", ".")] = weight.float()
+        found[name.replace(".base_layer.", ".")] = weight
     for path, layer in layers.items():
         for adapter, scaling in layer.scaling.items():
             down, up = (weights[f"{path}.{part}.{adapter}.weight"].float() for part in ("lora_A", "lora_B"))
-            found[f"{path}.weight"] = found[f"{path}.weight"] + scaling * (up @ down)
+            found[f"{path}.weight"] = found[f"{path}.weight"].float() + scaling * (up @ down)
     return found
 
 

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 
 from comb.adapter import resolve_name
+from comb.backbone import decoder_layers
 from comb.compatibility import load_tokenizer
 from comb.documents import Example, PromptBuilder
 from comb.evaluation.datasets import Counts, read_dataset
@@ -32,6 +33,7 @@ from comb.model import CombForCausalLM
 from comb_training import distributed, plugin
 from comb_training.answers import answer_prepared
 from comb_training.batches import TokenStatistics, TrainingExample, fit_documents, tokenize
+from comb_training.block_attention import BlockAttentionModel
 from comb_training.config import Config, config_from_dict
 from comb_training.lora import add_lora, unload
 from comb_training.schedule import total_steps
@@ -105,7 +107,7 @@ def prepare(config: Config) -> Prepared:
     plugin.register()
     set_threads(config)
     set_seed(config.train.seed)
-    model = load_model(config)
+    model: Any = load_block_model(config) if config.train.method == "block" else load_model(config)
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
     examples, counts = read_examples(config, builder, model.max_document_tokens, split="train", limit=config.data.limit)
@@ -116,6 +118,8 @@ def prepare(config: Config) -> Prepared:
         query_template=config.data.query_template,
         max_query_tokens=config.data.max_query_tokens,
     )
+    if config.train.method == "block":
+        tokenized = within_positions(tokenized, model, config, counts)
     return Prepared(config, model, tokenizer, builder, tokenized, counts, TokenStatistics.of(tokenized))
 
 
@@ -171,9 +175,13 @@ def run_training(config: Config, *, resume: str | Path | None = None, progress: 
         trainer.save_model(config.train.output_dir)
         if result.model is not None:
             unload(result.model)
+            if isinstance(result.model, BlockAttentionModel):
+                result.model = result.model.backbone
+                result.model.config.block_attention = True
         if distributed.is_main():
             save(result, config)
-            refresh_card(result.output_dir)  # it tells what training.json says
+            if config.train.method == "comb":
+                refresh_card(result.output_dir)  # it tells what training.json says
     distributed.leave()
     return result
 
@@ -245,13 +253,38 @@ def load_model(config: Config) -> CombForCausalLM:
         )
     if config.train.lora_rank is not None:
         add_lora(
-            model,
+            model.get_submodule("encoder.layers"),
             rank=config.train.lora_rank,
             alpha=config.train.lora_alpha,
             dropout=config.train.lora_dropout,
         )
     loaded: CombForCausalLM = model.to(device_of(config))
     return loaded
+
+
+def load_block_model(config: Config) -> BlockAttentionModel:
+    """The configured backbone, all of it trainable, or with LoRA on its layers."""
+    backbone: Any = AutoModelForCausalLM.from_pretrained(
+        resolve_name(config.model.backbone), dtype=_dtype(config.model.dtype), **config.model.options
+    )
+    model = BlockAttentionModel(backbone.to(device_of(config)))
+    train = config.train
+    if train.lora_rank is not None:
+        backbone.requires_grad_(False)
+        layers = decoder_layers(backbone)
+        add_lora(layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+    return model
+
+
+def within_positions(
+    examples: list[TrainingExample], model: Any, config: Config, counts: Counts
+) -> list[TrainingExample]:
+    """Without (and counted) examples whose row is longer than `data.max_prompt_tokens` or the backbone's positions."""
+    limit: int = model.config.get_text_config().max_position_embeddings
+    limit = min(limit, config.data.max_prompt_tokens or limit)
+    kept = [example for example in examples if len(example.prompt.flat) + len(example.target) <= limit]
+    counts.drop(f"prompt and answer of more than {limit} tokens", len(examples) - len(kept))
+    return kept
 
 
 def read_examples(

@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -42,9 +43,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from comb_training import distributed
 from comb_training.batches import IGNORED, Collator, TrainingExample
+from comb_training.block_attention import BlockCollator, whole_prompt
 from comb_training.callbacks import ClockCallback, EpochCallback, ProgressBar, TerminationCallback
 from comb_training.checkpoints import (
     PARTIAL,
+    WEIGHTS,
     WRITE_ERRORS,
     CheckpointError,
     TrainingDivergedError,
@@ -67,7 +70,7 @@ class CombTrainer(Trainer):
     """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says.
 
     Args:
-        model: a `CombForCausalLM` (any model that takes ``documents=`` and ``labels=`` will do).
+        model: a `CombForCausalLM` (any model that takes ``documents=`` will do), or a `BlockAttentionModel`.
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged every `eval_steps`.
         together: see `BatchSampler`.
@@ -95,7 +98,7 @@ class CombTrainer(Trainer):
         if not examples:
             raise ValueError("no examples to train on")
         if not all(example.segments for example in examples):
-            raise ValueError("an example without documents gives the encoder no gradient: leave it out")
+            raise ValueError("an example without documents teaches nothing about them: leave it out")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError("the model has no trainable parameter: make one with CombForCausalLM.from_backbone")
         if config.eval_steps is not None and not heldout:
@@ -119,12 +122,13 @@ class CombTrainer(Trainer):
         self._tokens = self._logged_tokens = 0
         self._logged_at = 0.0
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        collator = BlockCollator if config.method == "block" else Collator
         super().__init__(
             model=model,
             args=_arguments(config, steps, use_cpu=use_cpu),
             train_dataset=list(examples),
             eval_dataset=list(heldout) or None,
-            data_collator=Collator(int(pad), full_prompts=config.kl_weight > 0),
+            data_collator=collator(int(pad), full_prompts=config.kl_weight > 0),
             processing_class=tokenizer,
             compute_loss_func=self._target_loss,
         )
@@ -256,7 +260,9 @@ class CombTrainer(Trainer):
         if prompts is None:
             return None
         ids, mask = prompts["input_ids"], prompts["attention_mask"]
-        logits = self.trained_model.backbone(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        block = self.comb_config.method == "block"
+        with self.trained_model.plain() if block else nullcontext(self.trained_model.backbone) as backbone:
+            logits = backbone(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return Teacher.of(logits, prompts["labels"], self.comb_config.kl_top_k)
 
     def _unless_bad(self, gradient: Tensor) -> Tensor | None:
@@ -335,16 +341,21 @@ class CombTrainer(Trainer):
         return {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in trained}
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """What is published: the trained parameters, and with LoRA the encoder's layers as merged. Collective."""
+        """What is published: the trained parameters, and with LoRA what it trains beside, merged. Collective.
+
+        With LoRA, other ranks than the first get the trained parameters only.
+        """
         weights, layers = self.trained_weights(), lora_layers(self.trained_model)
         if not layers:
             return weights
         base = {}
-        for name, parameter in self.trained_model.encoder.named_parameters(prefix="encoder"):
+        part = "backbone" if self.comb_config.method == "block" else "encoder"
+        for name, parameter in self.trained_model.get_submodule(part).named_parameters(prefix=part):
             if not parameter.requires_grad:
                 with _whole(parameter):
-                    base[name] = parameter.detach().cpu().clone()
-        return merged(weights, base, layers)
+                    if distributed.is_main():
+                        base[name] = parameter.detach().cpu().clone()
+        return merged(weights, base, layers) if distributed.is_main() else weights
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the adapter alone, and no training_args.bin, which pickles every argument, tokens included."""
@@ -352,7 +363,12 @@ class CombTrainer(Trainer):
         # a checkpoint to resume from holds what trains, under the names it trains by
         weights = self.trained_weights() if _internal_call else self.adapter_weights()
         check_finite(weights)
-        if self.args.should_save:
+        if not self.args.should_save:
+            return
+        if _internal_call and self.comb_config.method == "block":
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save_file(weights, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+        else:
             self.trained_model.save_pretrained(folder, tokenizer=self.processing_class, state_dict=weights)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -414,7 +430,7 @@ def batch_sampler(
 ) -> BatchSampler:
     """The sampler that `config` describes, for this run's ranks unless others are named."""
     return BatchSampler(
-        examples,
+        [whole_prompt(example) for example in examples] if config.method == "block" else examples,
         Budget(config.batch_size, config.batch_document_tokens, config.batch_query_tokens),
         seed=config.seed,
         together=together,
