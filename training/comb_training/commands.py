@@ -220,23 +220,25 @@ def _parameter_table(parameters: Parameters) -> Table:
 def _memory_table(run: Plan) -> Table:
     from rich.table import Table
 
-    title = f"memory per GPU in GiB, {run.ranks} GPU(s) (WORLD_SIZE), an estimate; the first is this run's"
-    table = Table("", *(way.sharding.name for way in run.memory), title=title, title_justify="left")
+    title = f"memory per GPU, {run.ranks} GPU(s) (WORLD_SIZE): an estimate"
+    names = [way.sharding.name for way in run.memory]
+    table = Table("", f"{names[0]} (this run)", *names[1:], title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
 
     def row(name: str, values: Iterable[int | None]) -> None:
-        table.add_row(name, *("" if value is None else f"{value / 2**30:.2f}" for value in values))
+        cells = ["" if not value else _size(value) for value in values]
+        if any(cells):
+            table.add_row(name, *cells)
 
-    for name in dict.fromkeys(name for way in run.memory for name in way.states):
+    for name in run.memory[-1].states:  # of a way that offloads nothing
         row(name, (way.states.get(name) for way in run.memory))
     row("activations", (way.activations for way in run.memory))
     row("or: optimizer's temporaries", (way.temporaries for way in run.memory))
-    row("or: whole model, when it starts", (way.start for way in run.memory))
+    row("or, at the start: the whole model", (way.start for way in run.memory))
     table.add_section()
-    row("largest total", (way.total for way in run.memory))
-    if any(way.host for way in run.memory):
-        row("in CPU memory, per rank", (way.host for way in run.memory))
+    row("largest total" if run.size is not None else "largest total without activations", (w.total for w in run.memory))
+    row("in CPU memory, per rank", (way.host for way in run.memory))
     if run.size is not None:
         size = run.size
         table.caption = (
@@ -244,6 +246,10 @@ def _memory_table(run: Plan) -> Table:
             f"{size.targets:,} target tokens"
         )
     return table
+
+
+def _size(value: int) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.1f} MiB"
 
 
 def _data_table(run: Plan) -> Table:

@@ -40,7 +40,7 @@ FLOAT32, BFLOAT16 = 4, 2
 EXPLANATION = (
     "Counted: weights in the dtype they are kept in; float32 gradients and two Adam moments of what is trained; under "
     "ZeRO a second float32 copy of the trained weights, and the buffers that gradients and gathered weights pass "
-    "through; under DDP its gradient buckets. Activations (an estimate): what each layer keeps for the backward pass at "
+    "through; under DDP its gradient buckets. Activations (an estimate): what layers keep for the backward pass at "
     "the largest batch the budgets allow, from the first cross block on, logits included; with gradient checkpointing "
     "the inputs of the layers and one layer in full. The optimizer's temporaries come when activations are gone, so "
     "the total has the larger of the two. Not counted: CUDA's context (about 1 GiB), fragmentation, the communication "
@@ -287,13 +287,14 @@ def memory_of(
         host += sum(states.pop(name) for name in ("frozen weights", "trained weights"))
     activations = None
     if size is not None:
-        activations = activation_bytes(shapes, size, autocast=sharding.autocast, checkpointing=checkpointing)
-        if sharding.autocast and stage < 3:
-            # autocast keeps a 16-bit copy of every trained matrix until the end of the pass
-            activations += BFLOAT16 * trained
+        # autocast keeps a 16-bit copy of every trained matrix; ZeRO-3 gathers them in 16 bits
+        copies = BFLOAT16 * trained if sharding.autocast and stage < 3 else 0
+        activations = activation_bytes(
+            shapes, size, autocast=sharding.autocast, checkpointing=checkpointing, copies=copies
+        )
     return Memory(
         sharding=sharding,
-        states={name: value for name, value in states.items() if value},
+        states=states,
         activations=activations,
         # AdamW works on all tensors at once and makes one temporary as large as what it updates
         temporaries=0 if sharding.offload_optimizer and stage else _part(weights, optimizer_share),
@@ -322,8 +323,12 @@ def _buffers(parameters: Parameters, sharding: Sharding, shapes: Shapes) -> int:
     return reduced + int(share * (parameters.frozen_bytes + trained_bytes))
 
 
-def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpointing: bool) -> int:
-    """An estimate of what is kept for the backward pass at its largest moment, logits included."""
+def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpointing: bool, copies: int = 0) -> int:
+    """An estimate of what is kept for the backward pass at its largest moment, logits included.
+
+    Args:
+        copies: bytes of the trained weights' 16-bit copies; with checkpointing gone when the backward pass begins.
+    """
     s, residual = shapes, shapes.adapter_bytes
     work = BFLOAT16 if autocast else residual
     frozen_work = BFLOAT16 if autocast else s.backbone_bytes
@@ -335,11 +340,13 @@ def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpoi
     qk_norm = (FLOAT32 + BFLOAT16) * (s.queries + s.keys)
     encoder_layer = size.documents * (trained_norms + mlp + attention + (qk_norm if s.qk_norm else 0))
     heads = size.documents * (2 * residual * s.hidden + 4 * residual * s.keys)
-    linked = size.linked * (2 * residual * s.keys + 2 * work * s.queries)
+    # laid out for all blocks at once; each repeats its own for as many heads as there are queries
+    linked, repeated = size.linked * 2 * residual * s.keys, size.linked * 2 * work * s.queries
     block = (
         size.queries * (trained_norms + mlp + 3 * work * s.queries + (FLOAT32 + BFLOAT16) * s.queries)
         # its input in the adapter's dtype, and what each gate multiplies
         + size.queries * s.hidden * (residual + 2 * work)
+        + repeated
     )  # fmt: skip
     # frozen matrices don't keep their inputs: norms, rotated queries with keys and values, and the MLP's three
     decoder_layer = size.queries * (
@@ -349,12 +356,11 @@ def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpoi
     loss = s.vocabulary * (2 * frozen_work * size.queries + (frozen_work + 3 * FLOAT32) * size.targets)
     always = s.cross_blocks * (heads + linked)
     if not checkpointing:
-        return (
-            always + s.encoder_layers * encoder_layer + s.cross_blocks * block + decoder_layers * decoder_layer + loss
-        )
+        layers = s.encoder_layers * encoder_layer + s.cross_blocks * block + decoder_layers * decoder_layer
+        return always + layers + loss + copies
     inputs = residual * s.hidden * s.encoder_layers * size.documents
     inputs += s.backbone_bytes * s.hidden * decoder_layers * size.queries
-    return always + inputs + max(encoder_layer, block + decoder_layer, loss)
+    return always + inputs + max(encoder_layer, block + decoder_layer, loss, copies)
 
 
 @dataclass
