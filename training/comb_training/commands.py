@@ -13,14 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.table import Table
-
     from comb.evaluation.run import MethodResult
     from comb_training.answers import Targets
     from comb_training.config import Config
-    from comb_training.plan import Parameters, Plan
+    from comb_training.plan import Plan
 
 console = Console()
 logger = logging.getLogger(__name__)
@@ -40,8 +36,7 @@ def train(
         str | None, typer.Option(help="A checkpoint-N folder, or auto for the newest one (needs train.save_steps).")
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Show configuration, parameters, memory and data; train nothing."),
+        bool, typer.Option("--dry-run", help="Show configuration, parameters, memory and data; train nothing.")
     ] = False,
     evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
 ) -> None:
@@ -289,106 +284,14 @@ def _checkpoint(resume: str | None, settings: Config) -> Path | None:
 
 
 def _show_plan(run: Plan) -> None:
-    """Prints what a run would be: configuration, parameters, memory per GPU, data and batches."""
     import yaml
     from rich.syntax import Syntax
 
     from comb_training import distributed
-    from comb_training.plan import EXPLANATION
+    from comb_training.plan.table import blocks
 
     if not distributed.is_main():
         return
     console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
-    if run.parameters is not None:
-        console.print(_parameter_table(run.parameters))
-    if run.memory:
-        console.print(_memory_table(run))
-        console.print(EXPLANATION)
-    if run.statistics is not None:
-        console.print(_data_table(run))
-        console.print(f"data: {run.counts}")
-        console.print(_bucket_table(run.buckets))
-    for part in run.left_out:
-        console.print(escape(f"left out: {part}"))
-
-
-def _parameter_table(parameters: Parameters) -> Table:
-    from rich.table import Table
-
-    table = Table("part", "parameters", title="parameters", title_justify="left")
-    table.columns[1].justify = "right"
-    for name in ("frozen", "encoder_layers", "key_value_heads", "cross_blocks"):
-        table.add_row(name.replace("_", " "), f"{getattr(parameters, name):,}")
-    share = parameters.trained / (parameters.frozen + parameters.trained)
-    table.add_row("trained", f"{parameters.trained:,} ({100 * share:.1f}% of all)")
-    return table
-
-
-def _memory_table(run: Plan) -> Table:
-    from rich.table import Table
-
-    title = f"memory per GPU, {run.ranks} GPU(s) (WORLD_SIZE): an estimate"
-    names = [way.sharding.name for way in run.memory]
-    table = Table("", f"{names[0]} (this run)", *names[1:], title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-
-    def row(name: str, values: Iterable[int | None]) -> None:
-        cells = ["" if not value else _size(value) for value in values]
-        if any(cells):
-            table.add_row(name, *cells)
-
-    for name in run.memory[-1].states:  # of a way that offloads nothing
-        row(name, (way.states.get(name) for way in run.memory))
-    row("activations", (way.activations for way in run.memory))
-    row("or: optimizer's temporaries", (way.temporaries for way in run.memory))
-    row("or, at the start: the whole model", (way.start for way in run.memory))
-    table.add_section()
-    row("largest total" if run.size is not None else "largest total without activations", (w.total for w in run.memory))
-    row("in CPU memory, per rank", (way.host for way in run.memory))
-    if run.size is not None:
-        size = run.size
-        table.caption = (
-            f"largest batch per GPU: {size.documents:,} document tokens, {size.queries:,} query tokens with padding, "
-            f"{size.targets:,} target tokens"
-        )
-    return table
-
-
-def _size(value: int) -> str:
-    return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.1f} MiB"
-
-
-def _data_table(run: Plan) -> Table:
-    from rich.table import Table
-
-    from comb_training.batches import statistics_rows
-    from comb_training.schedule import UNLIMITED_STEPS
-
-    table = Table(title="data", title_justify="left", show_header=False)
-    steps = "until the clock ends" if run.steps == UNLIMITED_STEPS else str(run.steps)
-    table.add_row("optimizer steps", steps)
-    if run.statistics is not None:
-        for name, value in statistics_rows(run.statistics):
-            table.add_row(name, value)
-    return table
-
-
-def _bucket_table(buckets: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    names = ("longest row", "batches", "rows", "document tokens", "query tokens", "padding")
-    title = "batches of the first epoch, by their longest row (with the data's own answers)"
-    table = Table(*names, title=title, title_justify="left")
-    for column in table.columns:
-        column.justify = "right"
-    for bucket in buckets:
-        table.add_row(
-            "{} to {}".format(*bucket["longest_row"]),
-            str(bucket["batches"]),
-            f"{bucket['rows']:.1f}",
-            "{} to {}".format(*bucket["document_tokens"]),
-            f"{bucket['query_tokens']:.0f}",
-            f"{100 * bucket['padding']:.1f}%",
-        )
-    return table
+    for block in blocks(run):
+        console.print(block)
