@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from comb_training.answers import Targets
     from comb_training.config import Config
     from comb_training.plan import Plan
+    from comb_training.train import Prepared
 
 console = Console()
 logger = logging.getLogger(__name__)

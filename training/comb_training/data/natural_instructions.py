@@ -257,7 +257,9 @@ def _outputs(record: Record) -> list[str]:
 
 def _files(path: str | Path | None, dataset: str, pattern: str, task: Callable[[Record], _Task]) -> list[_Task]:
     if path is None:
-        raise MissingDataError(f"dataset {dataset!r} needs a path: a task file, or a folder of {pattern} (data.path=FOLDER)")
+        raise MissingDataError(
+            f"dataset {dataset!r} needs a path: a task file, or a folder of {pattern} (data.path=FOLDER)"
+        )
     if on_hub(path):
         raise ValueError(f"dataset {dataset!r} is read from its task files, not from the Hub ({path})")
     path = Path(path)

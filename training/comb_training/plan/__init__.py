@@ -72,6 +72,11 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     result.notes += [note] if note else []
     result.parameters = Parameters.of(model)
     _add_data(result, model)
+    if {"linear", "both"} & set(model.info.layer_kinds):
+        result.notes.append(
+            "linear layers count as softmax attention in the activations; without the kernels of comb-pic[gpu] they "
+            "keep several times as much"
+        )
     _add_memory(result, sharding, Shapes.of(model))
     return result
 

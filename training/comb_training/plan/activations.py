@@ -14,7 +14,7 @@ from comb_training.sampler import BatchSampler, row_length
 
 FLOAT32, BFLOAT16 = 4, 2
 
-FACTOR = 1.5
+FACTOR = 1.3
 """How far the estimate is from the measured peak at most, either way (tests/training/test_plan_memory.py)."""
 
 
@@ -117,7 +117,7 @@ def _active_intermediate(config: Any, dense: int) -> int:
 
 
 def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpointing: bool, copies: int = 0) -> int:
-    """Bytes at the largest moment, between forward and backward, logits included.
+    """Bytes at the largest moment, logits included.
 
     With w bytes per number that is computed with (2 under autocast), a and b per number of adapter and backbone, h
     hidden channels, m of the MLP, q of the query heads, k of the key heads::
@@ -127,12 +127,16 @@ def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpoi
         linked K/V       2ak x linked tokens
         cross block      (norms + 4wm + 3wq + (4 + 2)q + h(a + 2w)) x query tokens + 2wq x linked tokens
         backbone layer   (8h + 4wq + 3w x its own m) x query tokens    from the first cross block on
-        loss             vocabulary x (2w x query tokens + (w + 12) x target tokens)
+        loss             vocabulary x max(w x query tokens + (8, or 8 + w where w = 2) x targets, 2w x query tokens)
 
-    Without checkpointing that is all kept, and with it: K/V heads and linked K/V, the input of every layer, and the
-    largest of one encoder layer, one cross block with one backbone layer, the loss, and `copies`. The backbone's layers
-    count as softmax attention with a gated MLP, also where they are linear; attention matrices are never kept
-    (scaled_dot_product_attention, FlashAttention).
+    Without checkpointing that is all kept. With it, the inputs of all layers are, and at the larger of two moments
+
+    - while the decoder goes back: all K/V heads and linked K/V; the largest of one cross block with one backbone layer
+      and the gradient of linked K/V, the loss, and `copies` with the logits (the end of the forward pass);
+    - while the encoder goes back: one layer, the gradient inside its MLP, and those of what the K/V heads read.
+
+    The backbone's layers count as softmax attention with a gated MLP, also where they are linear; attention matrices
+    are never kept (scaled_dot_product_attention, FlashAttention).
 
     Args:
         copies: bytes of the trained weights' 16-bit copies under autocast.
@@ -161,11 +165,16 @@ def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpoi
         2 * FLOAT32 * s.hidden + 4 * frozen_work * s.queries + 3 * frozen_work * s.backbone_intermediate
     )
     backbone_layers = s.backbone_layers - s.first
-    loss = s.vocabulary * (2 * frozen_work * size.queries + (frozen_work + 3 * FLOAT32) * size.targets)
+    # all logits, those of targets in float32, and their softmax; or later two tensors of gradients
+    selected = 2 * FLOAT32 + (frozen_work if frozen_work < FLOAT32 else 0)
+    loss = s.vocabulary * max(frozen_work * size.queries + selected * size.targets, 2 * frozen_work * size.queries)
     always = s.cross_blocks * (heads + linked)
     if not checkpointing:
         layers = s.encoder_layers * encoder_layer + s.cross_blocks * cross_block + backbone_layers * backbone_layer
         return always + layers + loss + copies
     inputs = residual * s.hidden * s.encoder_layers * size.documents
     inputs += s.backbone_bytes * s.hidden * backbone_layers * size.queries
-    return always + inputs + max(encoder_layer, cross_block + backbone_layer, loss, copies)
+    logits = frozen_work * s.vocabulary * size.queries
+    decoding = always + max(cross_block + backbone_layer + s.cross_blocks * linked, loss, copies + logits)
+    encoding = encoder_layer + size.documents * (work * s.intermediate + residual * s.hidden * s.cross_blocks)
+    return inputs + max(decoding, encoding)
