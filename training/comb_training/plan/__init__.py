@@ -74,8 +74,8 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     _add_data(result, model)
     if {"linear", "both"} & set(model.info.layer_kinds):
         result.notes.append(
-            "linear layers count as softmax attention in the activations; without the kernels of comb-pic[gpu] they "
-            "keep several times as much"
+            "linear layers count as softmax attention in the activations; without the kernels of comb-pic[gpu] about "
+            "twice as much was measured"
         )
     _add_memory(result, sharding, Shapes.of(model))
     return result

@@ -16,7 +16,7 @@ from comb_training.schedule import UNLIMITED_STEPS
 
 EXPLANATION = (
     "Weights and states are exact. Activations are an estimate for softmax attention and gated MLPs, within "
-    f"{FACTOR:g}x of what was measured, either way. The total has the larger of activations and AdamW's temporary, "
+    f"{FACTOR:g}x of what was measured on small models. The total has the larger of activations and AdamW's temporary, "
     "which come after each other, or the whole model where that is more: it is loaded before it is sharded. Not in "
     "it: CUDA's context (about 1 GiB), fragmentation, the communication library, eager attention's matrices, and the "
     "K/V cache while the backbone answers."
@@ -71,8 +71,8 @@ def _memory_table(plan: Plan) -> Table:
     add("or all, not yet sharded", (way.start if way.sharding.stage else None for way in ways))
     add("largest total" if plan.size is not None else "total, no activations", (way.total for way in ways))
     add("beside it, CPU per rank", (way.host for way in ways))
-    title = "memory on one GPU" if plan.ranks == 1 else f"memory on each of {plan.ranks} GPUs"
-    return text_table(("this run first", *(way.sharding.name for way in ways)), lines, title, left=("this run first",))
+    title = "memory on one GPU" if plan.ranks == 1 else f"memory on each of {plan.ranks} GPUs; this run first"
+    return text_table(("what", *(way.sharding.name for way in ways)), lines, title, left=("what",))
 
 
 def _about_memory(plan: Plan) -> str:
