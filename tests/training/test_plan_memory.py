@@ -100,7 +100,8 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
 
 
 CASES = {
-    "documents": (SIZES, Shape(1, 2, 4, 100, 4, 4), "documents"),
+    "documents": (SIZES, Shape(1, 1, 4, 100, 4, 4), "documents"),
+    "linked documents": (SIZES, Shape(1, 16, 4, 100, 4, 4), "linked"),
     "queries": (SIZES, Shape(1, 8, 1, 16, 60, 4), "queries"),
     "targets": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 1, 80), None),
     "logits": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 80, 1), "queries"),
