@@ -146,13 +146,19 @@ def _rms_weight(norm: nn.Module, size: int | None = None) -> Tensor | None:
     if parameter is None or parameter.ndim != 1 or (size is not None and len(parameter) != size):
         return None
     generator = torch.Generator().manual_seed(0)
-    probes = (torch.randn(2, len(parameter), generator=generator) * 3 + 1).to(parameter.device)
-    first, second = copy.deepcopy(norm).float()(probes) / (probes / probes.pow(2).mean(-1, keepdim=True).sqrt())
+    norm = copy.deepcopy(norm)
+    if parameter.is_meta:  # only the shape of things is asked for: what kind of norm it is shows with any weights
+        norm = norm.to_empty(device="cpu")
+        for own in norm.parameters():
+            nn.init.constant_(own, 0.5)
+    probes = torch.randn(2, len(parameter), generator=generator, device="cpu") * 3 + 1
+    probes = probes.to(next(norm.parameters()).device)
+    first, second = norm.float()(probes) / (probes / probes.pow(2).mean(-1, keepdim=True).sqrt())
     # a LayerNorm also subtracts the mean, so its two answers disagree
     if (first - second).abs().max() > 1e-3 * first.abs().max().clamp_min(1e-6):
         return None
     weight: Tensor = (first + second) / 2
-    return weight
+    return weight.to(parameter.device)
 
 
 def _tensor(module: nn.Module, path: str) -> Tensor | None:

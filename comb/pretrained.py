@@ -85,7 +85,8 @@ class CombPreTrainedModel(PreTrainedModel):
             backbone_revision=revision,
             # a copy: setting an attention implementation on a configuration reaches into its sub-configurations
             backbone_config=copy.deepcopy(backbone.config),
-            backbone_fingerprint=fingerprint(backbone),
+            # without weights (on the meta device) there is nothing to know them by
+            backbone_fingerprint=None if backbone.device.type == "meta" else fingerprint(backbone),
             encoder_config=encoder_config_for(
                 backbone, info, num_layers=num_encoder_layers, causal=encoder_causal,
                 max_document_tokens=max_document_tokens, plain=initialization == "random",

@@ -84,6 +84,11 @@ Every reader has the options ``split`` ("train", "heldout" or "all"), ``seed`` a
 that put documents together have ``num_documents``.
 """
 
+
+class MissingDataError(ValueError):
+    """What a dataset is read from was not named, or is not there."""
+
+
 datasets: Registry[DatasetReader] = Registry("dataset")
 
 
@@ -101,7 +106,7 @@ def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> D
     reader = datasets.get(name)
     _check_options(name, reader, options)
     if path is not None and not str(path).startswith(HUB) and not Path(path).exists():
-        raise ValueError(f"dataset {name!r}: there is no file or folder {str(path)!r}")
+        raise MissingDataError(f"dataset {name!r}: there is no file or folder {str(path)!r}")
     dataset = reader(path, **options)
     if not dataset.examples:
         raise ValueError(f"dataset {name!r} gives no example ({dataset.counts})")

@@ -426,3 +426,18 @@ def test_works_on_an_untied_backbone_with_scaled_embeddings() -> None:
     ids = (5, 6)
     expected = model.backbone.get_input_embeddings()(torch.tensor([ids]))[0] * 3.0
     torch.testing.assert_close(model._embed([tuple(ids)])[0], expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_meta_device_has_the_same_parameters(family: str) -> None:
+    """Parameter counts need no weights: the same names, shapes, dtypes and settings come out."""
+
+    def built(device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        with torch.device(device):
+            backbone = tf.AutoModelForCausalLM.from_config(FAMILIES[family]())
+            model = CombForCausalLM.from_backbone(backbone, num_encoder_layers=2)
+        assert {parameter.device.type for parameter in model.parameters()} == {device}
+        parameters = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+        return parameters, model.config.encoder_config.to_dict()
+
+    assert built("meta") == built("cpu")

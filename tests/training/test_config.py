@@ -10,7 +10,8 @@ import yaml
 
 from comb_training.config import Config, ModelConfig, TrainConfig, config_from_dict, load_config
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("nano*.yaml"))
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def written(folder: Path, text: str) -> Path:
@@ -98,12 +99,17 @@ def test_configs_are_frozen_and_survive_yaml() -> None:
 
 
 def test_the_shipped_configurations_are_there() -> None:
-    assert {path.name for path in CONFIGS} == {"nano.yaml", "nano-squad.yaml", "nano-babi.yaml"}
+    nano, recipes = (
+        {"nano", "nano-squad", "nano-babi"},
+        {"llama-3.1-8b-instruct", "deepseek-v2-lite-chat", "qwen3-8b", "qwen3.5-9b"},
+    )
+    assert {path.stem for path in CONFIGS} == nano | recipes
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configurations_load_and_explain_every_key(path: Path) -> None:
-    load_config(path)
+    deepspeed = load_config(path).train.deepspeed
+    assert deepspeed is None or (deepspeed.startswith("configs/deepspeed/") and (ROOT / deepspeed).is_file())
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith(("#", "---"))]
     keys = [line for line in lines if line.startswith("  ")]
     assert keys

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from comb.evaluation.run import MethodResult
     from comb_training.answers import Targets
     from comb_training.config import Config
+    from comb_training.plan import Plan
     from comb_training.train import Prepared
 
 console = Console()
@@ -36,18 +37,20 @@ def train(
         str | None, typer.Option(help="A checkpoint-N folder, or auto for the newest one (needs train.save_steps).")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show configuration, parameters and data; train nothing.")
+        bool, typer.Option("--dry-run", help="Show configuration, parameters, memory and data; train nothing.")
     ] = False,
     evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
 ) -> None:
     """Fine-tune an encoder for a frozen backbone."""
     from comb_training import distributed
     from comb_training.config import load_config
-    from comb_training.train import load_checkpoint, prepare, run_training
+    from comb_training.train import load_checkpoint, run_training
 
     settings = load_config(config, overrides or [])
     if dry_run:
-        _show_plan(prepare(settings))
+        from comb_training.plan import plan
+
+        _show_plan(plan(settings))
         return
     result = run_training(settings, resume=_checkpoint(resume, settings))
     if not distributed.is_main():
@@ -281,21 +284,15 @@ def _checkpoint(resume: str | None, settings: Config) -> Path | None:
     return Path(resume)
 
 
-def _show_plan(run: Prepared) -> None:
+def _show_plan(run: Plan) -> None:
     import yaml
     from rich.syntax import Syntax
-    from rich.table import Table
 
-    from comb_training.batches import statistics_rows
-    from comb_training.schedule import UNLIMITED_STEPS
+    from comb_training import distributed
+    from comb_training.plan.table import blocks
 
+    if not distributed.is_main():
+        return
     console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
-    table = Table(title="what would be trained", title_justify="left", show_header=False)
-    trainable, total = run.parameters["trainable"], run.parameters["all"]
-    table.add_row("parameters", f"{trainable:,} trained, {total - trainable:,} frozen")
-    steps = "until the clock ends" if run.steps == UNLIMITED_STEPS else str(run.steps)
-    table.add_row("optimizer steps", steps)
-    for name, value in statistics_rows(run.statistics):
-        table.add_row(name, value)
-    console.print(table)
-    console.print(f"data: {run.counts}")
+    for block in blocks(run):
+        console.print(block)

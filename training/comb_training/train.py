@@ -23,7 +23,7 @@ from comb.adapter import resolve_name
 from comb.backbone import decoder_layers
 from comb.compatibility import load_tokenizer
 from comb.documents import Example, PromptBuilder
-from comb.evaluation.datasets import Counts, read_dataset
+from comb.evaluation.datasets import Counts, Dataset, read_dataset
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_losses
 from comb.evaluation.run import MethodResult, evaluate
@@ -110,17 +110,11 @@ def prepare(config: Config) -> Prepared:
     model: Any = load_block_model(config) if config.train.method == "block" else load_model(config)
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
-    examples, counts = read_examples(config, builder, model.max_document_tokens, split="train", limit=config.data.limit)
-    tokenized = tokenize(
-        examples,
-        builder,
-        counts,
-        query_template=config.data.query_template,
-        max_query_tokens=config.data.max_query_tokens,
-    )
+    dataset = read_split(config, split="train", limit=config.data.limit)
+    tokenized = training_examples(config, dataset, builder, model.max_document_tokens)
     if config.train.method == "block":
-        tokenized = within_positions(tokenized, model, config, counts)
-    return Prepared(config, model, tokenizer, builder, tokenized, counts, TokenStatistics.of(tokenized))
+        tokenized = within_positions(tokenized, model, config, dataset.counts)
+    return Prepared(config, model, tokenizer, builder, tokenized, dataset.counts, TokenStatistics.of(tokenized))
 
 
 def run_training(config: Config, *, resume: str | Path | None = None, progress: bool = True) -> TrainResult:
@@ -239,7 +233,7 @@ def load_model(config: Config) -> CombForCausalLM:
         if shaping:
             raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
         model = CombForCausalLM.from_pretrained(
-            resolve_name(config.model.init_from), dtype=_dtype(config.model.dtype), **options
+            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **options
         )
         model.requires_grad_(True).backbone.requires_grad_(False)
     else:
@@ -248,7 +242,7 @@ def load_model(config: Config) -> CombForCausalLM:
             num_encoder_layers=config.model.num_encoder_layers,
             cross_attention_layers=config.model.cross_attention_layers,
             encoder_causal=config.model.encoder_causal,
-            dtype=_dtype(config.model.dtype),
+            dtype=dtype_of(config.model.dtype),
             **options,
         )
     if config.train.lora_rank is not None:
@@ -265,7 +259,7 @@ def load_model(config: Config) -> CombForCausalLM:
 def load_block_model(config: Config) -> BlockAttentionModel:
     """The configured backbone, all of it trainable, or with LoRA on its layers."""
     backbone: Any = AutoModelForCausalLM.from_pretrained(
-        resolve_name(config.model.backbone), dtype=_dtype(config.model.dtype), **config.model.options
+        resolve_name(config.model.backbone), dtype=dtype_of(config.model.dtype), **config.model.options
     )
     model = BlockAttentionModel(backbone.to(device_of(config)))
     train = config.train
@@ -287,19 +281,41 @@ def within_positions(
     return kept
 
 
-def read_examples(
-    config: Config, builder: PromptBuilder, max_document_tokens: int, *, split: str, limit: int | None
-) -> tuple[list[Example], Counts]:
-    """One side of the configured dataset, documents cut to what the encoder takes, and what happened to the rows."""
+def read_split(config: Config, *, split: str, limit: int | None) -> Dataset:
+    """One side of the configured dataset. Raises ValueError as `read_dataset` does."""
     data = config.data
     options: dict[str, Any] = {"seed": data.seed, "split": split, "limit": limit, **data.options}
     for name in ("num_documents", "heldout_share"):
         if getattr(data, name) is not None:
             options[name] = getattr(data, name)
-    dataset = read_dataset(data.dataset, data.path, **options)
-    if data.max_document_tokens is not None:
-        max_document_tokens = min(max_document_tokens, data.max_document_tokens)
-    return fit_documents(dataset, builder, max_document_tokens, dataset.counts), dataset.counts
+    return read_dataset(data.dataset, data.path, **options)
+
+
+def read_examples(
+    config: Config, builder: PromptBuilder, max_document_tokens: int, *, split: str, limit: int | None
+) -> tuple[list[Example], Counts]:
+    """One side of the configured dataset, documents cut to what the encoder takes, and what happened to the rows."""
+    dataset = read_split(config, split=split, limit=limit)
+    return fit_documents(dataset, builder, _longest(config, max_document_tokens), dataset.counts), dataset.counts
+
+
+def training_examples(
+    config: Config, dataset: Dataset, builder: PromptBuilder, max_document_tokens: int
+) -> list[TrainingExample]:
+    """`dataset` as it is trained on; what happens to its rows is added to its counts."""
+    examples = fit_documents(dataset, builder, _longest(config, max_document_tokens), dataset.counts)
+    return tokenize(
+        examples,
+        builder,
+        dataset.counts,
+        query_template=config.data.query_template,
+        max_query_tokens=config.data.max_query_tokens,
+    )
+
+
+def _longest(config: Config, max_document_tokens: int) -> int:
+    limit = config.data.max_document_tokens
+    return max_document_tokens if limit is None else min(max_document_tokens, limit)
 
 
 def evaluate_heldout(
@@ -338,7 +354,7 @@ def load_checkpoint(name_or_path: str, config: Config) -> Any:
     """An adapter with its backbone, or a plain backbone, on the configured device."""
     plugin.register()
     set_threads(config)
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), dtype=_dtype(config.model.dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), dtype=dtype_of(config.model.dtype))
     return model.to(device_of(config)).eval()
 
 
@@ -377,7 +393,8 @@ def _targets(run: Prepared, progress: bool) -> tuple[list[TrainingExample], Scor
     return targets.examples, targets.scores
 
 
-def _dtype(name: str) -> Any:
+def dtype_of(name: str) -> Any:
+    """`model.dtype` for transformers. Raises ValueError if it is none."""
     if name == "auto":
         return "auto"
     dtype = getattr(torch, name, None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from comb.documents import Document, Example
-from comb.evaluation.datasets import Counts, Dataset, datasets
+from comb.evaluation.datasets import Counts, Dataset, MissingDataError, datasets
 from comb_training.data.grouping import Split, seeded, split_groups
 
 _LINE = re.compile(r"^(\d+) (.+)$")
@@ -58,7 +58,7 @@ def read_babi(
         ValueError: if the path is missing or holds no bAbI text, or distractors are asked for beyond task 1.
     """
     if path is None:
-        raise ValueError("dataset 'babi' needs a path: a bAbI text file, or a folder of them (data.path=en-10k)")
+        raise MissingDataError("dataset 'babi' needs a path: a bAbI text file, or a folder of them (data.path=en-10k)")
     if num_documents < 1:
         raise ValueError(f"num_documents must be at least 1, not {num_documents}")
     if answer_style not in ("word", "sentence"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from comb.documents import Document, Example
-from comb.evaluation.datasets import Counts, Dataset, datasets
+from comb.evaluation.datasets import Counts, Dataset, MissingDataError, datasets
 from comb_training.data.grouping import Split, seeded, split_groups
 from comb_training.data.records import on_hub, read_records
 
@@ -39,7 +39,7 @@ def read_jsonl(
             document are dropped and counted.
     """
     if path is None:
-        raise ValueError("dataset 'jsonl' needs a path: a file with documents, query and answer in each line")
+        raise MissingDataError("dataset 'jsonl' needs a path: a file with documents, query and answer in each line")
     counts = Counts()
     examples: list[Example] = []
     for number, where, row in _rows(path):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from comb.documents import Document, Example
-from comb.evaluation.datasets import Counts, Dataset, datasets
+from comb.evaluation.datasets import Counts, Dataset, MissingDataError, datasets
 from comb_training.data.grouping import Split, seeded, split_groups
 from comb_training.data.others import draw
 from comb_training.data.records import Record, check_num_documents, limited, on_hub, read_object, read_records
@@ -257,7 +257,9 @@ def _outputs(record: Record) -> list[str]:
 
 def _files(path: str | Path | None, dataset: str, pattern: str, task: Callable[[Record], _Task]) -> list[_Task]:
     if path is None:
-        raise ValueError(f"dataset {dataset!r} needs a path: a task file, or a folder of {pattern} (data.path=FOLDER)")
+        raise MissingDataError(
+            f"dataset {dataset!r} needs a path: a task file, or a folder of {pattern} (data.path=FOLDER)"
+        )
     if on_hub(path):
         raise ValueError(f"dataset {dataset!r} is read from its task files, not from the Hub ({path})")
     path = Path(path)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from comb.documents import Document, Example
-from comb.evaluation.datasets import HUB, Counts
+from comb.evaluation.datasets import HUB, Counts, MissingDataError
 from comb_training.data.grouping import Split, seeded, split_groups
 
 
@@ -99,7 +99,7 @@ def read_records(path: str | Path | None, dataset: str) -> list[Record]:
         ValueError: when there is no path, or something in the file isn't what it should be.
     """
     if path is None:
-        raise ValueError(
+        raise MissingDataError(
             f"dataset {dataset!r} needs a path: its JSON or JSONL file (data.path=FILE, or --path FILE), "
             f"or a set on the Hub ({HUB}org/name?split=train)"
         )

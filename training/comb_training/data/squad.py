@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from comb.documents import Document, Example
-from comb.evaluation.datasets import Counts, Dataset, datasets
+from comb.evaluation.datasets import Counts, Dataset, MissingDataError, datasets
 from comb_training.data.grouping import Split, pick_distractors, seeded, split_groups
 from comb_training.data.records import Record, on_hub, read_records
 
@@ -54,7 +54,7 @@ def read_squad(
         ValueError: if the path is missing, the file is not SQuAD JSON, or an option is out of range.
     """
     if path is None:
-        raise ValueError(
+        raise MissingDataError(
             "dataset 'squad' needs a path: the official SQuAD JSON (data.path=train-v2.0.json), or "
             "a set on the Hub (data.path=hf://rajpurkar/squad_v2?split=train)"
         )

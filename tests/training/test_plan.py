@@ -1,0 +1,186 @@
+"""`comb train --dry-run`: the recipes with the real sizes of their backbones, and what it says is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from comb_training import plugin
+from comb_training.config import load_config
+from comb_training.plan import plan
+from comb_training.plan.counting import ARCHITECTURES, Parameters, meta_model
+from comb_training.train import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
+COUNTS = {
+    # frozen: what the published weights hold (the text part, without multi-token prediction); trained: of this project
+    "llama-3.1-8b-instruct": (8_030_261_248, 3.49),
+    "deepseek-v2-lite-chat": (15_706_484_224, 1.23),
+    "qwen3-8b": (8_190_735_360, 3.09),
+    "qwen3.5-9b": (8_953_803_264, 3.09),
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No Hub, nor what is kept of it; paths in recipes are from the root of the repository."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(ROOT)
+
+
+def dry_run(*arguments: str, ranks: int = 1) -> Any:
+    app = typer.Typer()
+    plugin.add_commands(app)
+    environment = {"COLUMNS": "80", "WORLD_SIZE": str(ranks)}
+    return CliRunner().invoke(app, ["train", *arguments, "--dry-run"], env=environment)
+
+
+def numbers(output: str, row: str) -> list[int]:
+    """The whole numbers of the parameter table's row."""
+    [line] = re.findall(rf"^ {re.escape(row)} +([\d,]+) +([\d,]+) *$", output, flags=re.MULTILINE)
+    return [int(number.replace(",", "")) for number in line]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_recipes_with_the_real_sizes_of_their_backbones(name: str) -> None:
+    result = dry_run(str(CONFIGS[name]), ranks=4)
+    assert result.exit_code == 0, result.output
+    frozen, trained = COUNTS[name]
+    found_frozen, found_trained = numbers(result.output, "all")
+    assert found_frozen == frozen
+    assert found_trained == pytest.approx(trained * 1e9, rel=0.005)
+    assert numbers(result.output, "backbone") == [frozen, 0]
+    output = " ".join(result.output.split())
+    assert f"{trained:.2f} B trained" in output
+    assert "memory on each of 4 GPUs" in output
+    assert "the Hub did not give its configuration" in output
+    assert "data.path=train-v2.0.json" in output  # what is missing
+    assert ("linear layers count as softmax attention" in output) == (name == "qwen3.5-9b")
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert not (ROOT / load_config(CONFIGS[name]).train.output_dir).exists()
+
+
+def test_llama_has_the_paper_s_counts() -> None:
+    """COMB, Table 1: 8.0 B frozen and 3.5 B learnable; fewer cross blocks would not be."""
+    config = load_config(CONFIGS["llama-3.1-8b-instruct"])
+    parameters = Parameters.of(meta_model(config)[0])
+    assert round(parameters.frozen / 1e9, 2) == 8.03
+    assert 3.4e9 < parameters.trained < 3.6e9
+    fewer = load_config(CONFIGS["llama-3.1-8b-instruct"], ["model.cross_attention_layers=[4, 7, 11, 14, 18, 21, 25]"])
+    assert Parameters.of(meta_model(fewer)[0]).trained < 3.4e9
+
+
+def test_the_hub_s_configuration_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def hub(name: str, **options: Any) -> LlamaConfig:
+        asked.append((name, options))
+        return LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=30, num_attention_heads=4)
+
+    monkeypatch.setattr("comb_training.plan.counting.AutoConfig.from_pretrained", hub)
+    run = plan(load_config(CONFIGS["llama-3.1-8b-instruct"], ["model.options.revision=main"]))
+    assert asked == [("meta-llama/Llama-3.1-8B-Instruct", {"revision": "main"})]
+    assert run.parameters is not None
+    assert run.parameters.frozen < 10**8
+    assert not any("Hub" in note and "sizes" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_counts_without_weights_are_those_of_the_loaded_model(lora: bool) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    config = load_config(CONFIGS["nano"], ["train.lora_rank=4"] if lora else [])
+    model = load_model(config)
+    parameters, meta = Parameters.of(model), meta_model(config)[0]
+    assert parameters == Parameters.of(meta)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert (parameters.trained, parameters.total) == model.num_trainable_parameters()
+    assert (parameters.parts["encoder layers"][1] < parameters.parts["encoder layers"][0]) == lora
+
+
+def test_an_adapter_to_go_on_from_is_counted_like_a_fresh_one(tmp_path: Path) -> None:
+    config = load_config(CONFIGS["nano"])
+    load_model(config).save_pretrained(tmp_path)
+    again = load_config(CONFIGS["nano"], [f"model.init_from={tmp_path}"])
+    assert Parameters.of(meta_model(again)[0]) == Parameters.of(meta_model(config)[0])
+
+
+def test_nano_has_data_and_batches() -> None:
+    small = ("data.options={scenes: 60, questions: 4}", "train.batch_size=8", "train.steps=7")
+    result = dry_run(str(CONFIGS["nano"]), *small)
+    assert result.exit_code == 0, result.output
+    assert "steps: 7" in result.output  # the resolved configuration
+    assert "WORLD_SIZE=4 in front" in result.output
+    assert re.search(r"optimizer steps +7 *\n", result.output)
+    assert "rows kept" in result.output
+    assert "first epoch's batches" in result.output
+    assert "Note:" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+    run = plan(load_config(CONFIGS["nano"], small))
+    assert run.size is not None
+    assert run.statistics is not None
+    assert sum(bucket["batches"] * bucket["rows"] for bucket in run.buckets) == run.statistics.examples
+    # the longest row is in the batch with the most query tokens, of 8 rows at most
+    assert run.buckets[-1]["longest_row"][1] <= run.size.queries <= 8 * run.buckets[-1]["longest_row"][1]
+
+
+def test_nano_recipes_without_data_are_counted() -> None:
+    for name in ("nano-squad", "nano-babi"):
+        result = dry_run(str(CONFIGS[name]))
+        assert result.exit_code == 0, result.output
+        assert numbers(result.output, "all")[0] == 1_100_928
+        assert "needs a path" in " ".join(result.output.split())
+        assert "no activations" in " ".join(result.output.split())
+        assert " activations " not in result.output.split("no activations")[0]
+
+
+def test_missing_things_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    gone = dry_run(str(CONFIGS["nano-squad"]), "data.path=gone.json")
+    assert gone.exit_code == 0, gone.output
+    assert "no file or folder 'gone.json'" in " ".join(gone.output.split())
+    assert numbers(gone.output, "all")[0] == 1_100_928
+    unknown = dry_run(str(CONFIGS["nano"]), "model.backbone=nobody/nothing")
+    assert unknown.exit_code == 0
+    assert "configuration of 'nobody/nothing' is not here" in " ".join(unknown.output.split())
+    assert "parameters" not in unknown.output.split("Note:")[0].split("timing_examples")[1]
+    # the data is there, the backbone's tokenizer is not
+    rows = [{"documents": [f"The key is {n}."], "query": "Key?", "answer": str(n)} for n in range(8)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = ("data.dataset=jsonl", f"data.path={tmp_path / 'data.jsonl'}", "data.heldout_share=0.5")
+    result = dry_run(str(CONFIGS["qwen3-8b"]), *data, "data.num_documents=null")
+    assert result.exit_code == 0, result.output
+    assert "tokenizer is not here" in " ".join(result.output.split())
+    assert numbers(result.output, "all")[0] == COUNTS["qwen3-8b"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train.batch_quer_tokens=8",), "unknown key train.batch_quer_tokens; did you mean train.batch_query_tokens"),
+        (("train.batch_query_tokens=9",), r"alone has \d+ query tokens, more than train.batch_query_tokens=9"),
+        (("train.batch_document_tokens=20",), r"document tokens, more than train.batch_document_tokens=20"),
+        (("data.options={scenes: 2}", "train.gradient_accumulation_steps=1000"), "examples are too few"),
+        (("train.deepspeed=configs/deepspeed/zero9.json",), r"zero9.json' is no DeepSpeed configuration"),
+        (("model.cross_attention_layers=[2, 99]",), "99"),
+    ],
+)
+def test_mistakes_are_errors(arguments: tuple[str, ...], message: str) -> None:
+    small = () if any("scenes" in argument for argument in arguments) else ("data.options={scenes: 20}",)
+    result = dry_run(str(CONFIGS["nano"]), *small, *arguments)
+    assert isinstance(result.exception, ValueError), result.output
+    assert re.search(message, str(result.exception)), result.exception
+
+
+def test_recipes_and_sizes_belong_together() -> None:
+    backbones = {load_config(path).model.backbone.replace("/", "--") for path in CONFIGS.values()} - {"nano"}
+    assert backbones == {path.stem for path in ARCHITECTURES.glob("*.json")}
+    assert len(backbones) == len(COUNTS)

@@ -1,0 +1,196 @@
+"""The memory that `--dry-run` states, against tensors of real models and the measured peak of real steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from comb import CombForCausalLM
+from comb.bench.memory import peak_memory
+from comb_training.batches import Collator
+from comb_training.bench import Shape
+from comb_training.config import TrainConfig
+from comb_training.lora import add_lora
+from comb_training.losses import target_loss
+from comb_training.plan.activations import FACTOR, PassSize, Shapes, activation_bytes
+from comb_training.plan.counting import Parameters
+from comb_training.plan.memory import Sharding, memory_of
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+}  # fmt: skip
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
+
+
+def comb_model(config: Any = None, *, bf16: bool = False) -> CombForCausalLM:
+    """Two encoder layers on a random backbone; the adapter in float32."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    backbone = AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES), dtype=dtype)
+    return CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, adapter_dtype=torch.float32).train()
+
+
+@dataclass
+class Step:
+    """Forward and backward of one batch of random tokens."""
+
+    model: CombForCausalLM
+    shape: Shape
+    autocast: bool = False
+
+    def __post_init__(self) -> None:
+        examples = self.shape.examples(self.model.info.vocab_size, 0)
+        self.batch: dict[str, Any] = Collator(0)(examples)
+        self.labels = self.batch.pop("labels")
+
+    def __call__(self) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = target_loss(self.model(**self.batch), self.labels)
+        loss.backward()
+
+    @property
+    def size(self) -> PassSize:
+        shape, rows = self.shape, self.shape.groups * self.shape.questions
+        documents = shape.documents * shape.document_tokens
+        return PassSize(
+            documents=shape.groups * documents,
+            queries=rows * (shape.query_tokens + shape.target_tokens),
+            targets=rows * shape.target_tokens,
+            linked=rows * documents,
+        )
+
+    def estimate(self, *, checkpointing: bool, size: PassSize | None = None) -> int:
+        copies = 2 * Parameters.of(self.model).trained if self.autocast else 0
+        return activation_bytes(
+            Shapes.of(self.model), size or self.size, autocast=self.autocast, checkpointing=checkpointing, copies=copies
+        )
+
+
+@pytest.mark.parametrize(("bf16", "lora"), [(False, False), (True, False), (True, True)])
+def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None:
+    model = comb_model(bf16=bf16)
+    if lora:
+        pytest.importorskip("peft")
+        add_lora(model, rank=4, alpha=8, dropout=0.0)
+    step = Step(model, Shape(1, 2, 2, 8, 4, 4))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=True)
+    step()
+    optimizer.step()
+    memory = memory_of(Parameters.of(model), Sharding(), Shapes.of(model), step.size, checkpointing=False)
+    moments = [value for state in optimizer.state.values() for name, value in state.items() if name.startswith("exp_")]
+    assert memory.states == {
+        "frozen weights": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
+        "trained weights": sum(p.nbytes for p in trained),
+        "float32 copy of them": 0,
+        "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
+        "Adam's two moments": sum(moment.nbytes for moment in moments),
+        "buffers": 0,
+    }
+    assert len(moments) == 2 * len(trained)
+    # AdamW's temporary; a step counter of four bytes per tensor comes on top
+    assert peak_memory("cpu", optimizer.step) == pytest.approx(memory.temporaries, rel=0.01)
+
+
+CASES = {
+    "documents": (SIZES, Shape(1, 1, 4, 100, 4, 4), "documents"),
+    "linked documents": (SIZES, Shape(1, 16, 4, 100, 4, 4), "linked"),
+    "queries": (SIZES, Shape(1, 8, 1, 16, 60, 4), "queries"),
+    "targets": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 1, 80), None),
+    "logits": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 80, 1), "queries"),
+    "all alike": (SIZES, Shape(2, 3, 3, 40, 24, 16), None),
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_activations_are_within_the_stated_factor(case: str, checkpointing: bool, bf16: bool) -> None:
+    sizes, shape, decisive = CASES[case]
+    model = comb_model(LlamaConfig(**sizes), bf16=bf16)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    step = Step(model, shape, autocast=bf16)
+    step()  # gradients are there from now on
+    peak = peak_memory("cpu", step)
+    assert peak / FACTOR <= step.estimate(checkpointing=checkpointing) <= peak * FACTOR
+    # the other way of running is told apart, and so is a batch without what decides it
+    if case == "all alike":
+        other = step.estimate(checkpointing=not checkpointing)
+        assert not peak / FACTOR <= other <= peak * FACTOR
+    if decisive is not None and not checkpointing:
+        without = replace(step.size, **{decisive: 0})
+        assert step.estimate(checkpointing=False, size=without) < peak / FACTOR
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_with_normalised_queries(checkpointing: bool) -> None:
+    model = comb_model(Qwen3Config(**SIZES))
+    assert Shapes.of(model).qk_norm
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    step = Step(model, Shape(2, 3, 3, 40, 24, 16))
+    step()
+    peak = peak_memory("cpu", step)
+    assert peak / FACTOR <= step.estimate(checkpointing=checkpointing) <= peak * FACTOR
+
+
+# --- sharding -------------------------------------------------------------------------------------------------------
+
+TEN = Parameters({"backbone": (100, 0), "cross blocks": (40, 40)}, frozen_bytes=200, trained_bytes=160)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> Shapes:
+    return Shapes.of(comb_model())
+
+
+@pytest.mark.parametrize(
+    ("stage", "frozen", "weights", "copy", "gradients", "moments"),
+    [(0, 200, 160, 0, 160, 320), (1, 200, 160, 40, 160, 80), (2, 200, 160, 40, 40, 80), (3, 50, 40, 40, 40, 80)],
+)
+def test_who_holds_what(
+    stage: int, frozen: int, weights: int, copy: int, gradients: int, moments: int, shapes: Shapes
+) -> None:
+    memory = memory_of(TEN, Sharding(stage=stage, ranks=4), shapes, None, checkpointing=False)
+    assert list(memory.states.values())[:5] == [frozen, weights, copy, gradients, moments]
+    assert memory.start == 360
+    assert memory.activations is None
+    assert memory.total == max(360, sum(memory.states.values()) + memory.temporaries)
+
+
+def test_offloaded_states_are_in_cpu_memory(shapes: Shapes) -> None:
+    plain = memory_of(TEN, Sharding(stage=3, ranks=4), shapes, None, checkpointing=False)
+    offloaded = memory_of(
+        TEN, Sharding(stage=3, ranks=4, offload_optimizer=True, offload_parameters=True), shapes, None,
+        checkpointing=False,
+    )  # fmt: skip
+    assert set(offloaded.states) == {"buffers"}
+    assert offloaded.host == sum(plain.states.values()) - plain.states["buffers"]
+    assert offloaded.temporaries == 0 < plain.temporaries
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, False), (2, True), (3, False), (3, True)])
+def test_deepspeed_configurations_are_understood(stage: int, offload: bool) -> None:
+    path = CONFIGS / f"zero{stage}{'-offload' if offload else ''}.json"
+    sharding = Sharding.of(TrainConfig(deepspeed=str(path)), ranks=8)
+    assert (sharding.stage, sharding.ranks, sharding.autocast, sharding.bucket) == (stage, 8, True, None)
+    assert sharding.offload_optimizer == offload
+    assert sharding.offload_parameters == (offload and stage == 3)
+    assert sharding.name == f"ZeRO-{stage}" + " + CPU" * offload
+
+
+def test_no_deepspeed_configuration(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "empty.json").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match=r"broken.json' is no DeepSpeed configuration"):
+        Sharding.of(TrainConfig(deepspeed=str(tmp_path / "broken.json")), ranks=2)
+    assert Sharding.of(TrainConfig(deepspeed=str(tmp_path / "empty.json")), ranks=2).name == "DDP"
+    assert Sharding.of(TrainConfig(bf16=True), ranks=1) == Sharding(autocast=True)

@@ -1,0 +1,126 @@
+"""What a run would be, before any weight is loaded: parameters, memory per GPU, data and batches (`--dry-run`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from comb.compatibility import load_tokenizer
+from comb.documents import PromptBuilder
+from comb.evaluation.datasets import Counts, MissingDataError
+from comb.model import CombForCausalLM
+from comb_training import distributed, plugin
+from comb_training.batches import TokenStatistics
+from comb_training.config import Config
+from comb_training.plan.activations import PassSize, Shapes
+from comb_training.plan.counting import Parameters, first_line, meta_model
+from comb_training.plan.memory import Memory, Sharding, memory_of
+from comb_training.sampler import bucket_rows
+from comb_training.schedule import total_steps
+from comb_training.train import read_split, training_examples
+from comb_training.trainer import batch_sampler
+
+
+@dataclass
+class Plan:
+    """What a run would be.
+
+    Args:
+        memory: this run's way of sharding first, then others for comparison.
+        buckets: as `bucket_rows` gives them.
+        steps: optimizer steps at most.
+        size: of the largest batch: the data's, or else what the budgets allow.
+        notes: what is left out, and why.
+    """
+
+    config: Config
+    ranks: int
+    parameters: Parameters | None = None
+    memory: list[Memory] = field(default_factory=list)
+    counts: Counts | None = None
+    statistics: TokenStatistics | None = None
+    buckets: list[dict[str, Any]] = field(default_factory=list)
+    steps: int | None = None
+    size: PassSize | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def plan(config: Config, *, ranks: int | None = None) -> Plan:
+    """Plans a run without loading a weight or writing a file.
+
+    Args:
+        ranks: GPUs; those of ``WORLD_SIZE`` by default.
+
+    Raises:
+        ValueError: for options that make no sense, data that is damaged, an example over the budget of a batch, or a
+            backbone that isn't supported. What is merely not here (data, tokenizer, the backbone's configuration) is
+            said in `Plan.notes`.
+    """
+    plugin.register()
+    ranks = distributed.world_size() if ranks is None else ranks
+    sharding = Sharding.of(config.train, ranks)
+    result = Plan(config, ranks, size=PassSize.of_budget(config.train))
+    try:
+        model, note = meta_model(config)
+    except OSError as error:
+        name = config.model.init_from or config.model.backbone
+        result.notes.append(
+            f"no parameters, memory and batches: the configuration of {name!r} is not here and can't be fetched "
+            f"({first_line(error)})"
+        )
+        return result
+    result.notes += [note] if note else []
+    result.parameters = Parameters.of(model)
+    _add_data(result, model)
+    if {"linear", "both"} & set(model.info.layer_kinds):
+        result.notes.append(
+            "linear layers count as softmax attention in the activations; without the kernels of comb-pic[gpu] about "
+            "twice as much was measured"
+        )
+    _add_memory(result, sharding, Shapes.of(model))
+    return result
+
+
+def _add_memory(result: Plan, sharding: Sharding, shapes: Shapes) -> None:
+    config = result.config
+    assert result.parameters is not None
+    if result.size is None:
+        result.notes.append(
+            "no activations: neither train.batch_document_tokens and train.batch_query_tokens nor the data say how "
+            "large a batch gets"
+        )
+    quantised = sorted(name for name in config.model.options if name.startswith(("load_in_", "quantization")))
+    if quantised:
+        result.notes.append(f"the backbone's bytes are given without model.options {', '.join(quantised)}")
+    if config.train.kl_weight:
+        result.notes.append("the activations are without the full prompts that train.kl_weight takes")
+    ways = [sharding]
+    if result.ranks > 1:
+        plain = replace(sharding, offload_optimizer=False, offload_parameters=False)
+        ways += [replace(plain, stage=stage) for stage in (0, 2, 3) if stage != sharding.stage]
+    result.memory = [
+        memory_of(result.parameters, way, shapes, result.size, checkpointing=config.train.gradient_checkpointing)
+        for way in ways
+    ]
+
+
+def _add_data(result: Plan, model: CombForCausalLM) -> None:
+    """Reads and tokenises the data, if it and the tokenizer are here."""
+    config = result.config
+    try:
+        dataset = read_split(config, split="train", limit=config.data.limit)
+    except MissingDataError as error:
+        result.notes.append(f"no data and batches: {first_line(error)}")
+        return
+    try:
+        tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
+    except (OSError, ValueError) as error:
+        result.notes.append(f"no data and batches: the backbone's tokenizer is not here ({first_line(error)})")
+        return
+    builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
+    examples = training_examples(config, dataset, builder, model.max_document_tokens)
+    result.counts, result.statistics = dataset.counts, TokenStatistics.of(examples)
+    sampler = batch_sampler(examples, config.train, ranks=result.ranks)
+    result.buckets = bucket_rows(sampler, examples)
+    result.steps = total_steps(config.train, sampler.steps_per_epoch)
+    result.size = PassSize.of_data(sampler, examples)

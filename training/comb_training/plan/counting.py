@@ -1,0 +1,144 @@
+"""The model that would be trained, on torch's meta device: tensors with shapes and dtypes, and no memory."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from comb.adapter import HUB_ARGUMENTS, resolve_name
+from comb.config import CombConfig
+from comb.model import CombForCausalLM
+from comb_training.config import Config
+from comb_training.lora import add_lora
+from comb_training.train import dtype_of
+
+ARCHITECTURES = Path(__file__).parent / "architectures"
+"""Public sizes of the backbones in configs/, for where the Hub can't be asked: ``organisation--name.json``."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters a model has by part, and the bytes they are kept in.
+
+    Args:
+        parts: name to (all, trained ones).
+    """
+
+    parts: dict[str, tuple[int, int]]
+    frozen_bytes: int
+    trained_bytes: int
+
+    @classmethod
+    def of(cls, model: CombForCausalLM) -> Parameters:
+        """Counts those of a model on any device."""
+        parts = {
+            "backbone": list(model.backbone.parameters()),
+            "encoder layers": list(model.encoder.layers.parameters()),
+            "K/V heads": list(model.encoder.key_value_heads.parameters()),
+            "cross blocks": list(model.cross_blocks.parameters()),
+        }
+        counts = {
+            name: (sum(p.numel() for p in part), sum(p.numel() for p in part if p.requires_grad))
+            for name, part in parts.items()
+        }
+        everything = [parameter for part in parts.values() for parameter in part]
+        return cls(
+            counts,
+            frozen_bytes=sum(p.nbytes for p in everything if not p.requires_grad),
+            trained_bytes=sum(p.nbytes for p in everything if p.requires_grad),
+        )
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return sum(count for count, _ in self.parts.values())
+
+    @property
+    def trained(self) -> int:
+        """Those that are trained."""
+        return sum(trained for _, trained in self.parts.values())
+
+    @property
+    def frozen(self) -> int:
+        """Those that are not."""
+        return self.total - self.trained
+
+
+def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
+    """What `comb_training.train.load_model` would load, without a weight, and what `find_backbone_config` says of it.
+
+    Raises:
+        OSError: when a configuration isn't here and can't be fetched.
+        UnsupportedBackboneError: if no encoder can be attached to such a backbone.
+    """
+    options = config.model.options
+    adapter_dtype = options.get("adapter_dtype", torch.float32)
+    dtype = dtype_of(config.model.dtype)
+    loading = {} if dtype == "auto" else {"dtype": dtype}
+    if options.get("trust_remote_code"):
+        loading["trust_remote_code"] = True
+    settings: CombConfig | None = None
+    note: str | None = None
+    if config.model.init_from is not None:
+        settings = CombConfig.from_pretrained(resolve_name(config.model.init_from))
+        backbone_config: Any = settings.backbone_config
+    else:
+        backbone_config, note = find_backbone_config(config)
+    own = set(inspect.signature(CombForCausalLM.from_backbone).parameters) - {"adapter_dtype", "revision", "loading"}
+    with torch.device("meta"):
+        backbone = AutoModelForCausalLM.from_config(backbone_config, **loading)
+        if settings is not None:
+            model = CombForCausalLM(settings, backbone)
+            model.encoder.to(adapter_dtype)
+            model.cross_blocks.to(adapter_dtype)
+            model.requires_grad_(True).backbone.requires_grad_(False)
+        else:
+            model = CombForCausalLM.from_backbone(
+                backbone,
+                num_encoder_layers=config.model.num_encoder_layers,
+                cross_attention_layers=config.model.cross_attention_layers,
+                encoder_causal=config.model.encoder_causal,
+                adapter_dtype=adapter_dtype,
+                **{name: value for name, value in options.items() if name in own},
+            )
+        train = config.train
+        if train.lora_rank is not None:
+            add_lora(model, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+    return model, note
+
+
+def find_backbone_config(config: Config) -> tuple[Any, str | None]:
+    """The backbone's configuration from its folder or the Hub, or else from `ARCHITECTURES`.
+
+    Returns:
+        It, and why it is not the Hub's (None if it is, or a folder's).
+
+    Raises:
+        OSError: when it can't be had and isn't one of `ARCHITECTURES`.
+    """
+    known = ("revision", "trust_remote_code", *HUB_ARGUMENTS)
+    options = {name: value for name, value in config.model.options.items() if name in known}
+    name = config.model.backbone
+    try:
+        return AutoConfig.from_pretrained(resolve_name(name), **options), None
+    except OSError as error:
+        path = ARCHITECTURES / f"{name.replace('/', '--')}.json"
+        if not path.is_file():
+            raise
+        values = json.loads(path.read_text(encoding="utf-8"))
+        reason = (
+            f"the sizes of {name} are those that come with this package, because the Hub did not give its "
+            f"configuration ({first_line(error)})"
+        )
+        return AutoConfig.for_model(**values), reason
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
+    return str(error).strip().split("\n", 1)[0][:200].rstrip(".")
