@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from comb.adapter import resolve_name
 from comb.compatibility import load_tokenizer
 from comb.documents import Example, PromptBuilder
-from comb.evaluation.datasets import Counts, read_dataset
+from comb.evaluation.datasets import Counts
 from comb.evaluation.metrics import Scores, score
 from comb.evaluation.plot import plot_losses
 from comb.evaluation.run import MethodResult, evaluate
@@ -31,9 +31,12 @@ from comb.hub import RESULTS, refresh_card
 from comb.model import CombForCausalLM
 from comb_training import distributed, plugin
 from comb_training.answers import answer_on_policy, stop_token_ids
-from comb_training.batches import TokenStatistics, TrainingExample, fit_documents, tokenize
+from comb_training.batches import TokenStatistics, TrainingExample
 from comb_training.config import Config, config_from_dict
+from comb_training.data import mixture
+from comb_training.data.mixture import read_tokenized
 from comb_training.schedule import total_steps
+from comb_training.token_cache import statistics
 from comb_training.trainer import CombTrainer, batch_sampler
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ class Prepared:
     model: Any
     tokenizer: Any
     builder: PromptBuilder
-    examples: list[TrainingExample]
+    examples: Sequence[TrainingExample]
     counts: Counts
     statistics: TokenStatistics
 
@@ -107,15 +110,10 @@ def prepare(config: Config) -> Prepared:
     model = load_model(config)
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
-    examples, counts = read_examples(config, builder, model.max_document_tokens, split="train", limit=config.data.limit)
-    tokenized = tokenize(
-        examples,
-        builder,
-        counts,
-        query_template=config.data.query_template,
-        max_query_tokens=config.data.max_query_tokens,
+    tokenized, counts = read_tokenized(
+        config.data, builder, model.max_document_tokens, split="train", limit=config.data.limit
     )
-    return Prepared(config, model, tokenizer, builder, tokenized, counts, TokenStatistics.of(tokenized))
+    return Prepared(config, model, tokenizer, builder, tokenized, counts, statistics(tokenized))
 
 
 def run_training(config: Config, *, resume: str | Path | None = None, progress: bool = True) -> TrainResult:
@@ -202,19 +200,12 @@ def save(result: TrainResult, config: Config) -> None:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
 
 
-def heldout_examples(run: Prepared) -> list[TrainingExample]:
+def heldout_examples(run: Prepared) -> Sequence[TrainingExample]:
     """The held-out side of the data with its own answers, `eval.limit` examples of it, for the loss on it."""
-    config = run.config
-    examples, counts = read_examples(
-        config, run.builder, run.model.max_document_tokens, split="heldout", limit=config.eval.limit
-    )
-    return tokenize(
-        examples,
-        run.builder,
-        counts,
-        query_template=config.data.query_template,
-        max_query_tokens=config.data.max_query_tokens,
-    )
+    data, limit = run.config.data, run.config.eval.limit
+    examples, counts = read_tokenized(data, run.builder, run.model.max_document_tokens, split="heldout", limit=limit)
+    logger.info("held-out data: %s", counts)
+    return examples
 
 
 def load_model(config: Config) -> CombForCausalLM:
@@ -247,16 +238,8 @@ def load_model(config: Config) -> CombForCausalLM:
 def read_examples(
     config: Config, builder: PromptBuilder, max_document_tokens: int, *, split: str, limit: int | None
 ) -> tuple[list[Example], Counts]:
-    """One side of the configured dataset, documents cut to what the encoder takes, and what happened to the rows."""
-    data = config.data
-    options: dict[str, Any] = {"seed": data.seed, "split": split, "limit": limit, **data.options}
-    for name in ("num_documents", "heldout_share"):
-        if getattr(data, name) is not None:
-            options[name] = getattr(data, name)
-    dataset = read_dataset(data.dataset, data.path, **options)
-    if data.max_document_tokens is not None:
-        max_document_tokens = min(max_document_tokens, data.max_document_tokens)
-    return fit_documents(dataset, builder, max_document_tokens, dataset.counts), dataset.counts
+    """One side of the configured data, documents fitted to what the encoder takes, and what happened to the rows."""
+    return mixture.read_examples(config.data, builder, max_document_tokens, split=split, limit=limit)
 
 
 def evaluate_heldout(
@@ -274,7 +257,8 @@ def evaluate_heldout(
         max_new_tokens=config.eval.max_new_tokens,
         batch_size=config.eval.batch_size,
         timing_examples=config.eval.timing_examples,
-        query_template=config.data.query_template,
+        # the sets of a mixture write their questions themselves
+        query_template="{query}" if config.data.mixture else config.data.query_template,
         document_template=config.data.document_template,
         progress=progress,
     )
@@ -321,7 +305,7 @@ def device_of(config: Config) -> torch.device:
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
 
-def _targets(run: Prepared, progress: bool) -> tuple[list[TrainingExample], Scores | None]:
+def _targets(run: Prepared, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:
     """The examples with what they shall answer; on policy, also how the backbone's answers score."""
     train = run.config.train
     if train.answers == "gold":
