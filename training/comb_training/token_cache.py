@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
 
@@ -32,6 +33,7 @@ FORMAT = 1
 
 _TRAILER = b"comb-tok"
 _CHUNK = 1 << 24
+_RECENT = 1024  # documents kept as Python integers: more than a batch has
 _LISTS = ("documents", "segments", "head", "tail", "target")  # of integers
 _numbers = itertools.count()
 
@@ -56,7 +58,8 @@ class Segment(Sequence[int]):
     @property
     def ids(self) -> tuple[int, ...]:
         """The token ids themselves."""
-        return self._store.document(self._number)
+        ids: tuple[int, ...] = self._store.document(self._number)
+        return ids
 
     def __len__(self) -> int:
         return self._store.document_length(self._number)
@@ -112,6 +115,9 @@ class TrainingExamples(Sequence[TrainingExample]):
         self._ids = columns["id"]
         self._references = columns["references"]
         self._documents: dict[int, Segment] = {}
+        # torch.tensor asks for one token after the other
+        self.document = lru_cache(_RECENT)(self._document)
+        """Token ids of a document, by number."""
         self.counts: dict[str, Any] = metadata["counts"]
         """What happened to the rows when the file was made."""
         if key is not None and metadata["key"] != _plain(key):
@@ -159,8 +165,7 @@ class TrainingExamples(Sequence[TrainingExample]):
         """Token ids of a document, as a view of the file."""
         return self._row("documents", number)
 
-    def document(self, number: int) -> tuple[int, ...]:
-        """Token ids of a document."""
+    def _document(self, number: int) -> tuple[int, ...]:
         return tuple(self._row("documents", number).tolist())
 
     def blocks(self) -> list[list[int]]:

@@ -183,7 +183,7 @@ class Source:
         """What decides its examples, for `token_cache`."""
         rivals = self.rivals(others) if split == "train" else []
         # an option may name a second file
-        named = [value for value in self.options.values() if isinstance(value, str) and Path(value).exists()]
+        named = [value for value in self.options.values() if isinstance(value, str) and _is_file(value)]
         return {
             "dataset": self.reader,
             "content": [token_cache.file_key(path) for path in (self.file, *sorted(named))],
@@ -195,6 +195,13 @@ class Source:
             "rivals": [[rival.name, dict(rival.options)] for rival in rivals],
             "mixture": self.name is not None,
         }
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # too long for a name, say
+        return False
 
 
 def sources(data: DataConfig) -> list[Source]:
