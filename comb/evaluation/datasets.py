@@ -12,6 +12,9 @@ from typing import Any, overload
 from comb.documents import Example
 from comb.registry import Registry
 
+HUB = "hf://"
+"""How a path to a set on the Hugging Face Hub begins: ``hf://org/name?config=...&split=...``."""
+
 
 @dataclass
 class Counts:
@@ -97,7 +100,7 @@ def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> D
         name, path = "jsonl", name
     reader = datasets.get(name)
     _check_options(name, reader, options)
-    if path is not None and not Path(path).exists():
+    if path is not None and not str(path).startswith(HUB) and not Path(path).exists():
         raise ValueError(f"dataset {name!r}: there is no file or folder {str(path)!r}")
     dataset = reader(path, **options)
     if not dataset.examples:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
+
+import numpy
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -21,12 +23,13 @@ _ROUGE_WORD = re.compile(r"[^\W_]+")
 
 @dataclass(frozen=True)
 class Scores:
-    """Means over `n` predictions, each in 0..1."""
+    """Means over `n` predictions, each in 0..1, and where they may lie: 95% intervals by `bootstrap`, by name."""
 
     n: int
     em: float
     f1: float
     rouge_l: float
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def normalize_answer(text: str) -> str:
@@ -61,12 +64,26 @@ def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sc
     if not predictions:
         raise ValueError("nothing to score: there is no prediction")
     pairs = list(zip(predictions, references, strict=True))
-    return Scores(
-        n=len(pairs),
-        em=fmean(exact_match(prediction, accepted) for prediction, accepted in pairs),
-        f1=fmean(f1(prediction, accepted) for prediction, accepted in pairs),
-        rouge_l=fmean(rouge_l(prediction, accepted) for prediction, accepted in pairs),
-    )
+    each = {
+        "em": [exact_match(prediction, accepted) for prediction, accepted in pairs],
+        "f1": [f1(prediction, accepted) for prediction, accepted in pairs],
+        "rouge_l": [rouge_l(prediction, accepted) for prediction, accepted in pairs],
+    }
+    intervals = {name: bootstrap(values) for name, values in each.items()}
+    return Scores(n=len(pairs), **{name: fmean(values) for name, values in each.items()}, intervals=intervals)
+
+
+def bootstrap(values: Sequence[float], *, share: float = 0.95, resamples: int = 2000) -> tuple[float, float]:
+    """Where the mean of `values` may lie: the percentile interval of means of resamples (Efron 1979).
+
+    The resamples are the same for the same number of values, so that methods over the same questions are drawn alike.
+    Where all values are equal there is nothing to draw from, and the interval is a point.
+    """
+    generator = numpy.random.default_rng(len(values))
+    data = numpy.asarray(values, dtype=float)
+    means = [data[generator.integers(len(data), size=len(data))].mean() for _ in range(resamples)]
+    low, high = numpy.quantile(means, [(1 - share) / 2, (1 + share) / 2])
+    return float(low), float(high)
 
 
 def _best(metric: Callable[[str, str], float], prediction: str, references: Sequence[str]) -> float:

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -68,6 +68,7 @@ class MethodResult:
         peak_memory_bytes: most bytes of tensors that linking and the first token add; None: not measured.
         refused: why the method can't run here; then nothing above was measured (NaN, null in JSON).
         note: anything else a reader has to know.
+        intervals: 95% bootstrap intervals of em, f1 and rouge_l over the questions.
     """
 
     method: str
@@ -88,6 +89,7 @@ class MethodResult:
     peak_memory_bytes: int | None = None
     refused: str = ""
     note: str = ""
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def refusal(cls, method: str, reason: str) -> Self:
@@ -113,6 +115,7 @@ class MethodResult:
         for name in ("ttft_cold_s", "ttft_cached_s"):
             found[name] = None if found.get(name) is None else Timing(**found[name])
         found["predictions"] = tuple(found.get("predictions", ()))
+        found["intervals"] = {name: (low, high) for name, (low, high) in found.get("intervals", {}).items()}
         return cls(**found)
 
 
@@ -215,6 +218,7 @@ class _Run:
             em=scores.em,
             f1=scores.f1,
             rouge_l=scores.rouge_l,
+            intervals=dict(scores.intervals),
             answer_tokens=statistics.fmean(report.answer_tokens for report in reports),
             ttft_cold_s=Timing.of(cold),
             ttft_cached_s=Timing.of(cached),

@@ -98,7 +98,16 @@ def notes(results: Sequence[MethodResult]) -> str:
     counts = [result.n for result in results if not result.refused]
     times = TIMES if names == COLUMNS else SHORT_TIMES
     first = [NOTE.format(n=counts[0], times=times)] if counts else []
-    return " ".join([*first, *(NOTES[name] for name in names if name in NOTES)])
+    return " ".join([*first, *(NOTES[name] for name in names if name in NOTES), *_intervals(results)])
+
+
+def _intervals(results: Sequence[MethodResult]) -> list[str]:
+    """How far exact match may be from what it would be over all questions of the kind."""
+    known = [(result.method, result.intervals["em"]) for result in results if "em" in result.intervals]
+    if not known:
+        return []
+    said = ", ".join(f"{name} {100 * low:.1f}-{100 * high:.1f}" for name, (low, high) in known)
+    return [f"EM, 95% intervals (bootstrap over questions): {said}."]
 
 
 def text_table(

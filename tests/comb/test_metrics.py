@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
-from comb.evaluation.metrics import exact_match, f1, normalize_answer, rouge_l, score
+from comb.evaluation.metrics import bootstrap, exact_match, f1, normalize_answer, rouge_l, score
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,38 @@ def test_score_refuses_what_it_cannot_score() -> None:
         score(["a"], [[]])
     with pytest.raises(ValueError, match="put a single one in a list"):
         exact_match("a", "a")
+
+
+def test_bootstrap_intervals_hold_the_mean_as_often_as_they_say() -> None:
+    """Against the known truth: draws of a coin of 0.7, 200 questions each."""
+    generator = numpy.random.default_rng(0)
+    held, widths = 0, []
+    for _ in range(200):
+        low, high = bootstrap(list(map(float, generator.random(200) < 0.7)), resamples=400)
+        held += low <= 0.7 <= high
+        widths.append(high - low)
+    assert 0.90 <= held / 200 <= 0.99
+    # the normal approximation: 2 x 1.96 x sqrt(p (1 - p) / n)
+    assert sum(widths) / 200 == pytest.approx(2 * 1.96 * (0.7 * 0.3 / 200) ** 0.5, rel=0.05)
+    assert bootstrap([1.0] * 5) == (1.0, 1.0)
+    assert bootstrap([0.0, 1.0]) == bootstrap([0.0, 1.0])
+
+
+def test_scores_have_intervals() -> None:
+    scores = score(["Rome"] * 6 + ["Paris"] * 4, [["Rome"]] * 10)
+    low, high = scores.intervals["em"]
+    assert low < scores.em == 0.6 < high
+    assert set(scores.intervals) == {"em", "f1", "rouge_l"}
+
+
+def test_rouge_l_is_the_packages() -> None:
+    rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
+    scorer = rouge_scorer.RougeScorer(["rougeL"])
+    texts = [
+        "The cat sat on the mat.", "the mat sat on a cat", "Anna Bell's home is in Rome (Italy)!",
+        "in Rome, Anna lives", "one-two three_four 5", "five 5 three four one two", "completely different words", "x",
+    ]  # fmt: skip
+    for prediction in texts:
+        for reference in texts:
+            expected = scorer.score(reference, prediction)["rougeL"].fmeasure
+            assert rouge_l(prediction, [reference]) == pytest.approx(expected), (prediction, reference)

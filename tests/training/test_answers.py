@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from comb.documents import Prompt
 from comb.evaluation.datasets import Counts
-from comb_training import answers as module
-from comb_training.answers import AnswerFile, answer_on_policy
+from comb_training.answers import answer_on_policy, generate, greedy
+from comb_training.answers.greedy import TransformersEngine
 from comb_training.batches import TrainingExample
 
 SMALL = {
@@ -94,13 +93,13 @@ def test_drafts_are_taken_only_where_the_backbone_says_just_that(
     }
     drafts = [example.with_target(change[draft](target)) for example, target in zip(examples, said, strict=True)]
     decoded: list[str | None] = []
-    decode = module._Greedy._decode
+    decode = TransformersEngine._decode
 
     def counting(self: Any, rest: list[TrainingExample]) -> Any:
         decoded.extend(example.id for example in rest)
         return decode(self, rest)
 
-    monkeypatch.setattr(module._Greedy, "_decode", counting)
+    monkeypatch.setattr(TransformersEngine, "_decode", counting)
     answered = answer_on_policy(backbone, drafts, Counts(), **OPTIONS)
     assert [e.target for e in answered] == said  # whatever the draft
     skipped = {examples[index].id for index in finished} if draft == "right" else set()
@@ -110,12 +109,12 @@ def test_drafts_are_taken_only_where_the_backbone_says_just_that(
 def test_drafts_are_given_up_when_they_never_hold(
     backbone: Any, examples: list[TrainingExample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DRAFTS_TRIED", 4)
+    monkeypatch.setattr(greedy, "DRAFTS_TRIED", 4)
     wrong = [example.with_target((63, 62, 1)) for example in examples]
-    greedy = module._Greedy(backbone, 0, (1,), 8, share_prefix=True)
+    engine = TransformersEngine(backbone, 0, (1,), 8)
     for start in range(0, len(wrong), 4):
-        greedy(wrong[start : start + 4])
-    assert greedy.drafted == 4
+        engine(wrong[start : start + 4])
+    assert engine.drafted == 4
 
 
 def test_documents_are_prefilled_once_per_group(
@@ -164,19 +163,21 @@ def test_long_prompts_are_dropped_and_cut_answers_counted(backbone: Any, example
 def test_answers_are_found_again_on_disk(
     backbone: Any, examples: list[TrainingExample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "deep" / "answers.jsonl"
-    first = answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS)
-    monkeypatch.setattr(module._Greedy, "__call__", lambda *_: pytest.fail("answered again"))
-    assert answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS) == first
+    folder = tmp_path / "deep" / "answers"
+    first = answer_on_policy(backbone, examples, Counts(), folder=folder, **OPTIONS)
+    monkeypatch.setattr(TransformersEngine, "__call__", lambda *_: pytest.fail("answered again"))
+    assert answer_on_policy(backbone, examples, Counts(), folder=folder, **OPTIONS) == first
 
 
-@pytest.mark.parametrize("change", ["weights", "length", "question"])
+@pytest.mark.parametrize("change", ["weights", "length", "stops", "question"])
 def test_other_weights_settings_or_prompts_are_other_answers(
-    backbone: Any, examples: list[TrainingExample], tmp_path: Path, change: str
+    backbone: Any,
+    examples: list[TrainingExample],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
 ) -> None:
-    file = tmp_path / "answers.jsonl"
-    answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS)
-    before = len(AnswerFile(file))
+    answer_on_policy(backbone, examples, Counts(), folder=tmp_path, **OPTIONS)
     model, options, asked = backbone, dict(OPTIONS), examples
     if change == "weights":
         model = llama()
@@ -184,24 +185,49 @@ def test_other_weights_settings_or_prompts_are_other_answers(
             model.model.layers[1].mlp.down_proj.weight.mul_(1.5)
     elif change == "length":
         options["max_new_tokens"] = 4
+    elif change == "stops":
+        options["eos_token_ids"] = (1, 9)
     else:
         asked = [TrainingExample(Prompt((3,), e.segments, (*e.prompt.tail, 9)), (1,), e.id) for e in examples]
-    answer_on_policy(model, asked, Counts(), file=file, **options)
-    assert len(AnswerFile(file)) == 2 * before
+    generated: list[str | None] = []
+    call = TransformersEngine.__call__
+
+    def counting(self: Any, batch: list[TrainingExample]) -> Any:
+        generated.extend(example.id for example in batch)
+        return call(self, batch)
+
+    monkeypatch.setattr(TransformersEngine, "__call__", counting)
+    there = answer_on_policy(model, asked, Counts(), folder=tmp_path, **options)
+    assert sorted(map(str, generated)) == sorted(str(e.id) for e in asked)
+    assert there == answer_on_policy(model, asked, Counts(), **options)
+    generated.clear()
+    answer_on_policy(backbone, examples, Counts(), folder=tmp_path, **OPTIONS)  # those of before are still there
+    assert generated == []
 
 
-def test_a_run_that_was_killed_goes_on(
-    backbone: Any, examples: list[TrainingExample], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "answers.jsonl"
-    expected = answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS)
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:3]) + lines[3][:20])  # killed while writing the fourth
-    with caplog.at_level(logging.WARNING):
-        assert answer_on_policy(backbone, examples, Counts(), file=file, **OPTIONS) == expected
-    assert "1 damaged line" in caplog.text
-    assert len(AnswerFile(file)) == len(lines)
-    assert sorted(file.read_text().splitlines(keepends=True)) == sorted(lines)
+def test_weights_have_one_name_whatever_the_threads_and_another_after_any_change() -> None:
+    model = llama()
+    threads = torch.get_num_threads()
+    names = set()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            names.add(generate.weights_name(model))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(names) == 1
+    changes = {
+        "one value": lambda weight: weight[3, 5].add_(2**-20),
+        "rows swapped": lambda weight: weight.copy_(weight.flip(0)),
+        "sign": lambda weight: weight.neg_(),
+    }
+    for change in changes.values():
+        other = llama()
+        with torch.no_grad():
+            change(other.model.layers[0].self_attn.q_proj.weight)
+        names.add(generate.weights_name(other))
+    names.add(generate.weights_name(llama().to(torch.bfloat16)))
+    assert len(names) == 2 + len(changes)
 
 
 def test_the_model_is_left_in_the_mode_it_was(examples: list[TrainingExample]) -> None:

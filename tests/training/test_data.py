@@ -326,7 +326,7 @@ def test_nano_options_are_checked() -> None:
 
 
 def test_unknown_names_options_and_files_are_clear_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown dataset 'squat'; known: babi, hotpotqa, jsonl, kv_retrieval"):
+    with pytest.raises(ValueError, match=r"unknown dataset 'squat'; known: 2wikimultihopqa, babi, hotpotqa, jsonl"):
         read_dataset("squat")
     with pytest.raises(ValueError, match=r"'squad' has no option 'num_docs'; it knows: .*num_documents"):
         read_dataset("squad", squad_file(tmp_path), num_docs=3)

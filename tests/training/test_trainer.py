@@ -465,6 +465,17 @@ def test_scores_of_an_older_adapter_do_not_stay_in_the_card(config_for: Callable
     assert "| trained on | jsonl" in card
 
 
+def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true"), ("PROJECT", "comb-test")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run_training(config_for(answers="gold", report_to=["wandb"], run_name="a run", logging_steps=1), progress=False)
+    wandb.finish()
+    [run] = (tmp_path / "wandb").glob("offline-run-*")
+    [log] = run.glob("*.wandb")
+    assert b"train/loss" in log.read_bytes()
+
+
 def test_prepare_trains_nothing_and_counts(config_for: Callable[..., Any], tmp_path: Path) -> None:
     run = prepare(config_for())
     assert run.counts.kept == len(run.examples) == run.statistics.examples

@@ -140,35 +140,41 @@ def _spread(lengths: Iterable[int]) -> tuple[float, float, float]:
 class Collator:
     """Pads rows on the right and gives equal documents of a batch the same tensor.
 
-    Returns input_ids, attention_mask and labels ``[B, T]`` and documents, per row a list of id tensors ``[tokens]``.
+    Returns input_ids, attention_mask and labels ``[B, T]`` and documents, per row a list of id tensors ``[tokens]``;
+    with `full_prompts` also full_prompts, the same rows with their documents in them (for a teacher that reads them).
     """
 
     pad_token_id: int
+    full_prompts: bool = False
 
     def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
         """One batch. Raises ValueError for an example without a target."""
-        rows = [example.prompt.query + example.target for example in examples]
-        shape = (len(rows), max(map(len, rows)))
-        input_ids = torch.full(shape, self.pad_token_id)
-        attention_mask = torch.zeros(shape, dtype=torch.long)
-        labels = torch.full(shape, IGNORED)
-        for index, (row, example) in enumerate(zip(rows, examples, strict=True)):
-            if not example.target:
-                raise ValueError(f"example {example.id} has no target tokens: its loss would be NaN")
-            input_ids[index, : len(row)] = torch.tensor(row)
-            attention_mask[index, : len(row)] = 1
-            labels[index, len(example.prompt.query) : len(row)] = torch.tensor(example.target)
+        empty = next((example for example in examples if not example.target), None)
+        if empty is not None:
+            raise ValueError(f"example {empty.id} has no target tokens: its loss would be NaN")
+        batch: dict[str, Any] = self._rows([(example.prompt.query, example.target) for example in examples])
+        if self.full_prompts:
+            batch["full_prompts"] = self._rows([(example.prompt.flat, example.target) for example in examples])
         tensors: dict[tuple[int, ...], Tensor] = {}
         for example in examples:
             for segment in example.segments:
                 if segment not in tensors:
                     tensors[segment] = torch.tensor(segment)
-        return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "labels": labels,
-            "documents": [[tensors[segment] for segment in example.segments] for example in examples],
-        }
+        batch["documents"] = [[tensors[segment] for segment in example.segments] for example in examples]
+        return batch
+
+    def _rows(self, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Tensor]:
+        """Prompts and their targets, padded."""
+        shape = (len(parts), max(len(prompt) + len(target) for prompt, target in parts))
+        input_ids = torch.full(shape, self.pad_token_id)
+        attention_mask = torch.zeros(shape, dtype=torch.long)
+        labels = torch.full(shape, IGNORED)
+        for index, (prompt, target) in enumerate(parts):
+            end = len(prompt) + len(target)
+            input_ids[index, :end] = torch.tensor([*prompt, *target])
+            attention_mask[index, :end] = 1
+            labels[index, len(prompt) : end] = torch.tensor(target)
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
 def statistics_rows(statistics: TokenStatistics) -> list[tuple[str, str]]:

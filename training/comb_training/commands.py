@@ -1,10 +1,10 @@
-"""The commands `comb train`, `comb eval` and `comb demo`: arguments in, printed results out, no logic of their own."""
+"""The commands train, answers, eval and demo: arguments in, printed results out, no logic of their own."""
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from rich.markup import escape
 
 if TYPE_CHECKING:
     from comb.evaluation.run import MethodResult
+    from comb_training.answers import Targets
     from comb_training.config import Config
     from comb_training.train import Prepared
 
@@ -73,6 +74,36 @@ def train(
         _evaluate(model, result.tokenizer, settings, result.output_dir / "results.json")
 
 
+def answers(
+    config: Annotated[Path, typer.Argument(help="YAML file; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, for example data.limit=100", metavar="[KEY=VALUE]...")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="transformers, vllm, or auto: vllm where it is installed.")] = "auto",
+    vllm: Annotated[
+        list[str] | None, typer.Option(help="key=value for vllm.LLM, for example tensor_parallel_size=4")
+    ] = None,
+    show: Annotated[int, typer.Option(help="Answers to print.")] = 2,
+) -> None:
+    """Let the backbone (or train.teacher) answer the training questions; `comb train` finds the answers.
+
+    Can be stopped at any time and started again. Under torchrun each rank answers its share.
+    """
+    from comb_training.answers import answer_prepared, choose_engine
+    from comb_training.config import load_config, override
+    from comb_training.train import prepare
+
+    settings = load_config(config, overrides or [])
+    chosen = choose_engine(engine)
+    if vllm and chosen != "vllm":
+        raise ValueError(f"--vllm is for vLLM, but the engine is {chosen}")
+    if chosen == "vllm":  # the GPU is vLLM's; the weights are loaded here to tell what the answers belong to
+        settings = override(settings, ["model.device=cpu"])
+    options = dict(_engine_option(item) for item in vllm or [])
+    run = prepare(settings)
+    _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)
+
+
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="Adapter folder or Hub id; or a plain backbone.")],
     dataset: Annotated[
@@ -115,6 +146,51 @@ def evaluate(
     _evaluate(model, load_tokenizer(checkpoint, model), settings, out, split=split)
 
 
+def bench_train(
+    model: Annotated[
+        str, typer.Option(help="nano, a folder or Hub id, or `random`: a Llama with random weights")
+    ] = "random",
+    groups: Annotated[int, typer.Option(min=1, help="sets of documents in a batch")] = 2,
+    questions: Annotated[int, typer.Option(min=1, help="questions about each set")] = 4,
+    documents: Annotated[int, typer.Option(min=1, help="documents in a set")] = 8,
+    document_tokens: Annotated[int, typer.Option(min=1, help="tokens of a document")] = 128,
+    query_tokens: Annotated[int, typer.Option(min=1, help="tokens of a question")] = 32,
+    target_tokens: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 32,
+    encoder_layers: Annotated[int, typer.Option(min=1, help="layers of COMB's encoder")] = 4,
+    lora_rank: Annotated[int, typer.Option(min=1, help="rank of LoRA, the rival's and on the encoder")] = 16,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="gradient checkpointing for all")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="measured steps; in each repeat all take their turn")] = 5,
+    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="measure peak memory")] = True,
+    layers: Annotated[int, typer.Option(help="of the random model")] = 12,
+    hidden: Annotated[int, typer.Option(help="of the random model")] = 512,
+    seed: Annotated[int, typer.Option(help="of weights and tokens")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON for the results")] = None,
+) -> None:
+    """What a training step costs: COMB against a LoRA fine-tune of the same backbone on the full prompts."""
+    from comb.bench.context_length import random_model
+    from comb.cli import load
+    from comb.evaluation.table import environment, write_json
+    from comb_training.bench import Shape, cost_table, measure_training
+
+    shape = Shape(groups, questions, documents, document_tokens, query_tokens, target_tokens)
+    if model == "random":
+        backbone = random_model(
+            layers=layers, hidden=hidden, heads=hidden // 64 or 1, kv_heads=hidden // 64 or 1, vocab=8192,
+            positions=shape.prompt_tokens, seed=seed,
+        )  # fmt: skip
+    else:
+        backbone = load(model)
+    costs = measure_training(
+        backbone, shape, num_encoder_layers=encoder_layers, lora_rank=lora_rank, checkpointing=checkpointing,
+        repeats=repeats, memory=memory, seed=seed,
+    )  # fmt: skip
+    console.print(cost_table(costs, shape, f"training on {model}"))
+    if out is not None:
+        results = [cost.to_dict() for cost in costs]
+        write_json(out, {**environment(seed=seed), "model": model, "shape": asdict(shape), "results": results})
+        console.print(f"written: {escape(str(out))}")
+
+
 def demo(
     output_dir: Annotated[Path, typer.Option(help="Folder for adapter, table and plots.")] = Path("out/demo"),
     train_seconds: Annotated[float, typer.Option(help="Seconds of training.")] = 120.0,
@@ -127,6 +203,37 @@ def demo(
     result = run_demo(output_dir, train_seconds=train_seconds, questions=questions, seed=seed, console=console)
     if not result.passed:
         raise typer.Exit(1)
+
+
+def _engine_option(item: str) -> tuple[str, Any]:
+    import yaml
+
+    name, equals, value = item.partition("=")
+    if not equals or not name:
+        raise ValueError(f"expected --vllm key=value, got {item!r} (for example tensor_parallel_size=4)")
+    return name.replace("-", "_"), yaml.safe_load(value)
+
+
+def _show_answers(targets: Targets, run: Prepared, show: int) -> None:
+    answered, settings = targets.answered, targets.answered.settings
+    share = f" of rank {targets.share.rank} of {targets.share.ranks}" if targets.share.ranks > 1 else ""
+    rate = f", {answered.generated / answered.seconds:.1f} answers/s" if answered.seconds else ""
+    by = f" by {answered.engine}" if answered.engine else ""
+    pending = f", {targets.pending} left to other ranks" if targets.pending else ""
+    console.print(f"answers{share}: {answered.found} found, {answered.generated} generated{by}{rate}{pending}")
+    if targets.share.rank > 0:  # the rest is the same on every rank
+        return
+    console.print(f"data: {run.counts}")
+    console.print(
+        f"settings: {escape(settings.model)}, {settings.dtype}, weights {settings.weights}, greedy, at most "
+        f"{settings.max_new_tokens} tokens, stop tokens {', '.join(map(str, settings.stop_token_ids))}"
+    )
+    if targets.scores is not None:
+        console.print(f"agreement with the data's answers: {100 * targets.scores.em:.1f}% exact match")
+    for example, text in list(zip(targets.examples, targets.texts, strict=True))[:show]:
+        query = run.tokenizer.decode(example.prompt.tail, skip_special_tokens=True).strip()
+        console.print(f"  {escape(query)}\n    answer: {escape(text)}\n    data:   {escape(example.references[0])}")
+    console.print(f"kept in {escape(str(targets.folder))}")
 
 
 def _evaluate(model: Any, tokenizer: Any, settings: Config, out: Path | None, *, split: str = "heldout") -> None:

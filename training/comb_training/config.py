@@ -193,6 +193,17 @@ class TrainConfig:
     """Share of the run in which the learning rate rises linearly."""
     final_learning_rate: float = 0.02
     """Where the cosine ends, as a share of the peak."""
+    kl_weight: float = 0.0
+    """Weight of the divergence from the backbone that reads the documents in its prompt, beside the cross-entropy; it
+    costs a forward pass over the full prompts."""
+    kl_top_k: int = 64
+    """Likeliest tokens of the backbone that the divergence tells apart; all others count as one."""
+    lora_rank: int | None = None
+    """LoRA of this rank on the encoder's layers instead of training them in full; the published adapter is merged."""
+    lora_alpha: float = 16.0
+    """LoRA's scale is lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout in front of LoRA's matrices."""
     weight_decay: float = 0.01
     """AdamW's, on matrices only (not on norms, biases and gates)."""
     adam_beta2: float = 0.98
@@ -215,8 +226,10 @@ class TrainConfig:
     """Longest answer the backbone may give."""
     answer_batch_size: int = 64
     """Questions answered at once by the backbone."""
-    answers_file: str | None = None
-    """Where answers are kept for the next run; null is answers.jsonl in output_dir."""
+    answers_dir: str | None = None
+    """Folder where answers are kept for the next run; null is answers in output_dir."""
+    teacher: str | None = None
+    """Hub id, folder or registered name of another model that answers in the backbone's place."""
     logging_steps: int = 5
     """Steps between two loss records."""
     save_steps: int | None = None
@@ -244,8 +257,15 @@ class TrainConfig:
         for name in ("batch_size", "gradient_accumulation_steps", "answer_max_new_tokens", "answer_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+        if self.kl_weight < 0 or self.kl_top_k < 1:
+            raise ValueError(
+                f"train.kl_weight must be at least 0 and train.kl_top_k at least 1, not {self.kl_weight} and "
+                f"{self.kl_top_k}"
+            )
         if self.max_bad_steps < 0:
             raise ValueError(f"train.max_bad_steps must be at least 0, not {self.max_bad_steps}")
+        if self.teacher is not None and self.answers != "on_policy":
+            raise ValueError(f"train.teacher answers only with train.answers=on_policy, not {self.answers!r}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"train.warmup is a share of the run, 0 <= warmup < 1, not {self.warmup}")
 

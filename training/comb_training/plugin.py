@@ -1,4 +1,4 @@
-"""What training adds to the library: dataset names, the nano backbone, and `comb train`, `comb eval`, `comb demo`.
+"""What training adds to the library: dataset names, the nano backbone, and the commands train, answers, eval and demo.
 
 Imported at the first look into a registry, so it must stay light: nothing here imports more than `comb` itself does.
 """
@@ -14,17 +14,22 @@ if TYPE_CHECKING:
     import typer
 
 READERS = {
+    "2wikimultihopqa": "comb_training.data.two_wiki:read_2wikimultihopqa",
     "babi": "comb_training.data.babi:read_babi",
     "hotpotqa": "comb_training.data.hotpotqa:read_hotpotqa",
     "jsonl": "comb_training.data.jsonl:read_jsonl",
     "kv_retrieval": "comb_training.data.kv_retrieval:read_kv_retrieval",
+    "longbench": "comb_training.data.longbench:read_longbench",
     "multi_news": "comb_training.data.multi_news:read_multi_news",
     "musique": "comb_training.data.musique:read_musique",
     "nano": "comb_training.data.nano:read_nano",
+    "natural_instructions": "comb_training.data.natural_instructions:read_natural_instructions",
+    "natural_instructions_v1": "comb_training.data.natural_instructions:read_natural_instructions_v1",
     "nq_open": "comb_training.data.nq_open:read_nq_open",
     "samsum": "comb_training.data.samsum:read_samsum",
     "squad": "comb_training.data.squad:read_squad",
     "wikihop": "comb_training.data.wikihop:read_wikihop",
+    "xsum": "comb_training.data.xsum:read_xsum",
 }
 
 
@@ -39,8 +44,12 @@ def register() -> None:
 
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands to the `comb` application."""
+    from comb.bench.commands import bench
     from comb_training import commands
 
     app.command("train")(commands.train)
+    app.command("answers")(commands.answers)
     app.command("eval")(commands.evaluate)
     app.command("demo")(commands.demo)
+    if "train" not in {command.name for command in bench.registered_commands}:
+        bench.command("train")(commands.bench_train)

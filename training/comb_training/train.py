@@ -23,18 +23,19 @@ from comb.adapter import resolve_name
 from comb.compatibility import load_tokenizer
 from comb.documents import Example, PromptBuilder
 from comb.evaluation.datasets import Counts
-from comb.evaluation.metrics import Scores, score
+from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_losses
 from comb.evaluation.run import MethodResult, evaluate
 from comb.evaluation.table import environment, write_json
 from comb.hub import RESULTS, refresh_card
 from comb.model import CombForCausalLM
 from comb_training import distributed, plugin
-from comb_training.answers import answer_on_policy, stop_token_ids
+from comb_training.answers import answer_prepared
 from comb_training.batches import TokenStatistics, TrainingExample
 from comb_training.config import Config, config_from_dict
 from comb_training.data import mixture
 from comb_training.data.mixture import read_tokenized
+from comb_training.lora import add_lora, unload
 from comb_training.schedule import total_steps
 from comb_training.token_cache import statistics
 from comb_training.trainer import CombTrainer, batch_sampler
@@ -166,6 +167,8 @@ def run_training(config: Config, *, resume: str | Path | None = None, progress: 
         if distributed.is_main():
             (result.output_dir / RESULTS).unlink(missing_ok=True)
         trainer.save_model(config.train.output_dir)
+        if result.model is not None:
+            unload(result.model)
         if distributed.is_main():
             save(result, config)
             refresh_card(result.output_dir)  # it tells what training.json says
@@ -230,6 +233,13 @@ def load_model(config: Config) -> CombForCausalLM:
             encoder_causal=config.model.encoder_causal,
             dtype=_dtype(config.model.dtype),
             **options,
+        )
+    if config.train.lora_rank is not None:
+        add_lora(
+            model,
+            rank=config.train.lora_rank,
+            alpha=config.train.lora_alpha,
+            dropout=config.train.lora_dropout,
         )
     loaded: CombForCausalLM = model.to(device_of(config))
     return loaded
@@ -310,27 +320,12 @@ def _targets(run: Prepared, progress: bool) -> tuple[Sequence[TrainingExample], 
     train = run.config.train
     if train.answers == "gold":
         return run.examples, None
-    backbone = run.model.backbone
-    stops = stop_token_ids(backbone, run.tokenizer)
-    pad = run.tokenizer.pad_token_id if run.tokenizer.pad_token_id is not None else run.tokenizer.eos_token_id
-    examples = answer_on_policy(
-        backbone,
-        run.examples,
-        run.counts,
-        pad_token_id=int(pad),
-        eos_token_ids=stops,
-        max_new_tokens=train.answer_max_new_tokens,
-        max_prompt_tokens=run.config.data.max_prompt_tokens,
-        batch_size=train.answer_batch_size,
-        file=train.answers_file or Path(train.output_dir) / "answers.jsonl",
-        progress=progress,
-    )
-    if not examples:
+    targets = answer_prepared(run, progress=progress)
+    if not targets.examples:
         raise ValueError(f"no example is left after answering: {run.counts}")
-    texts = [run.tokenizer.decode(example.target, skip_special_tokens=True) for example in examples]
-    teacher = score(texts, [example.references for example in examples])
-    logger.info("the backbone's own answers: %.1f%% exact match with the data's", 100 * teacher.em)
-    return examples, teacher
+    if targets.scores is not None:
+        logger.info("the answers trained on: %.1f%% exact match with the data's", 100 * targets.scores.em)
+    return targets.examples, targets.scores
 
 
 def _dtype(name: str) -> Any:

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,7 +55,8 @@ from comb_training.checkpoints import (
     remove_old,
 )
 from comb_training.config import TrainConfig
-from comb_training.losses import target_loss
+from comb_training.lora import lora_layers, merged
+from comb_training.losses import Teacher, target_loss
 from comb_training.sampler import BatchSampler, Budget
 from comb_training.schedule import Schedule, total_steps
 
@@ -99,6 +100,8 @@ class CombTrainer(Trainer):
             raise ValueError("the model has no trainable parameter: make one with CombForCausalLM.from_backbone")
         if config.eval_steps is not None and not heldout:
             raise ValueError("train.eval_steps needs held-out examples, and there is none")
+        if config.kl_weight > 0:
+            _check_teacher_reads(model, [*examples, *heldout])
         self.comb_config = config
         self.trained_model: Any = model  # `self.model` may be wrapped by then
         self.sampler = batch_sampler(examples, config, together=together)
@@ -112,6 +115,7 @@ class CombTrainer(Trainer):
         self.termination = TerminationCallback()
         self.bad_batches = 0
         self._bad_now = False
+        self._teacher: Teacher | None = None
         self._tokens = self._logged_tokens = 0
         self._logged_at = 0.0
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -120,9 +124,9 @@ class CombTrainer(Trainer):
             args=_arguments(config, steps, use_cpu=use_cpu),
             train_dataset=list(examples),
             eval_dataset=list(heldout) or None,
-            data_collator=Collator(int(pad)),
+            data_collator=Collator(int(pad), full_prompts=config.kl_weight > 0),
             processing_class=tokenizer,
-            compute_loss_func=target_loss,
+            compute_loss_func=self._target_loss,
         )
         self.model_accepts_loss_kwargs = False  # the count is for target_loss, the model must not be given it
         self._loss_shifts_labels = True  # target_loss does: what the Trainer counts is what it sums over
@@ -218,6 +222,8 @@ class CombTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """A batch whose loss is not a number on some rank adds nothing to any gradient, up to `max_bad_steps`."""
         batch = dict(inputs)
+        inputs = dict(inputs)
+        self._teacher = self._ask_teacher(inputs.pop("full_prompts", None))
         result = super().compute_loss(model, inputs, *args, **kwargs)
         loss: Tensor = result[0] if isinstance(result, tuple) else result
         if not model.training:
@@ -239,6 +245,19 @@ class CombTrainer(Trainer):
             )
         logger.warning("%s: left out, %d of %d allowed", message, self.bad_batches, self.comb_config.max_bad_steps)
         return loss.nan_to_num(0.0, 0.0, 0.0)
+
+    def _target_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        weight = self.comb_config.kl_weight
+        return target_loss(outputs, labels, num_items_in_batch, teacher=self._teacher, weight=weight)
+
+    @torch.no_grad()
+    def _ask_teacher(self, prompts: dict[str, Tensor] | None) -> Teacher | None:
+        """What the plain backbone says with the documents in its prompt."""
+        if prompts is None:
+            return None
+        ids, mask = prompts["input_ids"], prompts["attention_mask"]
+        logits = self.trained_model.backbone(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return Teacher.of(logits, prompts["labels"], self.comb_config.kl_top_k)
 
     def _unless_bad(self, gradient: Tensor) -> Tensor | None:
         # zero times NaN is NaN: what goes backward from a bad loss must be replaced, not scaled
@@ -289,6 +308,7 @@ class CombTrainer(Trainer):
                 batch = batches[min(turn, len(batches) - 1)]
                 inputs = self._prepare_inputs(self.data_collator([examples[index] for index in batch]))
                 labels = inputs.pop("labels")
+                inputs.pop("full_prompts", None)
                 with torch.no_grad(), self.compute_loss_context_manager():
                     value = float(target_loss(model(**inputs), labels))
                 if turn < len(batches):
@@ -314,10 +334,23 @@ class CombTrainer(Trainer):
 
         return {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in trained}
 
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """What is published: the trained parameters, and with LoRA the encoder's layers as merged. Collective."""
+        weights, layers = self.trained_weights(), lora_layers(self.trained_model)
+        if not layers:
+            return weights
+        base = {}
+        for name, parameter in self.trained_model.encoder.named_parameters(prefix="encoder"):
+            if not parameter.requires_grad:
+                with _whole(parameter):
+                    base[name] = parameter.detach().cpu().clone()
+        return merged(weights, base, layers)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the adapter alone, and no training_args.bin, which pickles every argument, tokens included."""
         folder = output_dir if output_dir is not None else self.comb_config.output_dir
-        weights = self.trained_weights()
+        # a checkpoint to resume from holds what trains, under the names it trains by
+        weights = self.trained_weights() if _internal_call else self.adapter_weights()
         check_finite(weights)
         if self.args.should_save:
             self.trained_model.save_pretrained(folder, tokenizer=self.processing_class, state_dict=weights)
@@ -400,6 +433,16 @@ def _without_frozen_weights() -> Iterator[None]:
         yield
 
 
+def _whole(parameter: nn.Parameter) -> AbstractContextManager[Any]:
+    """Inside, a parameter that ZeRO-3 has sharded is whole."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    context: AbstractContextManager[Any] = GatheredParameters([parameter])
+    return context
+
+
 def _without_tied(state_dict: Callable[..., dict[str, Any]], module: nn.Module, **kwargs: Any) -> dict[str, Any]:
     """DeepSpeed leaves out a frozen matrix under its first name only; a tied head would stay."""
     named = module.named_parameters(remove_duplicate=False)
@@ -466,6 +509,18 @@ def _arguments(config: TrainConfig, steps: int, *, use_cpu: bool) -> TrainingArg
     _ = arguments.device  # settles the device, then
     arguments._n_gpu = min(1, arguments.n_gpu)  # one process drives one GPU: no silent DataParallel
     return arguments
+
+
+def _check_teacher_reads(model: Any, examples: Sequence[TrainingExample]) -> None:
+    """Raises ValueError if a prompt with its documents has no room in the backbone's positions."""
+    limit = getattr(model.backbone.config.get_text_config(), "max_position_embeddings", None)
+    long = [e for e in examples if limit is not None and len(e.prompt.flat) + len(e.target) > limit]
+    if long:
+        raise ValueError(
+            f"train.kl_weight: {len(long)} examples are longer with their documents than the backbone's {limit} "
+            f"positions (example {long[0].id}, for one): lower data.num_documents or data.max_document_tokens, or use "
+            "train.answers=on_policy with data.max_prompt_tokens, which drops them"
+        )
 
 
 def _check_deepspeed(use_cpu: bool) -> None:

@@ -28,7 +28,7 @@ def read_hotpotqa(
     num_documents: int | None = None,
     heldout_share: float = 0.2,
 ) -> Dataset:
-    """Reads HotpotQA from JSON or JSONL.
+    """Reads HotpotQA from JSON, JSONL or the Hub.
 
     Args:
         num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
@@ -36,12 +36,28 @@ def read_hotpotqa(
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
+    return read_paragraphs(
+        "hotpotqa", path, split=split, seed=seed, limit=limit, num_documents=num_documents, heldout_share=heldout_share
+    )
+
+
+def read_paragraphs(
+    name: str,
+    path: str | Path | None,
+    *,
+    split: Split,
+    seed: int,
+    limit: int | None,
+    num_documents: int | None,
+    heldout_share: float,
+) -> Dataset:
+    """Reads a dataset with HotpotQA's rows. Raises ValueError for a missing path or a malformed row, naming it."""
     check_num_documents(num_documents)
     counts = Counts()
-    records = read_records(path, "hotpotqa")
+    records = read_records(path, name)
     example = partial(_example, num_documents=num_documents)
     examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
-    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "hotpotqa")
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, name)
 
 
 def _example(record: Record, num_documents: int | None) -> Example | str:

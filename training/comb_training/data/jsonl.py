@@ -1,4 +1,4 @@
-"""Any JSONL file of your own: ``{"documents": [...], "query": "...", "answer": "..."}`` in each line.
+"""Any JSONL file or set on the Hub of your own: rows ``{"documents": [...], "query": "...", "answer": "..."}``.
 
 document: a string, or an object with ``text`` and optional ``title`` and ``id``; query: ``query``; answer: ``answer``,
 or the first of ``answers`` (all of them are accepted). Optional: ``id``, and ``group`` for what the
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from comb.documents import Document, Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split, seeded, split_groups
+from comb_training.data.records import on_hub, read_records
 
 
 @datasets.register("jsonl")
@@ -40,16 +42,13 @@ def read_jsonl(
         raise ValueError("dataset 'jsonl' needs a path: a file with documents, query and answer in each line")
     counts = Counts()
     examples: list[Example] = []
-    # not splitlines: JSON strings may hold U+2028 and the like
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, where, row in _rows(path):
         counts.read += 1
-        row = _row(line, f"{path}:{number}")
+        _check(row, where)
         if num_documents is not None and len(row["documents"]) > num_documents:
             counts.truncate("row with more documents than num_documents")
             row["documents"] = row["documents"][:num_documents]
-        example = _example(row, number, f"{path}:{number}")
+        example = _example(row, number, where)
         if isinstance(example, str):
             counts.drop(example)
         else:
@@ -64,11 +63,23 @@ def read_jsonl(
     return Dataset(tuple(kept), counts, "jsonl")
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+def _rows(path: str | Path) -> Iterator[tuple[int, str, Any]]:
+    if on_hub(path):
+        for number, record in enumerate(read_records(path, "jsonl")):
+            yield number, record.where, dict(record.row)
+        return
+    # not splitlines: JSON strings may hold U+2028 and the like
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
+        where = f"{path}:{number}"
+        if line.strip():
+            try:
+                yield number, where, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from error
+
+
+def _check(row: Any, where: str) -> None:
+    """Raises ValueError for a malformed row; puts its answers into ``answer`` and ``answers``."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object, got {type(row).__name__}")
     if not isinstance(row.get("documents"), list):
@@ -82,7 +93,6 @@ def _row(line: str, where: str) -> dict[str, Any]:
     if not answers or not all(isinstance(answer, str) for answer in answers):
         raise ValueError(f"{where}: 'answer' must be a text, or 'answers' a list of texts")
     row["answer"], row["answers"] = answers[0], list(dict.fromkeys(answers))
-    return row
 
 
 def _example(row: dict[str, Any], number: int, where: str) -> Example | str:

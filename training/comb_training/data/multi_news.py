@@ -28,7 +28,7 @@ def read_multi_news(
     limit: int | None = None,
     heldout_share: float = 0.2,
 ) -> Dataset:
-    """Reads Multi-News from JSON or JSONL.
+    """Reads Multi-News from JSON, JSONL or the Hub.
 
     Raises:
         ValueError: for a missing path or a malformed row, naming it.

@@ -28,7 +28,7 @@ def read_musique(
     num_documents: int | None = None,
     heldout_share: float = 0.2,
 ) -> Dataset:
-    """Reads MuSiQue from JSON or JSONL.
+    """Reads MuSiQue from JSON, JSONL or the Hub.
 
     Args:
         num_documents: keep only the first so many documents of a row (counted); None keeps all of them.

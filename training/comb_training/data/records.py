@@ -1,4 +1,5 @@
-"""Rows of a JSON, JSONL or gzipped file, with errors that name file and row, and one side of the split of them."""
+"""Rows of a JSON, JSONL or gzipped file or of a set on the Hub, with errors that name file and row, and one side of the
+split of them."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from comb.documents import Document, Example
-from comb.evaluation.datasets import Counts
+from comb.evaluation.datasets import HUB, Counts
 from comb_training.data.grouping import Split, seeded, split_groups
 
 
@@ -23,17 +25,21 @@ class Record:
     row: Mapping[str, Any]
     where: str
     left_out: Counter[str] = field(default_factory=Counter)
+    nulls: frozenset[str] = frozenset()
+    """Columns of a table on the Hub that are null in this row: empty, where no other field stands in for them."""
 
     def text(self, name: str, *others: str) -> str:
         """The first of these fields that is there, a text. Raises ValueError if none is, or it is something else."""
         for key in (name, *others):
             if self.row.get(key) is not None:
                 return self.check_text(self.row[key], key)
+        if not self.nulls.isdisjoint((name, *others)):
+            return ""
         raise ValueError(f"{self.where}: there is no {' or '.join(map(repr, (name, *others)))}")
 
     def items(self, name: str, kind: type) -> list[Any]:
         """A list field whose items are all of one type. Raises ValueError otherwise."""
-        items = self.row.get(name)
+        items = [] if name in self.nulls else self.row.get(name)
         if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
             raise ValueError(f"{self.where}: {name!r} is a list of {kind.__name__}, got {str(items)[:80]!r}")
         return items
@@ -87,25 +93,109 @@ def check_num_documents(num_documents: int | None) -> None:
 
 
 def read_records(path: str | Path | None, dataset: str) -> list[Record]:
-    """All rows of ``.json`` (a list), ``.jsonl``, or either with ``.gz``.
+    """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
 
     Raises:
         ValueError: when there is no path, or something in the file isn't what it should be.
     """
     if path is None:
-        raise ValueError(f"dataset {dataset!r} needs a path: its JSON or JSONL file (data.path=FILE, or --path FILE)")
+        raise ValueError(
+            f"dataset {dataset!r} needs a path: its JSON or JSONL file (data.path=FILE, or --path FILE), "
+            f"or a set on the Hub ({HUB}org/name?split=train)"
+        )
+    if on_hub(path):
+        return _hub_records(str(path), dataset)
     path = Path(path)
-    try:
-        data = path.read_bytes()
-        content = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
-        raise ValueError(f"dataset {dataset!r}: {path} can't be read ({type(error).__name__}: {error})") from error
+    content = read_text(path, dataset)
     name = path.name.removesuffix(".gz")
     records = list(_lines(content, path) if name.endswith(".jsonl") else _list(content, path))
     for record in records:
         if not isinstance(record.row, Mapping):
             raise ValueError(f"{record.where}: expected an object, got {type(record.row).__name__}")
     return records
+
+
+def read_object(path: Path, dataset: str) -> Record:
+    """A file that holds one JSON object. Raises ValueError if it doesn't."""
+    content = _parsed(read_text(path, dataset), str(path))
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path}: expected an object, got {type(content).__name__}")
+    return Record(content, str(path))
+
+
+def read_text(path: Path, dataset: str) -> str:
+    """A file's text, unpacked if it is gzipped. Raises ValueError if it can't be read."""
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(f"dataset {dataset!r}: {path} can't be read ({type(error).__name__}: {error})") from error
+
+
+def on_hub(path: str | Path | None) -> bool:
+    """Whether the path names a set on the Hugging Face Hub."""
+    return str(path).startswith(HUB)
+
+
+_ADVICE = (
+    ", and that the Hub can be reached (HF_HUB_OFFLINE not set; HF_TOKEN for sets that ask for it). Without network, "
+    "download the set elsewhere (hf download {name} --repo-type dataset --local-dir FOLDER) and use "
+    f"{HUB}FOLDER with the folder's full path"
+)
+
+
+def _hub_records(path: str, dataset: str) -> list[Record]:
+    """The rows of ``hf://org/name?config=...&split=...&revision=...``, all three optional.
+
+    What follows ``hf://`` may also be a folder here (``hf:///data/name``).
+    """
+    name, options = _hub_name(path, dataset)
+    try:
+        from datasets import load_dataset  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ValueError(
+            f"dataset {dataset!r}: {path} needs the package datasets: pip install 'comb-pic[train]' (or datasets)"
+        ) from error
+    try:
+        loaded: Any = load_dataset(
+            name, options.get("config"), revision=options.get("revision"), split=options["split"]
+        )
+    except Exception as error:  # the network, rights, a script in the repository, the files: each has its own type
+        reason = next(iter(str(error).strip().splitlines()), "")
+        advice = "" if name.startswith("/") else _ADVICE.format(name=name)
+        raise ValueError(
+            f"dataset {dataset!r}: {path} can't be loaded ({type(error).__name__}: {reason}). Check name, config and "
+            f"split{advice}"
+        ) from error
+    if isinstance(loaded, Mapping):
+        if len(loaded) != 1:
+            raise ValueError(
+                f"dataset {dataset!r}: {path} has the splits {', '.join(loaded)}: add split=... to the path"
+            )
+        loaded = next(iter(loaded.values()))
+    return [
+        Record(_without_nulls(row), f"{path}[{index}]", nulls=frozenset(key for key in row if row[key] is None))
+        for index, row in enumerate(loaded)
+    ]
+
+
+def _hub_name(path: str, dataset: str) -> tuple[str, dict[str, str | None]]:
+    name, _, query = path.removeprefix(HUB).partition("?")
+    options: dict[str, str | None] = {"config": None, "split": None, "revision": None}
+    for part in query.split("&") if query else ():
+        key, _, value = part.partition("=")
+        if key not in options or not value:
+            raise ValueError(f"dataset {dataset!r}: {path} has {part!r}; expected {HUB}org/name?config=...&split=...")
+        options[key] = unquote(value)
+    if not name.strip("/"):
+        raise ValueError(f"dataset {dataset!r}: {path} names no set; expected {HUB}org/name?config=...&split=...")
+    return name, options
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _lines(content: str, path: Path) -> Iterator[Record]:

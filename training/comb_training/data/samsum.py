@@ -36,7 +36,7 @@ def read_samsum(
     num_documents: int = 4,
     heldout_share: float = 0.2,
 ) -> Dataset:
-    """Reads SAMSum or DialogSum from JSON or JSONL.
+    """Reads SAMSum or DialogSum from JSON, JSONL or the Hub.
 
     Args:
         num_documents: solved examples in front of each dialogue.

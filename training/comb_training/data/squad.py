@@ -1,4 +1,5 @@
-"""SQuAD 1.1/2.0 (Rajpurkar et al. 2018) from the official JSON.
+"""SQuAD 1.1/2.0 (Rajpurkar et al. 2018) from the official JSON, or the Hub's rows ``{id, title, context, question,
+answers: {text: [...]}}``.
 
 document: a paragraph's ``context`` (title: the article's); query: ``question``; answer: the first of ``answers``,
 all of them accepted. A question is asked over its own paragraph and distractors: paragraphs of the same article first,
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from comb.documents import Document, Example
 from comb.evaluation.datasets import Counts, Dataset, datasets
 from comb_training.data.grouping import Split, pick_distractors, seeded, split_groups
+from comb_training.data.records import Record, on_hub, read_records
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def read_squad(
     unanswerable_answer: str = "unanswerable",
     heldout_share: float = 0.2,
 ) -> Dataset:
-    """Reads an official SQuAD JSON file; held-out examples are whole articles.
+    """Reads an official SQuAD JSON file or the Hub's rows; held-out examples are whole articles.
 
     Args:
         num_documents: documents per question, the right paragraph included.
@@ -52,12 +54,15 @@ def read_squad(
         ValueError: if the path is missing, the file is not SQuAD JSON, or an option is out of range.
     """
     if path is None:
-        raise ValueError("dataset 'squad' needs a path: the official SQuAD JSON (data.path=train-v2.0.json)")
+        raise ValueError(
+            "dataset 'squad' needs a path: the official SQuAD JSON (data.path=train-v2.0.json), or "
+            "a set on the Hub (data.path=hf://rajpurkar/squad_v2?split=train)"
+        )
     if num_documents < 1:
         raise ValueError(f"num_documents must be at least 1, not {num_documents}")
     if unanswerable not in ("drop", "keep"):
         raise ValueError(f"unanswerable is 'drop' or 'keep', not {unanswerable!r}")
-    articles = _load(Path(path))
+    articles = _from_rows(read_records(path, "squad")) if on_hub(path) else _load(Path(path))
     side = split_groups((article["title"] for article in articles), split, heldout_share=heldout_share, seed=seed)
     articles = [article for article in articles if article["title"] in side]
     texts: dict[str, list[_Paragraph]] = {}  # articles may share a title
@@ -109,6 +114,23 @@ def _load(path: Path) -> list[dict[str, Any]]:
             "{data: [{title, paragraphs: [{context, qas: [{question, answers}]}]}]}"
         ) from error
     return articles
+
+
+def _from_rows(records: list[Record]) -> list[dict[str, Any]]:
+    """The official form of the Hub's rows, one for each question."""
+    articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for record in records:
+        title, context, question = (record.text(name) for name in ("title", "context", "question"))
+        answers = record.row.get("answers")
+        if not isinstance(answers, dict):
+            raise ValueError(f"{record.where}: 'answers' is an object with 'text', got {str(answers)[:80]!r}")
+        texts = [{"text": text} for text in record.part(answers).items("text", str)]
+        row = {"id": record.row.get("id"), "question": question, "answers": texts}
+        articles.setdefault(title, {}).setdefault(context, []).append(row)
+    return [
+        {"title": title, "paragraphs": [{"context": text, "qas": rows} for text, rows in paragraphs.items()]}
+        for title, paragraphs in articles.items()
+    ]
 
 
 def _example(

@@ -28,7 +28,7 @@ def read_wikihop(
     with_candidates: bool = False,
     heldout_share: float = 0.2,
 ) -> Dataset:
-    """Reads WikiHop from JSON or JSONL.
+    """Reads WikiHop from JSON, JSONL or the Hub.
 
     Args:
         num_documents: keep only the first so many documents of a row (counted); None keeps all, up to some sixty.

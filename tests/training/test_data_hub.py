@@ -1,0 +1,179 @@
+"""Sets on the Hub, by way of folders that the package datasets loads: splits, configurations, nulls, clear errors."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb.evaluation.datasets import read_dataset
+
+HOTPOT = {
+    "id": "7", "question": "q?", "answer": "x",
+    "context": {"title": ["T", "U"], "sentences": [["One.", " Two."], ["Three."]]},
+}  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for sets, with a cache of its own."""
+    config = pytest.importorskip("datasets.config", reason="the package datasets is not installed")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    return tmp_path / "set"
+
+
+def save(folder: Path, name: str, *rows: dict[str, Any]) -> None:
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def save_parquet(folder: Path, name: str, *rows: dict[str, Any]) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(list(rows)).to_parquet(folder / f"{name}.parquet")
+
+
+def squad_row(number: int) -> dict[str, Any]:
+    title, context = f"article {number // 4}", f"Text {number // 2}."
+    answers = {"text": ["Ann", "Ann B"], "answer_start": [0, 0]}
+    return {"id": str(number), "title": title, "context": context, "question": f"{number}?", "answers": answers}
+
+
+def test_rows_of_a_split(hub: Path) -> None:
+    save_parquet(hub, "train", *({**HOTPOT, "id": str(n), "question": f"q{n}?"} for n in range(4)))
+    save_parquet(hub, "validation", HOTPOT)
+    for name in ("hotpotqa", "2wikimultihopqa"):
+        (example,) = read_dataset(name, f"hf://{hub}?split=validation")
+        assert [document.text for document in example.documents] == ["One. Two.", "Three."]
+        assert (example.query, example.answer, example.id) == ("q?", "x", "7")
+    assert len(read_dataset("hotpotqa", f"hf://{hub}?split=train+validation")) == 5
+    assert [example.id for example in read_dataset("hotpotqa", f"hf://{hub}?split=train%5B1:3%5D")] == ["1", "2"]
+    with pytest.raises(ValueError, match="has the splits train, validation: add split="):
+        read_dataset("hotpotqa", f"hf://{hub}")
+    with pytest.raises(ValueError, match=r"can't be loaded .*split"):
+        read_dataset("hotpotqa", f"hf://{hub}?split=test")
+
+
+def test_configurations_and_the_only_split(hub: Path) -> None:
+    save(hub, "one", HOTPOT)
+    save(hub, "two", {**HOTPOT, "answer": "z"})
+    (hub / "README.md").write_text(
+        "---\nconfigs:\n- config_name: a\n  data_files: one.jsonl\n- config_name: b\n  data_files: two.jsonl\n---\n"
+    )
+    assert read_dataset("hotpotqa", f"hf://{hub}?config=b")[0].answer == "z"
+    assert read_dataset("hotpotqa", f"hf://{hub}?config=a&split=train")[0].answer == "x"
+    with pytest.raises(ValueError, match=r"can't be loaded .*onfig"):
+        read_dataset("hotpotqa", f"hf://{hub}?config=c")
+
+
+def test_a_null_is_missing_or_empty(hub: Path) -> None:
+    rows = [
+        {"fname": "a", "dialogue": "A: hi", "summary": "s", "summary1": None, "summary2": None},
+        {"fname": "b", "dialogue": "B: hi", "summary": None, "summary1": "t", "summary2": "u"},
+        {"fname": "c", "dialogue": None, "summary": "s", "summary1": None, "summary2": None},
+        {"fname": "d", "dialogue": "D: hi", "summary": None, "summary1": None, "summary2": None},
+    ]
+    save_parquet(hub, "train", *rows)
+    dataset = read_dataset("samsum", f"hf://{hub}")
+    assert [example.references for example in dataset] == [("s",), ("t", "u")]
+    assert dataset.counts.dropped == {"empty dialogue": 1, "no summary": 1}
+    with pytest.raises(ValueError, match=r"hf://.*\[0\]: there is no 'document'"):
+        read_dataset("xsum", f"hf://{hub}")
+
+
+def test_squad_rows_become_articles(hub: Path) -> None:
+    rows = [squad_row(number) for number in range(16)]
+    rows[3]["answers"] = {"text": [], "answer_start": []}
+    save_parquet(hub, "train", *rows)
+    dataset = read_dataset("squad", f"hf://{hub}", num_documents=2)
+    assert (len(dataset), dataset.counts.dropped) == (15, {"unanswerable question": 1})
+    for example in dataset:
+        texts = [document.text for document in example.documents]
+        assert texts.count(f"Text {int(str(example.id)) // 2}.") == 1
+        assert {document.title for document in example.documents} == {example.group}  # both from one article
+        assert example.references == ("Ann", "Ann B")
+    save_parquet(hub, "train", {**squad_row(1), "answers": ["Ann"]})
+    with pytest.raises(ValueError, match=r"\[0\]: 'answers' is an object with 'text'"):
+        read_dataset("squad", f"hf://{hub}")
+
+
+def test_your_own_rows(hub: Path) -> None:
+    rows = [
+        {
+            "documents": [{"text": "a", "title": "T"}, {"text": "b", "title": None}],
+            "query": "q",
+            "answer": "x",
+            "group": None,
+        },
+        {"documents": [{"text": "c", "title": None}], "query": "q", "answer": "y", "group": "g"},
+    ]
+    save_parquet(hub, "train", {**rows[0], "group": None}, rows[1])
+    dataset = read_dataset("jsonl", f"hf://{hub}")
+    assert [[(d.title, d.text) for d in e.documents] for e in dataset] == [[("T", "a"), (None, "b")], [(None, "c")]]
+    assert (dataset[0].answer, dataset[1].group) == ("x", "g")
+
+
+def test_tasks_and_long_contexts(hub: Path) -> None:
+    fields = {"definition": "Do it.", "targets": "o"}
+    rows = [{"task_name": f"task{n // 3}_k{n // 3}", "id": str(n), "inputs": f"i{n}", **fields} for n in range(6)]
+    save(hub, "train", *rows)
+    dataset = read_dataset("natural_instructions", f"hf://{hub}", num_examples=0)
+    assert [[document.text for document in example.documents] for example in dataset] == [["Do it."]] * 6
+    assert (dataset[4].query, dataset[4].answer, dataset[4].id, dataset[4].group) == ("i4", "o", "4", "task1_k1")
+    save(hub, "train", {**rows[0], "definition": " "})
+    with pytest.raises(ValueError, match=r"\[0\]: the task has no instruction"):
+        read_dataset("natural_instructions", f"hf://{hub}")
+    long = {"input": "q", "context": "Passage 1:\na\nPassage 2:\nb", "answers": ["x"], "dataset": "musique", "_id": "i"}
+    save(hub, "train", long)
+    assert len(read_dataset("longbench", f"hf://{hub}", task="musique")[0].documents) == 2
+
+
+def test_what_cannot_be_reached_says_what_to_do(hub: Path) -> None:
+    with pytest.raises(ValueError, match=r"hf:///no/such/folder can't be loaded .*Check name, config and split$"):
+        read_dataset("hotpotqa", "hf:///no/such/folder")
+    (hub / f"{hub.name}.py").write_text("")
+    with pytest.raises(ValueError, match=r"can't be loaded \(RuntimeError: Dataset scripts are no longer supported"):
+        read_dataset("hotpotqa", f"hf://{hub}")
+
+
+def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pytest.importorskip("datasets.config", reason="the package datasets is not installed")
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"can't be loaded .*HF_HUB_OFFLINE not set.*hf download nobody/nothing"):
+        read_dataset("hotpotqa", "hf://nobody/nothing")
+
+
+def test_malformed_names() -> None:
+    for path, message in (
+        ("hf://", "names no set; expected hf://org/name"),
+        ("hf://?split=train", "names no set"),
+        ("hf://org/name?splits=train", "has 'splits=train'; expected hf://org/name"),
+        ("hf://org/name?split=", "has 'split='"),
+        ("hf://org/name?config", "has 'config'"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+            read_dataset("hotpotqa", path)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def refusing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "datasets":
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refusing)
+    with pytest.raises(ValueError, match=r"hf://org/name needs the package datasets: pip install"):
+        read_dataset("hotpotqa", "hf://org/name")
+
+
+def test_sets_that_are_no_rows() -> None:
+    with pytest.raises(ValueError, match="no bAbI file"):
+        read_dataset("babi", "hf://org/name")
+    with pytest.raises(ValueError, match="reads no file"):
+        read_dataset("nano", "hf://org/name")

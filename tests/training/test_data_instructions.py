@@ -1,0 +1,233 @@
+"""Natural-Instructions, both versions: instruction and examples as documents, tasks on one side, distractors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb.documents import Example
+from comb.evaluation.datasets import Dataset, read_dataset
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+V1, V2 = "natural_instructions_v1", "natural_instructions"
+Write = Callable[..., Path]
+
+
+def instances(count: int, name: str = "") -> list[dict[str, Any]]:
+    return [{"id": f"{name}-{n}", "input": f"in {name}{n} ", "output": [f"out {n}", "other"]} for n in range(count)]
+
+
+def shots(count: int) -> list[dict[str, str]]:
+    return [{"input": f"shown {n}", "output": f"shot {n}", "explanation": "why"} for n in range(count)]
+
+
+def task(name: str = "", count: int = 3, **fields: Any) -> dict[str, Any]:
+    """A task of the second version."""
+    row = {"Definition": [f"Do {name}.", "Be short."], "Positive Examples": shots(3), "Negative Examples": shots(1)}
+    return {**row, "Instances": instances(count, name), **fields}
+
+
+def subtask(**fields: Any) -> dict[str, Any]:
+    row = {
+        "Title": "t",
+        "Prompt": "Answer.",
+        "Definition": "A task.",
+        "Things to Avoid": "-",
+        "Emphasis & Caution": "Do",
+    }
+    examples = {"Positive Examples": [{"input": "i", "output": "o", "reason": "r"}], "Negative Examples": []}
+    return {**row, "Examples": examples, "Instances": [{"input": "x", "output": ["y", "z"]}], **fields}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def files(**tasks: dict[str, Any]) -> Path:
+        for name, content in tasks.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return tmp_path
+
+    return files
+
+
+def ten_tasks(write: Write) -> Path:
+    return write(**{f"task00{n}_kind_{n}": task(f"kind {n}") for n in range(10)})
+
+
+def texts(example: Example) -> list[str | None]:
+    return [document.text for document in example.documents]
+
+
+def sides(name: str, path: Path, **options: Any) -> tuple[Dataset, Dataset]:
+    return read_dataset(name, path, split="train", **options), read_dataset(name, path, split="heldout", **options)
+
+
+def test_v2_instruction_and_examples_are_the_documents(write: Write) -> None:
+    path = write(task002_quoref_answer_generation=task("this"))
+    dataset = read_dataset(V2, path)
+    instruction, first, second = dataset[0].documents
+    assert (instruction.title, instruction.text) == ("Task: quoref answer generation", "Do this.\nBe short.")
+    assert first.text == "Input: shown 0\nOutput: shot 0"
+    assert (first.title, second.text) == (
+        "Example of the task: quoref answer generation",
+        "Input: shown 1\nOutput: shot 1",
+    )
+    assert (dataset[0].query, dataset[0].answer, dataset[0].references) == ("in this0", "out 0", ("out 0", "other"))
+    assert (dataset[0].id, dataset[0].group) == ("this-0", "task002_quoref_answer_generation")
+    assert {example.documents for example in dataset} == {dataset[0].documents}
+    assert list(read_dataset(V2, path / "task002_quoref_answer_generation.json")) == list(dataset)
+    assert texts(read_dataset(V2, path, num_examples=0)[0]) == ["Do this.\nBe short."]
+
+
+def test_v1_parts_of_the_instruction(write: Write) -> None:
+    path = write(subtask002_quoref=subtask(), subtask003_other=subtask(Definition="-", Prompt="B."))
+    (path / "unlabelled_inputs.jsonl").write_text("{}")
+    first, second = read_dataset(V1, path, num_examples=1)
+    assert texts(first) == ["Prompt: Answer.\nDefinition: A task.\nEmphasis & Caution: Do", "Input: i\nOutput: o"]
+    assert (first.query, first.references, first.id) == ("x", ("y", "z"), "subtask002_quoref-0")
+    assert texts(second)[0] == "Prompt: B.\nEmphasis & Caution: Do"
+
+
+def test_distractors_are_other_tasks_of_the_same_side(write: Write) -> None:
+    path = ten_tasks(write)
+    for dataset in sides(V2, path, num_documents=4, num_examples=1, heldout_share=0.5):
+        groups = {str(example.group) for example in dataset}
+        assert len(groups) == 5
+        for example in dataset:
+            own = f"Task: kind {str(example.group)[-1]}"
+            titles = [str(document.title) for document in example.documents]
+            assert len(set(titles)) == 4
+            assert titles.count(own) == 1
+            assert {f"task00{title[-1]}_kind_{title[-1]}" for title in titles} <= groups
+            assert example.query.startswith(f"{own}\nInput: in ")
+    places = {[str(d.title) for d in e.documents].index(f"Task: kind {e.group[-1]}") for e in dataset if e.group}
+    assert len(places) > 1
+    again = read_dataset(V2, path, num_documents=4, seed=3)
+    assert list(again) == list(read_dataset(V2, path, num_documents=4, seed=3))
+    assert [e.documents for e in again] != [e.documents for e in read_dataset(V2, path, num_documents=4, seed=4)]
+
+
+def test_a_distractor_has_neither_the_instruction_nor_the_name_of_another_document(write: Write) -> None:
+    same = {f"task00{n}_a_{n}": task("one", Definition="Do one.") for n in range(4)}
+    path = write(**same, task008_kind=task("x"), task009_kind=task("y"))
+    dataset = read_dataset(V2, path, num_documents=6, num_examples=0)
+    for example in dataset:
+        assert len(set(texts(example))) == len(example.documents)
+        titles = [document.title for document in example.documents]
+        assert len(set(titles)) == len(titles)
+    assert dataset.counts.truncated == {"task with fewer other tasks than num_documents needs": 6}
+
+
+def test_tasks_or_instances_are_on_one_side(write: Write) -> None:
+    path = ten_tasks(write)
+    train, heldout = sides(V2, path)
+    assert (len(train), len(heldout)) == (24, 6)
+    assert not {example.group for example in train} & {example.group for example in heldout}
+    # the second task has the inputs of the first
+    path = write(task010_a=task("k", count=20), task011_b=task("k", count=20))
+    train, heldout = sides(V2, path, group_by="instance")
+    assert len(train) + len(heldout) == 30 + 40
+    assert {document.title for example in heldout for document in example.documents} & {
+        document.title for example in train for document in example.documents
+    }
+    asked = [{example.query for example in side} for side in (train, heldout)]
+    assert not asked[0] & asked[1]
+    whole = {(example.id, example.query) for example in read_dataset(V2, path)}
+    assert {(example.id, example.query) for side in (train, heldout) for example in side} == whole
+
+
+def test_what_is_left_out_is_counted(write: Write) -> None:
+    rows = [
+        *instances(3),
+        {"input": " ", "output": ["x"]},
+        {"input": "i", "output": [" "]},
+        {"input": "shown 1", "output": "o"},
+    ]
+    broken = {"input": "no output", "output": ""}
+    path = write(task1_a=task(Instances=rows, **{"Positive Examples": [broken, *shots(2)]}))
+    dataset = read_dataset(V2, path, num_examples=3, max_instances_per_task=2)
+    assert dataset.counts.dropped == {
+        "empty query": 1,
+        "no answer": 1,
+        "instance that is one of its task's worked examples": 1,
+        "over max_instances_per_task": 1,
+    }
+    assert dataset.counts.truncated == {
+        "worked example without input or output left out": 1,
+        "task with fewer worked examples than num_examples": 1,
+    }
+    assert (dataset.counts.read, dataset.counts.kept, len(dataset)) == (6, 2, 2)
+    cut = read_dataset(V2, path, num_documents=2)
+    assert {len(example.documents) for example in cut} == {2}
+    assert cut.counts.truncated["task with more documents than num_documents"] == 1
+    limited = read_dataset(V2, path, limit=1)
+    assert (len(limited), limited.counts.dropped["over the limit"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            V2,
+            task(Instances=[{"input": 3, "output": ["x"]}]),
+            r"task1_a.json: Instances\[0\]: 'input' is a text, got '3'",
+        ),
+        (V2, task(Instances=[{"input": "i"}]), r"Instances\[0\]: 'output' is a list of str"),
+        (V2, task(Instances=["x"]), r"task1_a.json: 'Instances' is a list of dict"),
+        (V2, task(Definition=3), "'Definition' is a list of str"),
+        (V2, task(Definition=[" "]), "task1_a.json: the task has no instruction"),
+        (
+            V2,
+            task(**{"Positive Examples": [{"input": "i", "output": 3}]}),
+            r"Positive Examples\[0\]: 'output' is a list",
+        ),
+        (V1, subtask(Examples=[]), "'Examples' is an object with 'Positive Examples'"),
+        (V1, subtask(Prompt=3), "'Prompt' is a text"),
+    ],
+)
+def test_malformed_tasks(write: Write, name: str, content: dict[str, Any], message: str) -> None:
+    prefix = "task1_a" if name == V2 else "subtask1_a"
+    with pytest.raises(ValueError, match=message):
+        read_dataset(name, write(**{prefix: content}))
+
+
+def test_paths_and_options_are_checked(write: Write, tmp_path: Path) -> None:
+    for name in (V1, V2):
+        with pytest.raises(ValueError, match="needs a path"):
+            read_dataset(name)
+        with pytest.raises(ValueError, match=r"there is no \w+\*.json in"):
+            read_dataset(name, tmp_path)
+    with pytest.raises(ValueError, match="not from the Hub"):
+        read_dataset(V1, "hf://org/name")
+    path = write(task1_a=task())
+    for options, message in (
+        ({"num_documents": 0}, "num_documents must be at least 1"),
+        ({"num_examples": -1}, "expected num_examples >= 0"),
+        ({"max_instances_per_task": 0}, "max_instances_per_task >= 1"),
+        ({"group_by": "row"}, "group_by is 'task' or 'instance'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_dataset(V2, path, **options)
+    (path / "task1_a.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"task1_a.json: expected an object, got list"):
+        read_dataset(V2, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "count"), [(V1, "natural_instructions_v1", 303), (V2, "natural_instructions_v2/tasks", 2097)]
+)
+def test_real_samples(name: str, folder: str, count: int) -> None:
+    path = SHARED / folder
+    if not path.is_dir():
+        pytest.skip(f"the sample {folder} is not here")
+    dataset = read_dataset(name, path, num_documents=5)
+    assert len(dataset) == count
+    assert {len(example.documents) for example in dataset} == {5}
+    assert not dataset.counts.dropped
+    assert not dataset.counts.truncated
+    train, heldout = sides(name, path)
+    assert len(train) + len(heldout) == count
+    assert not {document for e in train for document in e.documents} & {d for e in heldout for d in e.documents}

@@ -1,0 +1,282 @@
+"""Answers for examples: found on disk, or generated batch by batch, each rank its share, and kept.
+
+What an answer is kept under (its key) is made from weights, settings and the token ids of the prompt, so an answer is
+never taken for another's. Which engine gave it is written down, but no part of the key: greedy is greedy.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from comb.backbone import inspect_backbone
+from comb.evaluation.datasets import Counts
+from comb.fingerprint import backbone_fingerprint
+from comb_training.answers.greedy import TransformersEngine
+from comb_training.answers.store import Answer, AnswerStore, Settings
+from comb_training.batches import TrainingExample
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 600.0
+"""Seconds without a new answer of other ranks after which a rank generates what is missing itself."""
+POLL_SECONDS = 0.5
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Engine(Protocol):
+    """Something that answers greedily."""
+
+    name: str
+    batch_size: int
+
+    def __call__(self, examples: Sequence[TrainingExample]) -> list[Answer]:
+        """The answers to one batch, in its order."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the engine holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the questions this process answers: number `rank` of `ranks`, by sets of documents.
+
+    Args:
+        wait: for the answers of the other ranks, which write to the same folder.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    wait: bool = True
+
+
+@dataclass
+class Answered:
+    """Answers in the order of the examples; None for dropped ones, and for those of ranks that weren't waited for.
+
+    Args:
+        found: answers that were on disk before.
+        generated: by this process, in `seconds` (starting the engine comes on top).
+        engine: its name and version; None when it wasn't needed.
+    """
+
+    answers: list[Answer | None]
+    settings: Settings
+    found: int = 0
+    generated: int = 0
+    seconds: float = 0.0
+    engine: str | None = None
+
+
+@dataclass
+class _Generation:
+    """The engine, started when the first answer is missing, and what it has done."""
+
+    start: Callable[[], Engine]
+    store: AnswerStore
+    decode: Callable[[Sequence[int]], str]
+    progress: bool
+    engine: Engine | None = field(default=None, init=False)
+    generated: int = field(default=0, init=False)
+    seconds: float = field(default=0.0, init=False)
+
+    def __call__(self, missing: Mapping[str, TrainingExample]) -> None:
+        if not missing:
+            return
+        if self.engine is None:
+            self.engine = self.start()
+        bar = tqdm(total=len(missing), desc="greedy answers", unit="answer", disable=not self.progress, leave=False)
+        with bar:
+            for batch in _batches(missing, self.engine.batch_size):
+                begin = time.monotonic()
+                answers = self.engine([missing[key] for key in batch])
+                self.seconds += time.monotonic() - begin
+                self.generated += len(batch)
+                answers = [replace(answer, text=self.decode(answer.token_ids)) for answer in answers]
+                self.store.add(dict(zip(batch, answers, strict=True)), self.engine.name)
+                bar.update(len(batch))
+
+
+def generate_answers(
+    examples: Sequence[TrainingExample],
+    settings: Settings,
+    engine: Callable[[], Engine],
+    *,
+    decode: Callable[[Sequence[int]], str],
+    max_prompt_tokens: int,
+    folder: str | Path | None = None,
+    share: Share = Share(),
+    progress: bool = True,
+) -> Answered:
+    """Answers every example whose prompt has at most `max_prompt_tokens`.
+
+    Args:
+        engine: makes what generates; called only when an answer is missing.
+        decode: text of token ids, without special tokens.
+        folder: where answers are kept (`AnswerStore`); None keeps none.
+    """
+    keys = [
+        _key(settings.identity, example) if len(example.prompt.flat) <= max_prompt_tokens else None
+        for example in examples
+    ]
+    asked = {key: example for key, example in zip(keys, examples, strict=True) if key is not None}
+    store = AnswerStore(folder, settings, rank=share.rank)
+    found = sum(key in store for key in asked)
+    if found:
+        logger.info("%d of %d answers found in %s", found, len(asked), folder)
+
+    def missing(wanted: Mapping[str, TrainingExample]) -> dict[str, TrainingExample]:
+        return {key: example for key, example in wanted.items() if key not in store}
+
+    generation = _Generation(engine, store, decode, progress)
+    try:
+        generation(missing(_share(asked, share)))
+        if share.ranks > 1 and share.wait and folder is not None:
+            _await_others(store, asked)
+        if share.wait:
+            generation(missing(asked))
+    finally:
+        if generation.engine is not None:
+            generation.engine.close()
+    return Answered(
+        [store.get(key) if key is not None else None for key in keys],
+        settings,
+        found=found,
+        generated=generation.generated,
+        seconds=generation.seconds,
+        engine=generation.engine.name if generation.engine is not None else None,
+    )
+
+
+def answer_on_policy(
+    backbone: Any,
+    examples: Sequence[TrainingExample],
+    counts: Counts,
+    *,
+    pad_token_id: int,
+    eos_token_ids: Sequence[int],
+    max_new_tokens: int = 48,
+    max_prompt_tokens: int | None = None,
+    batch_size: int = 64,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> list[TrainingExample]:
+    """The examples with the backbone's own answers as targets, in the same order, by transformers.
+
+    Args:
+        backbone: a plain Hugging Face causal LM.
+        counts: examples whose prompt is too long are dropped here (never shortened or replaced), and answers that
+            were cut at `max_new_tokens` counted; those have no end token to learn.
+        max_prompt_tokens: default: what the backbone's positions allow.
+        folder: where answers are kept (`AnswerStore`); None keeps none.
+    """
+    settings = settings_of(backbone, eos_token_ids, max_new_tokens)
+    limit = prompt_limit(backbone, max_new_tokens, max_prompt_tokens)
+    answered = generate_answers(
+        examples,
+        settings,
+        lambda: TransformersEngine(backbone, pad_token_id, eos_token_ids, max_new_tokens, batch_size=batch_size),
+        decode=lambda _: "",
+        max_prompt_tokens=limit,
+        folder=folder,
+        progress=progress,
+    )
+    count_answers(answered.answers, counts, limit, max_new_tokens)
+    pairs = zip(examples, answered.answers, strict=True)
+    return [example.with_target(answer.token_ids) for example, answer in pairs if answer is not None]
+
+
+def count_answers(answers: Sequence[Answer | None], counts: Counts, limit: int, max_new_tokens: int) -> None:
+    """Counts prompts that were too long and answers that were cut."""
+    counts.drop(f"prompt of more than {limit} tokens", sum(answer is None for answer in answers))
+    cut = sum(answer is not None and not answer.finished for answer in answers)
+    counts.truncate(f"answer cut at {max_new_tokens} tokens", cut)
+
+
+def prompt_limit(backbone: Any, max_new_tokens: int, max_prompt_tokens: int | None) -> int:
+    """Tokens of the longest prompt that is answered: the backbone's positions have to hold the answer, too."""
+    limit: int = inspect_backbone(backbone).max_position_embeddings - max_new_tokens
+    return limit if max_prompt_tokens is None else min(limit, max_prompt_tokens)
+
+
+def settings_of(backbone: Any, stops: Sequence[int], max_new_tokens: int, name: str = "") -> Settings:
+    """The `Settings` of a loaded model."""
+    dtype = str(backbone.dtype).removeprefix("torch.")
+    return Settings(name, weights_name(backbone), dtype, max_new_tokens, tuple(sorted(stops)))
+
+
+def stop_token_ids(backbone: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end an answer: the tokenizer's end token and those of the backbone's generation settings."""
+    configured = getattr(getattr(backbone, "generation_config", None), "eos_token_id", None)
+    ids = [configured] if isinstance(configured, int) else list(configured or ())
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *map(int, ids)]))
+
+
+def weights_name(backbone: Any) -> str:
+    """Names the weights that answer, the same on every device and for any number of threads.
+
+    The fingerprint alone samples the embedding, which fine-tuning may leave alone. Sums of bit patterns are exact,
+    whatever the order they are added in; sums of the values are not.
+    """
+    digest = hashlib.sha256()
+    for parameter in backbone.parameters():
+        bits = parameter.detach().view(INTEGERS[parameter.element_size()])
+        digest.update(bits.sum(-1, dtype=torch.int64).cpu().numpy().tobytes())  # one sum per row
+    return f"{backbone_fingerprint(backbone)}-{digest.hexdigest()[:16]}"
+
+
+def _key(identity: str, example: TrainingExample) -> str:
+    ids = array.array("q", example.prompt.flat).tobytes()
+    return hashlib.sha256(identity.encode() + b"\x1f" + ids).hexdigest()
+
+
+def _share(asked: Mapping[str, TrainingExample], share: Share) -> Mapping[str, TrainingExample]:
+    """The questions of this rank: every `ranks`-th set of documents, so that no prefill is shared between ranks."""
+    if share.ranks == 1:
+        return asked
+    numbers: dict[tuple[tuple[int, ...], ...], int] = {}
+    return {
+        key: example
+        for key, example in asked.items()
+        if numbers.setdefault(example.segments, len(numbers)) % share.ranks == share.rank
+    }
+
+
+def _await_others(store: AnswerStore, wanted: Mapping[str, TrainingExample]) -> None:
+    """Reads the other ranks' parts until nothing is missing, or nothing comes any more (which is said)."""
+    heard = time.monotonic()
+    while left := sum(key not in store for key in wanted):
+        if store.refresh():
+            heard = time.monotonic()
+        elif time.monotonic() - heard > PATIENCE:
+            logger.warning(
+                "%d answers of other ranks have not come to %s in %.0f s: generating them here (do all ranks see this "
+                "folder?)",
+                left, store.folder, PATIENCE,
+            )  # fmt: skip
+            return
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def _batches(examples: Mapping[str, TrainingExample], batch_size: int) -> Iterator[list[str]]:
+    """Keys in batches: questions over the same documents together, prompts of like length together."""
+    groups: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for key, example in examples.items():
+        groups.setdefault(example.segments, []).append(key)
+    ordered = sorted(groups.values(), key=lambda keys: len(examples[keys[0]].prompt.flat))
+    flat = [key for keys in ordered for key in keys]
+    for start in range(0, len(flat), batch_size):
+        yield flat[start : start + batch_size]

@@ -1,0 +1,202 @@
+"""Answers on disk: parquet parts in one folder, written whole or not at all, found again by their content.
+
+Any number of processes may write to a folder at once; each adds parts of its own and never touches another's. A
+killed process loses the batch under way, nothing else. Parts of other weights or settings may lie in the same folder:
+they are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+logger = logging.getLogger(__name__)
+
+METADATA = b"comb.answers"
+COLUMNS = {"key": pa.string(), "token_ids": pa.list_(pa.int32()), "text": pa.string(), "finished": pa.bool_()}
+STALE_SECONDS = 3600.0
+"""Age at which a temporary file belongs to a process that was killed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids as generated, the stop token included if there was one (`finished`), and their text without it."""
+
+    token_ids: tuple[int, ...]
+    finished: bool
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a greedy answer depends on, beside its prompt.
+
+    Args:
+        model: its name, for people; `weights` tells models apart.
+        weights: a name made from all weights (`weights_name`), their dtype included.
+    """
+
+    model: str
+    weights: str
+    dtype: str
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def identity(self) -> str:
+        """The same text for whatever gives the same answers."""
+        stops = ",".join(map(str, sorted(self.stop_token_ids)))
+        return f"{self.weights}/{self.max_new_tokens}/{stops}"
+
+    def to_json(self, engine: str) -> str:
+        """For the metadata of a part."""
+        return json.dumps({**asdict(self), "identity": self.identity, "engine": engine}, sort_keys=True)
+
+
+class AnswerStore:
+    """The answers of one model under one `Settings`, in a folder; or in memory alone.
+
+    A part that can't be read is put aside (``*.damaged``) and said; its answers count as missing.
+
+    Args:
+        folder: None keeps nothing.
+        rank: part of the names of this process's parts.
+    """
+
+    def __init__(self, folder: str | Path | None, settings: Settings, *, rank: int = 0) -> None:
+        self.folder = Path(folder) if folder is not None else None
+        self.settings = settings
+        self._answers: dict[str, Answer] = {}
+        self._seen: set[str] = set()
+        self._prefix = f"part-{rank:05d}-{secrets.token_hex(4)}"  # two processes never choose the same name
+        self._parts = 0
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._answers
+
+    def get(self, key: str) -> Answer | None:
+        """The answer kept under `key`, if any."""
+        return self._answers.get(key)
+
+    def refresh(self) -> int:
+        """Reads parts that others have added since; how many new answers there were."""
+        before = len(self._answers)
+        if self.folder is None or not self.folder.is_dir():
+            return 0
+        for path in sorted(self.folder.glob("part-*.parquet")):
+            if path.name not in self._seen:
+                self._seen.add(path.name)
+                self._read(path)
+        return len(self._answers) - before
+
+    def add(self, answers: Mapping[str, Answer], engine: str) -> None:
+        """Keeps answers as one part; they are on disk when this returns.
+
+        Raises:
+            OSError: when they can't be written (a full disk, say), naming the folder; parts before are whole.
+        """
+        self._answers.update(answers)
+        if self.folder is None or not answers:
+            return
+        content = _part(answers, {METADATA: self.settings.to_json(engine).encode()})
+        path = self.folder / f"{self._prefix}-{self._parts:06d}.parquet"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._parts == 0:
+                self._sweep()
+            _write_whole(path, content)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"can't keep answers in {self.folder} ({error.strerror or error}). Answers written before are whole: "
+                "put it right and start again, what is there is not generated again",
+            ) from error
+        self._seen.add(path.name)
+        self._parts += 1
+
+    def _read(self, path: Path) -> None:
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # another process has put it aside
+            return
+        try:
+            file = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True)
+            written = json.loads((file.schema_arrow.metadata or {}).get(METADATA, b"{}"))
+            if written.get("identity") != self.settings.identity:  # other weights or settings, or no part of ours
+                return
+            table = file.read()
+            rows = zip(*(table.column(name).to_pylist() for name in COLUMNS), strict=True)
+            answers = {key: Answer(tuple(ids), bool(finished), text) for key, ids, text, finished in rows}
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            aside = path.with_name(f"{path.name}.damaged")
+            logger.warning(
+                "%s is damaged (%s): put aside as %s, its answers are generated again", path, error, aside.name
+            )
+            with contextlib.suppress(OSError):
+                path.rename(aside)
+            return
+        self._answers.update(answers)
+
+    def _sweep(self) -> None:
+        """Removes what killed processes were writing."""
+        assert self.folder is not None
+        for path in self.folder.glob("part-*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    path.unlink()
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """What a part's metadata says of how its answers were made: model, weights, settings, engine."""
+    settings: dict[str, Any] = json.loads(pq.read_schema(path).metadata[METADATA])
+    return settings
+
+
+def _part(answers: Mapping[str, Answer], metadata: Mapping[bytes, bytes]) -> memoryview:
+    values: Sequence[Sequence[Any]] = [
+        list(answers),
+        [list(answer.token_ids) for answer in answers.values()],
+        [answer.text for answer in answers.values()],
+        [answer.finished for answer in answers.values()],
+    ]
+    columns = [pa.array(column, kind) for column, kind in zip(values, COLUMNS.values(), strict=True)]
+    table = pa.Table.from_arrays(columns, schema=pa.schema(list(COLUMNS.items()), metadata=dict(metadata)))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, write_page_checksum=True)
+    return memoryview(sink.getvalue())
+
+
+def _write_whole(path: Path, content: memoryview) -> None:
+    """Writes a file under a temporary name and gives it its own when it is on disk."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # not every file system lets a folder be synchronised
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
