@@ -16,7 +16,8 @@ from comb.splitting import create
 from comb_training import plugin
 from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data import mixture
-from comb_training.data.mixture import DataCounts, apportion, epoch_numbers, heldout_numbers
+from comb_training.data.counts import DataCounts
+from comb_training.data.shares import apportion, epoch_numbers, heldout_numbers
 from comb_training.nano import CHECKPOINT
 
 
@@ -170,6 +171,21 @@ def test_text_and_tokens_are_the_same_examples(tmp_path: Path, builder: PromptBu
     ]
 
 
+def test_text_and_tokens_agree_where_questions_are_too_long(tmp_path: Path, builder: PromptBuilder) -> None:
+    path = rows_file(tmp_path / "a.jsonl", 40)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in lines[::5]:
+        row["query"] += " please" * 60
+    path.write_text("\n".join(map(json.dumps, lines)))
+    other = rows_file(tmp_path / "b.jsonl", 40, word="cup")
+    data = mixed(tmp_path, {"name": "a", "path": str(path)}, {"name": "b", "path": str(other)}, max_query_tokens=60)
+    tokens, counts = tokenized(data, builder)
+    assert counts.sets["a"].dropped["query and answer of more than 60 tokens"] > 0
+    texts, text_counts = mixture.read_examples(data, builder, 512, split="train", limit=None)
+    assert [example.id for example in texts] == [example.id for example in tokens]
+    assert text_counts == counts
+
+
 def test_ids_are_unique_even_where_files_repeat_theirs(tmp_path: Path, builder: PromptBuilder) -> None:
     a = rows_file(tmp_path / "a.jsonl", 20, id="same")
     b = rows_file(tmp_path / "b.jsonl", 20, word="cup", id="same#2")
@@ -267,7 +283,6 @@ def test_a_mixture_is_read_from_yaml_and_survives_it(tmp_path: Path) -> None:
         ("mixture: [{dataset: nano, name: a/b}]", "a name is a text without /"),
         ("mixture: [{dataset: nano}, {dataset: nano}]", "two sets called 'nano': give them a name each"),
         ("{dataset: squad, mixture: [{dataset: nano}]}", "data.dataset and data.mixture are both given"),
-        ("{path: a, mixture: [{dataset: nano}]}", "data.path and data.mixture are both given"),
         ("{options: {scenes: 3}, mixture: [{dataset: nano}]}", "data.options and data.mixture are both given"),
         ("dataset: mixture", "data.dataset=mixture needs data.mixture"),
         ("max_repeats: 3", "are for data.mixture"),
@@ -280,6 +295,16 @@ def test_mistakes_in_a_mixture(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(f"data: {text if text.startswith('{') else '{' + text + '}'}")
     with pytest.raises(ValueError, match=message):
         load_config(path)
+
+
+def test_a_path_beside_a_mixture_is_the_folder_of_its_sets(tmp_path: Path, builder: PromptBuilder) -> None:
+    (tmp_path / "sub").mkdir()
+    rows_file(tmp_path / "sub" / "a.jsonl", 20)
+    inside = mixed(tmp_path, {"name": "a", "path": "sub/a.jsonl"}, path=str(tmp_path))
+    full = mixed(tmp_path, {"name": "a", "path": str(tmp_path / "sub" / "a.jsonl")}, path="/elsewhere")
+    assert list(tokenized(inside, builder)[0]) == list(tokenized(full, builder)[0])
+    with pytest.raises(ValueError, match=r"set 'a': .*no file or folder '/elsewhere/sub/a.jsonl'"):
+        tokenized(replace(inside, path="/elsewhere"), builder)
 
 
 def test_a_set_that_cannot_be_read_is_named(tmp_path: Path, builder: PromptBuilder) -> None:

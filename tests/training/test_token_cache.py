@@ -16,12 +16,14 @@ import torch
 
 from comb.documents import Prompt, PromptBuilder
 from comb_training import plugin, token_cache
-from comb_training.batches import Collator, TokenStatistics, TrainingExample
+from comb_training.batches import Collator, TrainingExample
 from comb_training.config import DataConfig
 from comb_training.data import mixture
 from comb_training.nano import CHECKPOINT
 from comb_training.sampler import BatchSampler, Budget
-from comb_training.token_cache import DamagedCacheError, TrainingExamples, cached, statistics, write
+from comb_training.token_cache import cached
+from comb_training.token_file import DamagedCacheError, Segment, TrainingExamples, write
+from comb_training.token_statistics import TokenStatistics
 
 pytest.importorskip("pyarrow")
 
@@ -76,7 +78,7 @@ def test_examples_come_back_equal(tmp_path: Path) -> None:
 
 def test_segments_behave_as_tuples(tmp_path: Path) -> None:
     segment = written(tmp_path)[0].segments[1]
-    assert isinstance(segment, token_cache.Segment)
+    assert isinstance(segment, Segment)
     assert (len(segment), segment[0], segment[1:3], list(segment)) == (4, 1, (2, 3), [1, 2, 3, 4])
     assert segment == (1, 2, 3, 4)
     assert segment != (1, 2, 3)
@@ -93,7 +95,7 @@ def test_batches_and_statistics_are_the_same_from_disk(tmp_path: Path) -> None:
     for budget in (Budget(4), Budget(8, 30, 60)):
         plain, lazy = (BatchSampler(source, budget, seed=3, accumulation=2) for source in (examples, found))
         assert [plain.batches(epoch) for epoch in range(3)] == [lazy.batches(epoch) for epoch in range(3)]
-    assert TokenStatistics.of(examples) == statistics(found) == statistics(examples)
+    assert TokenStatistics.of(examples) == TokenStatistics.of(found)
     batches = [Collator(0)([source[n] for n in (0, 5, 7)]) for source in (examples, found)]
     for name in ("input_ids", "labels", "attention_mask"):
         assert torch.equal(batches[0][name], batches[1][name])

@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 TERMINATED = 143
 """Exit status of a run that SIGTERM ended, as shells give it: a scheduler must not take it for done."""
 
-WRITING_KEYS = ("document_template", "query_template", "max_document_tokens", "max_query_tokens", "seed")
+WRITING_KEYS = (
+    "document_template", "query_template", "max_document_tokens", "max_query_tokens", "splitter", "seed", "cache",
+    "cache_dir",
+)  # fmt: skip
 
 
 def train(
@@ -49,10 +52,11 @@ def train(
     if dry_run:
         _show_plan(prepare(settings))
         return
-    result = run_training(settings, resume=_checkpoint(resume, settings))
+    result = run_training(settings, resume=_checkpoint(resume, settings), prepared=_show_data)
     if not distributed.is_main():
         raise typer.Exit(TERMINATED if result.terminated else 0)
-    console.print(f"data: {result.counts}")
+    if settings.train.answers == "on_policy":  # answering drops examples, too
+        console.print(f"data, answered: {escape(str(result.counts))}")
     if result.teacher is not None:
         console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
     if result.losses:
@@ -128,6 +132,10 @@ def evaluate(
     if dataset is not None:
         if settings is None:
             settings = config_from_dict({"data": {"dataset": dataset, "path": path}})
+        elif own := [entry for entry in settings.data.mixture if dataset in (entry.name, entry.dataset)]:
+            settings = replace(
+                settings, data=replace(settings.data, mixture=tuple(own), path=path or settings.data.path)
+            )
         elif settings.data.dataset == dataset:  # the same split, so that nothing trained on is called held out
             settings = replace(settings, data=replace(settings.data, path=path or settings.data.path))
         else:  # how text is written still holds, which rows to read does not
@@ -286,7 +294,6 @@ def _show_plan(run: Prepared) -> None:
     from rich.syntax import Syntax
     from rich.table import Table
 
-    from comb_training.batches import statistics_rows
     from comb_training.schedule import UNLIMITED_STEPS
 
     console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
@@ -295,7 +302,14 @@ def _show_plan(run: Prepared) -> None:
     table.add_row("parameters", f"{trainable:,} trained, {total - trainable:,} frozen")
     steps = "until the clock ends" if run.steps == UNLIMITED_STEPS else str(run.steps)
     table.add_row("optimizer steps", steps)
-    for name, value in statistics_rows(run.statistics):
-        table.add_row(name, value)
     console.print(table)
-    console.print(f"data: {run.counts}")
+    _show_data(run)
+
+
+def _show_data(run: Prepared) -> None:
+    """What became of the rows, and how long the examples are."""
+    from comb.evaluation.table import text_table
+    from comb_training.token_statistics import HEADS, statistics_lines
+
+    console.print(f"data: {escape(str(run.counts))}")
+    console.print(text_table(HEADS, statistics_lines(run.statistics, run.sets), left=HEADS[:2]))

@@ -99,7 +99,7 @@ class DataConfig:
     dataset: str = ""
     """A registered dataset: squad, babi, nano, jsonl, ... Left out it is nano, or with a mixture "mixture"."""
     path: str | None = None
-    """The dataset's file or folder; null for generated data."""
+    """The dataset's file or folder, null for generated data; with a mixture, the folder that its paths are in."""
     mixture: tuple[MixtureEntry, ...] = ()
     """Several sets instead of one `dataset`, each with a weight."""
     epoch_examples: int | None = None
@@ -118,8 +118,8 @@ class DataConfig:
     max_document_tokens: int | None = None
     """Longer documents are cut (counted and said); null is what the encoder can take."""
     splitter: str | None = None
-    """A splitter with its budget, paragraphs:512 say: documents of more tokens become several documents, and nothing
-    of them is cut off (counted and said); null cuts at `max_document_tokens`."""
+    """A splitter with its budget, fixed:512 say: documents of more tokens become several documents, and nothing of
+    them is cut off (counted and said); null cuts at `max_document_tokens`."""
     max_prompt_tokens: int | None = None
     """Examples with a longer full prompt get no answer from the backbone and are dropped (counted and said)."""
     max_query_tokens: int = 1024
@@ -155,7 +155,7 @@ class DataConfig:
             object.__setattr__(self, "dataset", self.dataset or "nano")
             return
         for name, given in (
-            ("dataset", self.dataset not in ("", MIXTURE)), ("path", self.path), ("options", self.options)
+            ("dataset", self.dataset not in ("", MIXTURE)), ("options", self.options)
         ):  # fmt: skip
             if given:
                 raise ValueError(f"data.{name} and data.mixture are both given: it belongs to the sets of the mixture")

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ from comb.hub import RESULTS, refresh_card
 from comb.model import CombForCausalLM
 from comb_training import distributed, plugin
 from comb_training.answers import answer_prepared
-from comb_training.batches import TokenStatistics, TrainingExample
+from comb_training.batches import TrainingExample
 from comb_training.config import Config, config_from_dict
 from comb_training.data import mixture
 from comb_training.data.mixture import read_tokenized
 from comb_training.lora import add_lora, unload
 from comb_training.schedule import total_steps
-from comb_training.token_cache import statistics
+from comb_training.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.trainer import CombTrainer, batch_sampler
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Prepared:
     examples: Sequence[TrainingExample]
     counts: Counts
     statistics: TokenStatistics
+    sets: dict[str, TokenStatistics] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -97,6 +98,7 @@ class TrainResult:
     heldout_losses: list[tuple[int, float]] = field(default_factory=list)
     terminated: bool = False
     bad_batches: int = 0
+    sets: dict[str, TokenStatistics] = field(default_factory=dict)
 
 
 def prepare(config: Config) -> Prepared:
@@ -114,13 +116,21 @@ def prepare(config: Config) -> Prepared:
     tokenized, counts = read_tokenized(
         config.data, builder, model.max_document_tokens, split="train", limit=config.data.limit
     )
-    return Prepared(config, model, tokenizer, builder, tokenized, counts, statistics(tokenized))
+    sets = statistics_by_set(tokenized) if config.data.mixture else {}
+    return Prepared(config, model, tokenizer, builder, tokenized, counts, TokenStatistics.of(tokenized), sets)
 
 
-def run_training(config: Config, *, resume: str | Path | None = None, progress: bool = True) -> TrainResult:
+def run_training(
+    config: Config,
+    *,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    prepared: Callable[[Prepared], None] | None = None,
+) -> TrainResult:
     """Trains as `config` says and writes the adapter folder.
 
     Args:
+        prepared: called on the first process when the data is read, before anything is answered or trained.
         resume: a ``checkpoint-N`` folder of an earlier run of the same configuration (see train.save_steps).
 
     Raises:
@@ -129,6 +139,8 @@ def run_training(config: Config, *, resume: str | Path | None = None, progress: 
     """
     run = prepare(config)
     logger.info("data: %s", run.counts)
+    if prepared is not None and distributed.is_main():
+        prepared(run)
     start = time.monotonic()
     examples, teacher = _targets(run, progress)
     answer_seconds = time.monotonic() - start
@@ -161,6 +173,7 @@ def run_training(config: Config, *, resume: str | Path | None = None, progress: 
         ],
         terminated=trainer.terminated,
         bad_batches=trainer.bad_batches,
+        sets=statistics_by_set(examples) if config.data.mixture else {},
     )
     if not trainer.terminated:
         # scores of an adapter that was in this folder before don't hold for this one, and the card would show them
@@ -187,6 +200,7 @@ def save(result: TrainResult, config: Config) -> None:
             "parameters": result.parameters,
             "data": result.counts.to_dict(),
             "tokens": asdict(result.statistics),
+            "tokens_by_set": {name: asdict(statistics) for name, statistics in result.sets.items()},
             "teacher": asdict(result.teacher) if result.teacher else None,
             "steps": result.steps,
             "seconds": round(result.seconds, 2),
@@ -248,7 +262,8 @@ def load_model(config: Config) -> CombForCausalLM:
 def read_examples(
     config: Config, builder: PromptBuilder, max_document_tokens: int, *, split: str, limit: int | None
 ) -> tuple[list[Example], Counts]:
-    """One side of the configured data, documents fitted to what the encoder takes, and what happened to the rows."""
+    """One side of the configured data, documents fitted to what the encoder takes and questions
+    written by the template, and what happened to the rows."""
     return mixture.read_examples(config.data, builder, max_document_tokens, split=split, limit=limit)
 
 
@@ -267,8 +282,6 @@ def evaluate_heldout(
         max_new_tokens=config.eval.max_new_tokens,
         batch_size=config.eval.batch_size,
         timing_examples=config.eval.timing_examples,
-        # the sets of a mixture write their questions themselves
-        query_template="{query}" if config.data.mixture else config.data.query_template,
         document_template=config.data.document_template,
         progress=progress,
     )
