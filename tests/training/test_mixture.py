@@ -17,7 +17,7 @@ from comb_training import plugin
 from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data import mixture
 from comb_training.data.counts import DataCounts
-from comb_training.data.shares import apportion, epoch_numbers, heldout_numbers
+from comb_training.data.shares import apportion, draw, epoch_numbers, heldout_numbers
 from comb_training.nano import CHECKPOINT
 
 
@@ -110,7 +110,7 @@ def test_weights_give_the_promised_numbers_and_all_is_counted(tmp_path: Path, bu
     assert counts.to_dict()["dropped"] == {"b: over the share of the mixture": 3}
     assert counts.to_dict()["sets"]["a"]["kept"] == 40
     assert str(counts).split("\n") == [
-        "53 of 56 rows kept",
+        "53 examples of 56 rows",
         "  a: 40 of 40 rows kept",
         "  b: 13 of 16 rows kept; 3 dropped: over the share of the mixture",
     ]
@@ -123,8 +123,7 @@ def test_repeats_are_counted_and_have_ids_of_their_own(tmp_path: Path, builder: 
     assert len({example.id for example in examples}) == 100
     assert (counts.sets["a"].repeated, counts.sets["b"].repeated) == (35, 9)
     assert counts.kept == 100
-    assert "16 of 16" not in str(counts)
-    assert "9 repeated" in str(counts)
+    assert str(counts).split("\n")[2] == "  b: 16 of 16 rows kept; 9 repeated"
     times = Counter(example.prompt for example in examples)
     assert set(times.values()) == {1, 2}
     again = next(example for example in examples if str(example.id).startswith("b@2/"))
@@ -157,6 +156,18 @@ def test_what_is_left_out_is_whole_documents(tmp_path: Path, builder: PromptBuil
     examples, _ = tokenized(two_sets(tmp_path, epoch_examples=24), builder)
     about = Counter(example.segments for example in examples)
     assert sorted(about.values()) == [2] * 12
+
+
+def test_many_questions_about_few_documents_are_not_the_whole_draw() -> None:
+    blocks = [list(range(start, start + 100)) for start in range(0, 400, 100)]
+    drawn = [place for place, _ in draw(blocks, 160, seed=0, name="a")]
+    assert len(set(drawn)) == len(drawn) == 160
+    about = Counter(place // 100 for place in drawn)
+    assert sorted(about) == [0, 1, 2, 3]
+    assert max(about.values()) < 80
+    assert drawn == [place for place, _ in draw(blocks, 160, seed=0, name="a")]
+    assert drawn != [place for place, _ in draw(blocks, 160, seed=0, name="b")]
+    assert drawn != [place for place, _ in draw(blocks, 160, seed=1, name="a")]
 
 
 def test_text_and_tokens_are_the_same_examples(tmp_path: Path, builder: PromptBuilder) -> None:

@@ -45,4 +45,4 @@ def test_sets_are_told_apart_by_their_ids() -> None:
     lines = statistics_lines(TokenStatistics.of(examples), sets)
     assert {len(line) for line in lines} == {len(HEADS)}
     assert [line[0] for line in lines if line[0]] == ["all", "a", "b"]
-    assert ["", "document tokens", "4", "7.0", "9.4", "10", "14"] in lines
+    assert ["", "document tokens", "4", "7", "9.4", "10", "14"] in lines

@@ -10,8 +10,6 @@ import numpy as np
 from comb_training.batches import TrainingExample
 from comb_training.data.mixture import set_name
 
-LENGTHS = ("documents_per_example", "document_tokens", "query_tokens", "target_tokens", "prompt_tokens")
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -74,16 +72,23 @@ def statistics_by_set(examples: Sequence[TrainingExample]) -> dict[str, TokenSta
 
 
 HEADS = ("set", "", "min", "median", "p90", "max", "sum")
+_LENGTHS = {
+    "per example": "documents_per_example",
+    "document tokens": "document_tokens",
+    "query tokens": "query_tokens",
+    "target tokens": "target_tokens",
+    "prompt tokens": "prompt_tokens",
+}
 
 
 def statistics_lines(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> list[list[str]]:
-    """Lines under `HEADS`: all examples, and then each set of a mixture."""
+    """Lines under `HEADS`: all examples, and then each set of a mixture. Its documents are the different ones."""
     lines = []
     for name, own in ({"all": statistics} | dict(sets)).items():
         lines.append([name, "examples", "", "", "", "", f"{own.examples:,}"])
-        lines.append(["", "different documents", "", "", "", "", f"{own.different_documents:,}"])
-        for key in LENGTHS:
+        lines.append(["", "documents", "", "", "", "", f"{own.different_documents:,}"])
+        for what, key in _LENGTHS.items():
             spread: Spread = getattr(own, key)
             values = (spread.min, spread.median, spread.p90, spread.max, spread.total)
-            lines.append(["", key.replace("_", " "), *(f"{round(value, 1):,}" for value in values)])
+            lines.append(["", what, *(f"{int(v):,}" if v == int(v) else f"{v:,.1f}" for v in values)])
     return lines

@@ -77,8 +77,15 @@ class DataCounts(Counts):
         return content
 
     def __str__(self) -> str:
-        parts = [super().__str__()]
+        if self.sets:
+            lines = [
+                f"{self.kept} examples of {self.read} rows",
+                *(f"{name}: {own}" for name, own in self.sets.items()),
+            ]
+            lines += [f"dropped: {n} {reason}" for reason, n in sorted(self.dropped.items())]
+            return "\n  ".join(lines)
+        rows = Counts(self.read, self.dropped, self.truncated)
+        parts = [str(rows), *(f"{n} {what}" for what, n in sorted(self.noted.items()))]
         if self.repeated:
             parts.append(f"{self.repeated} repeated")
-        parts += [f"{n} {what}" for what, n in sorted(self.noted.items())]
-        return "\n  ".join(["; ".join(parts), *(f"{name}: {counts}" for name, counts in self.sets.items())])
+        return "; ".join(parts)

@@ -9,6 +9,9 @@ from fractions import Fraction
 
 from comb_training.data.grouping import seeded
 
+TOGETHER = 8
+"""Examples over the same documents that are drawn together: as many as `BatchSampler` puts into one batch."""
+
 
 def apportion(weights: Mapping[str, float], total: int) -> dict[str, int]:
     """`total` in whole numbers by weight, none off by one or more (largest remainders; ties go to the first name)."""
@@ -78,12 +81,12 @@ def heldout_numbers(sizes: Mapping[str, int], weights: Mapping[str, float], limi
 def draw(blocks: Sequence[Sequence[int]], number: int, *, seed: int, name: str) -> list[tuple[int, int]]:
     """`number` of a set's examples as (place, round), in the set's order: all of them as often as possible, and some.
 
-    Those over the same documents (a block) are drawn together, so that what is left out leaves no documents behind
-    that are encoded for one question.
+    Those over the same documents (a block) are drawn together, `TOGETHER` at a time, so that few documents are encoded
+    for one question, and a block of a thousand is not the whole draw.
     """
     size = sum(map(len, blocks))
     rounds, rest = divmod(number, size)
-    shuffled = list(blocks)
+    shuffled = [block[start : start + TOGETHER] for block in blocks for start in range(0, len(block), TOGETHER)]
     seeded(seed, "mixture", name).shuffle(shuffled)
     some = list(itertools.chain.from_iterable(shuffled))[:rest]
     return [(place, turn) for turn in range(rounds) for place in range(size)] + [
