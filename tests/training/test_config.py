@@ -98,7 +98,7 @@ def test_configs_are_frozen_and_survive_yaml() -> None:
 
 
 def test_the_shipped_configurations_are_there() -> None:
-    assert {path.name for path in CONFIGS} == {"nano.yaml", "nano-squad.yaml", "nano-babi.yaml"}
+    assert {path.name for path in CONFIGS} == {"nano.yaml", "nano-squad.yaml", "nano-babi.yaml", "nano-mixture.yaml"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import pickle
-import subprocess
-import sys
+import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from comb.atomic import write_temporary
 from comb.documents import Prompt, PromptBuilder
-from comb_training import plugin, token_cache
+from comb_training import plugin
 from comb_training.batches import Collator, TrainingExample
 from comb_training.config import DataConfig
 from comb_training.data import mixture
 from comb_training.nano import CHECKPOINT
 from comb_training.sampler import BatchSampler, Budget
-from comb_training.token_cache import cached
+from comb_training.token_cache import cached, default_folder
 from comb_training.token_file import DamagedCacheError, Segment, TrainingExamples, write
 from comb_training.token_statistics import TokenStatistics
 
@@ -176,36 +178,6 @@ def test_what_is_mapped_outlives_its_file(tmp_path: Path) -> None:
     assert list(found) == some()
 
 
-SCRIPT = """
-import resource, sys, logging
-from pathlib import Path
-from comb_training import plugin
-from comb_training.token_cache import cached
-from comb_training.config import DataConfig
-from comb_training.data import mixture
-from comb.documents import PromptBuilder
-from transformers import AutoTokenizer
-from comb_training.nano import CHECKPOINT
-logging.basicConfig(level="WARNING")
-plugin.register()
-if sys.argv[3] != "none":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
-builder = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
-data = DataConfig("jsonl", sys.argv[1], cache_dir=sys.argv[2])
-examples, counts = mixture.read_tokenized(data, builder, 64, split="train", limit=None)
-print(len(examples), type(examples).__name__, counts)
-"""
-
-
-def started(path: Path, folder: Path, limit: str = "none") -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(path), str(folder), limit],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def rows_file(path: Path, rows: int = 30) -> Path:
     lines = [
         {"documents": [f"Box {n // 2} is red. " * 20], "query": f"Which, {n}?", "answer": f"{n}."} for n in range(rows)
@@ -214,25 +186,64 @@ def rows_file(path: Path, rows: int = 30) -> Path:
     return path
 
 
-@pytest.mark.slow
+def in_children(work: Callable[[Any], None], number: int) -> list[Any]:
+    """What forked children put into the queue they are given."""
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    children = [context.Process(target=work, args=(queue,)) for _ in range(number)]
+    for child in children:
+        child.start()
+    told = [queue.get(timeout=60) for _ in children]
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    return told
+
+
 def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
-    process = started(rows_file(tmp_path / "a.jsonl"), tmp_path / "cache", "1000")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.startswith("26 list 26 of 26 rows kept; 13 truncated: document of more than 64 tokens")
-    assert "could not be kept" in err
-    assert not list((tmp_path / "cache").iterdir())
+    def work(queue: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        examples, counts = cached(tmp_path, "x", KEY, lambda: (some(), {"read": 12}))
+        queue.put((examples == some(), type(examples).__name__, counts))
+
+    assert in_children(work, 1) == [(True, "list", {"read": 12})]
+    assert not list(tmp_path.iterdir())
+    # the control: with room on the disk it is kept
+    assert isinstance(cached(tmp_path, "x", KEY, lambda: (some(), {}))[0], TrainingExamples)
 
 
-@pytest.mark.slow
 def test_several_processes_at_once(tmp_path: Path) -> None:
-    path = rows_file(tmp_path / "a.jsonl")
-    processes = [started(path, tmp_path / "cache") for _ in range(3)]
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        assert out.startswith("26 TrainingExamples 26 of 26 rows kept; 13 truncated")
-    assert [item.suffix for item in (tmp_path / "cache").iterdir()] == [".arrow"]
+    start = multiprocessing.get_context("fork").Barrier(4)
+
+    def build() -> tuple[list[TrainingExample], dict[str, Any]]:
+        start.wait(60)  # all have missed, all write
+        return some(), {"read": 12}
+
+    def work(queue: Any) -> None:
+        examples, counts = cached(tmp_path, "x", KEY, build)
+        queue.put((list(examples) == some(), type(examples).__name__, counts))
+
+    assert in_children(work, 4) == [(True, "TrainingExamples", {"read": 12})] * 4
+    [path] = tmp_path.iterdir()
+    assert list(TrainingExamples(path, KEY)) == some()
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    def work(queue: Any) -> None:
+        write_temporary(tmp_path, b"half")
+        queue.put(None)
+
+    in_children(work, 1)
+    mine = write_temporary(tmp_path, b"another thread is at it")
+    assert len(list(tmp_path.iterdir())) == 2
+    written(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.arrow", mine.name}
+
+
+def test_texts_that_are_no_unicode_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    odd = [replace(some()[0], references=("\ud800",))]
+    assert cached(tmp_path, "x", KEY, lambda: (odd, {}))[0] == odd
+    assert "could not be kept" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,4 +334,4 @@ def test_other_weights_need_no_tokenising(tmp_path: Path, builder: PromptBuilder
 
 def test_the_folder_is_in_the_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert token_cache.default_folder() == tmp_path / "comb" / "tokens"
+    assert default_folder() == tmp_path / "comb" / "tokens"
