@@ -1,8 +1,21 @@
-"""Makes what test modules share importable by name."""
+"""Makes what test modules share importable by name, and keeps their tokens out of the user's cache."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from comb_training import token_cache
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tokens_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("tokens")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "default_folder", lambda: folder)
+        yield

@@ -14,10 +14,8 @@ from comb.evaluation.datasets import Counts
 from comb_training.batches import (
     IGNORED,
     Collator,
-    TokenStatistics,
     TrainingExample,
     fit_documents,
-    statistics_rows,
     tokenize,
 )
 
@@ -115,17 +113,6 @@ def test_a_target_of_nothing_is_refused() -> None:
         Collator(0)([replace(item, target=())])
     with pytest.raises(ValueError, match="nothing to learn"):
         item.with_target(())
-
-
-def test_statistics(builder: PromptBuilder) -> None:
-    examples = tokenize([example(["ab", "c"]), example(["ab"])], builder, Counts())
-    statistics = TokenStatistics.of(examples)
-    assert (statistics.examples, statistics.different_documents) == (2, 2)
-    assert statistics.document_tokens == (2.0, 2.5, 3.0)
-    assert statistics.documents_per_example == (1.0, 1.5, 2.0)
-    assert ("document tokens", "2 to 3, mean 2.5") in statistics_rows(statistics)
-    with pytest.raises(ValueError, match="no example left"):
-        TokenStatistics.of([])
 
 
 def test_documents_reach_the_model_as_ids() -> None:

@@ -88,7 +88,7 @@ def test_the_hub_s_configuration_comes_first(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("comb_training.plan.counting.AutoConfig.from_pretrained", hub)
     run = plan(load_config(CONFIGS["llama-3.1-8b-instruct"], ["model.options.revision=main"]))
-    assert asked == [("meta-llama/Llama-3.1-8B-Instruct", {"revision": "main"})]
+    assert asked[0] == ("meta-llama/Llama-3.1-8B-Instruct", {"revision": "main"})
     assert run.parameters is not None
     assert run.parameters.frozen < 10**8
     assert not any("Hub" in note and "sizes" in note for note in run.notes)
@@ -120,7 +120,7 @@ def test_nano_has_data_and_batches() -> None:
     assert result.exit_code == 0, result.output
     assert "steps: 7" in result.output  # the resolved configuration
     assert "WORLD_SIZE=4 in front" in result.output
-    assert re.search(r"optimizer steps +7 *\n", result.output)
+    assert "Optimizer steps: 7." in result.output
     assert "rows kept" in result.output
     assert "first epoch's batches" in result.output
     assert "Note:" not in result.output

@@ -506,7 +506,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(config_for: Callable[..., Any
     result = invoke("train", str(path), "train.steps=7", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "steps: 7" in result.output
-    assert "optimizer steps" in result.output
+    assert "Optimizer steps: 7." in result.output
     assert "rows kept" in result.output
     assert not (tmp_path / "out").exists()
 

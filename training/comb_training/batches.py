@@ -103,40 +103,6 @@ def tokenize(
 
 
 @dataclass
-class TokenStatistics:
-    """Lengths in tokens over a set of examples: (least, mean, most)."""
-
-    examples: int
-    different_documents: int
-    documents_per_example: tuple[float, float, float]
-    document_tokens: tuple[float, float, float]
-    query_tokens: tuple[float, float, float]
-    target_tokens: tuple[float, float, float]
-    prompt_tokens: tuple[float, float, float]
-
-    @classmethod
-    def of(cls, examples: Sequence[TrainingExample]) -> TokenStatistics:
-        """Raises ValueError if there is no example."""
-        if not examples:
-            raise ValueError("no example left to train on; see the counts of what was dropped")
-        different = {segment for example in examples for segment in example.segments}
-        return cls(
-            examples=len(examples),
-            different_documents=len(different),
-            documents_per_example=_spread(len(example.segments) for example in examples),
-            document_tokens=_spread(len(segment) for segment in different),
-            query_tokens=_spread(len(example.prompt.query) for example in examples),
-            target_tokens=_spread(len(example.target) for example in examples),
-            prompt_tokens=_spread(len(example.prompt.flat) for example in examples),
-        )
-
-
-def _spread(lengths: Iterable[int]) -> tuple[float, float, float]:
-    values = list(lengths) or [0]
-    return float(min(values)), sum(values) / len(values), float(max(values))
-
-
-@dataclass
 class Collator:
     """Pads rows on the right and gives equal documents of a batch the same tensor.
 
@@ -180,12 +146,3 @@ class Collator:
             attention_mask[index, :end] = 1
             labels[index, len(prompt) : end] = torch.tensor(target)
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-
-
-def statistics_rows(statistics: TokenStatistics) -> list[tuple[str, str]]:
-    """(name, value) pairs for a table."""
-    rows = [("examples", str(statistics.examples)), ("different documents", str(statistics.different_documents))]
-    for name in ("documents_per_example", "document_tokens", "query_tokens", "target_tokens", "prompt_tokens"):
-        least, mean, most = getattr(statistics, name)
-        rows.append((name.replace("_", " "), f"{least:.0f} to {most:.0f}, mean {mean:.1f}"))
-    return rows

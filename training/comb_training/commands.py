@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 TERMINATED = 143
 """Exit status of a run that SIGTERM ended, as shells give it: a scheduler must not take it for done."""
 
-WRITING_KEYS = ("document_template", "query_template", "max_document_tokens", "max_query_tokens", "seed")
+WRITING_KEYS = (
+    "document_template", "query_template", "max_document_tokens", "max_query_tokens", "splitter", "seed", "cache",
+    "cache_dir",
+)  # fmt: skip
 
 
 def train(
@@ -52,10 +55,11 @@ def train(
 
         _show_plan(plan(settings))
         return
-    result = run_training(settings, resume=_checkpoint(resume, settings))
+    result = run_training(settings, resume=_checkpoint(resume, settings), prepared=_show_data)
     if not distributed.is_main():
         raise typer.Exit(TERMINATED if result.terminated else 0)
-    console.print(f"data: {result.counts}")
+    if settings.train.answers == "on_policy":  # answering drops examples, too
+        console.print(f"data, answered: {escape(str(result.counts))}")
     if result.teacher is not None:
         console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
     if result.losses:
@@ -131,6 +135,10 @@ def evaluate(
     if dataset is not None:
         if settings is None:
             settings = config_from_dict({"data": {"dataset": dataset, "path": path}})
+        elif own := [entry for entry in settings.data.mixture if dataset in (entry.name, entry.dataset)]:
+            settings = replace(
+                settings, data=replace(settings.data, mixture=tuple(own), path=path or settings.data.path)
+            )
         elif settings.data.dataset == dataset:  # the same split, so that nothing trained on is called held out
             settings = replace(settings, data=replace(settings.data, path=path or settings.data.path))
         else:  # how text is written still holds, which rows to read does not
@@ -296,3 +304,11 @@ def _show_plan(run: Plan) -> None:
     console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
     for block in blocks(run):
         console.print(block)
+
+
+def _show_data(run: Prepared) -> None:
+    """What became of the rows, and how long the examples are."""
+    from comb_training.token_statistics import data_table
+
+    console.print(f"data: {escape(str(run.counts))}")
+    console.print(data_table(run.statistics, run.sets))

@@ -18,6 +18,9 @@ import yaml
 
 T = TypeVar("T")
 
+MIXTURE = "mixture"
+"""`DataConfig.dataset` where there is a mixture: what tables and plots call the data."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -44,13 +47,66 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Which examples, and how they become tokens."""
+class MixtureEntry:
+    """One set of a mixture (`DataConfig.mixture`). What is null is as in `DataConfig`.
 
-    dataset: str = "nano"
+    Raises:
+        ValueError: for a value out of range, or an option that the mixture decides.
+    """
+
+    dataset: str
     """A registered dataset: squad, babi, nano, jsonl, ..."""
     path: str | None = None
     """The dataset's file or folder; null for generated data."""
+    name: str | None = None
+    """What the set is called in counts and ids; null is `dataset`. Two sets can't have the same name."""
+    weight: float = 1.0
+    """Share of the epoch's examples, relative to the other weights."""
+    num_documents: int | None = None
+    """Documents per example."""
+    heldout_share: float | None = None
+    """Share of the groups (articles, stories) kept for evaluation."""
+    limit: int | None = None
+    """Different examples of this set at most, for training."""
+    query_template: str | None = None
+    """How a question is written; {query} is replaced."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More options of the dataset's reader."""
+
+    def __post_init__(self) -> None:
+        if self.name is None:
+            object.__setattr__(self, "name", Path(self.dataset).stem)
+        where = f"data.mixture, set {self.name!r}"
+        if not self.name or "/" in self.name or "@" in self.name:
+            raise ValueError(f"{where}: a name is a text without / and @, which ids have behind it")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"{where}: weight must be greater than 0, not {self.weight}")
+        for name in ("num_documents", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{where}: {name} must be at least 1, not {value}")
+        if self.query_template is not None and "{query}" not in self.query_template:
+            raise ValueError(f"{where}: query_template {self.query_template!r} has no {{query}}")
+        decided = sorted({"split", "limit"} & self.options.keys())
+        if decided:
+            raise ValueError(f"{where}: options can't hold {decided[0]!r}, which the mixture decides")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which examples, and how they become tokens."""
+
+    dataset: str = ""
+    """A registered dataset: squad, babi, nano, jsonl, ... Left out it is nano, or with a mixture "mixture"."""
+    path: str | None = None
+    """The dataset's file or folder, null for generated data; with a mixture, the folder that its paths are in."""
+    mixture: tuple[MixtureEntry, ...] = ()
+    """Several sets instead of one `dataset`, each with a weight."""
+    epoch_examples: int | None = None
+    """Examples of an epoch of the mixture; null: as many as `max_repeats` allows."""
+    max_repeats: float = 1.0
+    """How often an epoch of the mixture holds each example of a set at most, in the mean over the set. The set that
+    runs out first decides how long the epoch is."""
     num_documents: int | None = None
     """Documents per example; null is the dataset's own default."""
     heldout_share: float | None = None
@@ -61,6 +117,9 @@ class DataConfig:
     """Decides splits, distractors and shuffles."""
     max_document_tokens: int | None = None
     """Longer documents are cut (counted and said); null is what the encoder can take."""
+    splitter: str | None = None
+    """A splitter with its budget, fixed:512 say: documents of more tokens become several documents, and nothing of
+    them is cut off (counted and said); null cuts at `max_document_tokens`."""
     max_prompt_tokens: int | None = None
     """Examples with a longer full prompt get no answer from the backbone and are dropped (counted and said)."""
     max_query_tokens: int = 1024
@@ -71,12 +130,40 @@ class DataConfig:
     """How a question is written; {query} is replaced."""
     options: dict[str, Any] = field(default_factory=dict)
     """More options of the dataset's reader."""
+    cache: bool = True
+    """Keep the tokenised examples on disk, for the next run over the same data."""
+    cache_dir: str | None = None
+    """Where; null is the folder comb/tokens in the Hugging Face cache (HF_HOME)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_documents", "limit", "max_document_tokens", "max_prompt_tokens", "max_query_tokens"):
+        for name in (
+            "num_documents", "limit", "max_document_tokens", "max_prompt_tokens", "max_query_tokens", "epoch_examples"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} must be at least 1, not {value}")
+        if not 1 <= self.max_repeats < float("inf"):
+            raise ValueError(f"data.max_repeats must be at least 1, not {self.max_repeats}")
+        self._check_mixture()
+
+    def _check_mixture(self) -> None:
+        if not self.mixture:
+            if self.dataset == MIXTURE:
+                raise ValueError(f"data.dataset={MIXTURE} needs data.mixture: a list of sets, each with a dataset")
+            if self.epoch_examples is not None or self.max_repeats != 1:
+                raise ValueError("data.epoch_examples and data.max_repeats are for data.mixture, and there is none")
+            object.__setattr__(self, "dataset", self.dataset or "nano")
+            return
+        for name, given in (
+            ("dataset", self.dataset not in ("", MIXTURE)), ("options", self.options)
+        ):  # fmt: skip
+            if given:
+                raise ValueError(f"data.{name} and data.mixture are both given: it belongs to the sets of the mixture")
+        object.__setattr__(self, "dataset", MIXTURE)
+        names = [entry.name for entry in self.mixture]
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"data.mixture has two sets called {twice[0]!r}: give them a name each")
 
 
 @dataclass(frozen=True)
@@ -316,6 +403,17 @@ def _build(kind: type[T], content: Mapping[str, Any], prefix: str, source: str) 
         raise ValueError(f"{source}: {error}") from error
 
 
+def _build_item(kind: type[T], item: Any, name: str, source: str) -> T:
+    """One section of a list of them."""
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{source}: {name} is a section of keys, got {item!r}")
+    for wanted in dataclasses.fields(kind):  # type: ignore[arg-type]  # a dataclass
+        required = wanted.default is dataclasses.MISSING and wanted.default_factory is dataclasses.MISSING
+        if required and wanted.name not in item and not set(item) - set(get_type_hints(kind)):
+            raise ValueError(f"{source}: {name} needs a {wanted.name}")
+    return _build(kind, item, f"{name}.", source)
+
+
 def _unknown_key(key: str, prefix: str, known: list[str], source: str) -> str:
     sections = {section: list(get_type_hints(hint)) for section, hint in get_type_hints(Config).items()}
     close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
@@ -341,6 +439,11 @@ def _convert(value: Any, hint: Any, name: str, source: str) -> Any:
         items = value if isinstance(value, list | tuple) else [value]
         if value is None:
             raise ValueError(f"{source}: {name} must be a list of {arguments[0].__name__}, not null")
+        if dataclasses.is_dataclass(arguments[0]):
+            return tuple(
+                _build_item(arguments[0], item, f"{name}[{place}]", source)  # type: ignore[arg-type]  # a class
+                for place, item in enumerate(items)
+            )
         return tuple(_convert(item, arguments[0], name, source) for item in items)
     if origin is dict:
         if isinstance(value, dict):

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from comb.adapter import resolve_name
 from comb.backbone import decoder_layers
 from comb.compatibility import load_tokenizer
 from comb.documents import Example, PromptBuilder
-from comb.evaluation.datasets import Counts, Dataset, read_dataset
+from comb.evaluation.datasets import Counts
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_losses
 from comb.evaluation.run import MethodResult, evaluate
@@ -32,11 +32,14 @@ from comb.hub import RESULTS, refresh_card
 from comb.model import CombForCausalLM
 from comb_training import distributed, plugin
 from comb_training.answers import answer_prepared
-from comb_training.batches import TokenStatistics, TrainingExample, fit_documents, tokenize
+from comb_training.batches import TrainingExample
 from comb_training.block_attention import BlockAttentionModel
 from comb_training.config import Config, config_from_dict
+from comb_training.data import mixture
+from comb_training.data.mixture import read_tokenized
 from comb_training.lora import add_lora, unload
 from comb_training.schedule import total_steps
+from comb_training.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.trainer import CombTrainer, batch_sampler
 
 logger = logging.getLogger(__name__)
@@ -53,9 +56,10 @@ class Prepared:
     model: Any
     tokenizer: Any
     builder: PromptBuilder
-    examples: list[TrainingExample]
+    examples: Sequence[TrainingExample]
     counts: Counts
     statistics: TokenStatistics
+    sets: dict[str, TokenStatistics] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -96,6 +100,7 @@ class TrainResult:
     heldout_losses: list[tuple[int, float]] = field(default_factory=list)
     terminated: bool = False
     bad_batches: int = 0
+    sets: dict[str, TokenStatistics] = field(default_factory=dict)
 
 
 def prepare(config: Config) -> Prepared:
@@ -110,17 +115,26 @@ def prepare(config: Config) -> Prepared:
     model: Any = load_block_model(config) if config.train.method == "block" else load_model(config)
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
-    dataset = read_split(config, split="train", limit=config.data.limit)
-    tokenized = training_examples(config, dataset, builder, model.max_document_tokens)
+    tokenized, counts = read_tokenized(
+        config.data, builder, model.max_document_tokens, split="train", limit=config.data.limit
+    )
     if config.train.method == "block":
-        tokenized = within_positions(tokenized, model, config, dataset.counts)
-    return Prepared(config, model, tokenizer, builder, tokenized, dataset.counts, TokenStatistics.of(tokenized))
+        tokenized = within_positions(tokenized, model, config, counts)
+    sets = statistics_by_set(tokenized) if config.data.mixture else {}
+    return Prepared(config, model, tokenizer, builder, tokenized, counts, TokenStatistics.of(tokenized), sets)
 
 
-def run_training(config: Config, *, resume: str | Path | None = None, progress: bool = True) -> TrainResult:
+def run_training(
+    config: Config,
+    *,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    prepared: Callable[[Prepared], None] | None = None,
+) -> TrainResult:
     """Trains as `config` says and writes the adapter folder.
 
     Args:
+        prepared: called on the first process when the data is read, before anything is answered or trained.
         resume: a ``checkpoint-N`` folder of an earlier run of the same configuration (see train.save_steps).
 
     Raises:
@@ -129,6 +143,8 @@ def run_training(config: Config, *, resume: str | Path | None = None, progress: 
     """
     run = prepare(config)
     logger.info("data: %s", run.counts)
+    if prepared is not None and distributed.is_main():
+        prepared(run)
     start = time.monotonic()
     examples, teacher = _targets(run, progress)
     answer_seconds = time.monotonic() - start
@@ -161,6 +177,7 @@ def run_training(config: Config, *, resume: str | Path | None = None, progress: 
         ],
         terminated=trainer.terminated,
         bad_batches=trainer.bad_batches,
+        sets=statistics_by_set(examples) if config.data.mixture else {},
     )
     if not trainer.terminated:
         # scores of an adapter that was in this folder before don't hold for this one, and the card would show them
@@ -191,6 +208,7 @@ def save(result: TrainResult, config: Config) -> None:
             "parameters": result.parameters,
             "data": result.counts.to_dict(),
             "tokens": asdict(result.statistics),
+            "tokens_by_set": {name: asdict(statistics) for name, statistics in result.sets.items()},
             "teacher": asdict(result.teacher) if result.teacher else None,
             "steps": result.steps,
             "seconds": round(result.seconds, 2),
@@ -207,19 +225,12 @@ def save(result: TrainResult, config: Config) -> None:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
 
 
-def heldout_examples(run: Prepared) -> list[TrainingExample]:
+def heldout_examples(run: Prepared) -> Sequence[TrainingExample]:
     """The held-out side of the data with its own answers, `eval.limit` examples of it, for the loss on it."""
-    config = run.config
-    examples, counts = read_examples(
-        config, run.builder, run.model.max_document_tokens, split="heldout", limit=config.eval.limit
-    )
-    return tokenize(
-        examples,
-        run.builder,
-        counts,
-        query_template=config.data.query_template,
-        max_query_tokens=config.data.max_query_tokens,
-    )
+    data, limit = run.config.data, run.config.eval.limit
+    examples, counts = read_tokenized(data, run.builder, run.model.max_document_tokens, split="heldout", limit=limit)
+    logger.info("held-out data: %s", counts)
+    return examples
 
 
 def load_model(config: Config) -> CombForCausalLM:
@@ -271,7 +282,7 @@ def load_block_model(config: Config) -> BlockAttentionModel:
 
 
 def within_positions(
-    examples: list[TrainingExample], model: Any, config: Config, counts: Counts
+    examples: Sequence[TrainingExample], model: Any, config: Config, counts: Counts
 ) -> list[TrainingExample]:
     """Without (and counted) examples whose row is longer than `data.max_prompt_tokens` or the backbone's positions."""
     limit: int = model.config.get_text_config().max_position_embeddings
@@ -281,41 +292,12 @@ def within_positions(
     return kept
 
 
-def read_split(config: Config, *, split: str, limit: int | None) -> Dataset:
-    """One side of the configured dataset. Raises ValueError as `read_dataset` does."""
-    data = config.data
-    options: dict[str, Any] = {"seed": data.seed, "split": split, "limit": limit, **data.options}
-    for name in ("num_documents", "heldout_share"):
-        if getattr(data, name) is not None:
-            options[name] = getattr(data, name)
-    return read_dataset(data.dataset, data.path, **options)
-
-
 def read_examples(
     config: Config, builder: PromptBuilder, max_document_tokens: int, *, split: str, limit: int | None
 ) -> tuple[list[Example], Counts]:
-    """One side of the configured dataset, documents cut to what the encoder takes, and what happened to the rows."""
-    dataset = read_split(config, split=split, limit=limit)
-    return fit_documents(dataset, builder, _longest(config, max_document_tokens), dataset.counts), dataset.counts
-
-
-def training_examples(
-    config: Config, dataset: Dataset, builder: PromptBuilder, max_document_tokens: int
-) -> list[TrainingExample]:
-    """`dataset` as it is trained on; what happens to its rows is added to its counts."""
-    examples = fit_documents(dataset, builder, _longest(config, max_document_tokens), dataset.counts)
-    return tokenize(
-        examples,
-        builder,
-        dataset.counts,
-        query_template=config.data.query_template,
-        max_query_tokens=config.data.max_query_tokens,
-    )
-
-
-def _longest(config: Config, max_document_tokens: int) -> int:
-    limit = config.data.max_document_tokens
-    return max_document_tokens if limit is None else min(max_document_tokens, limit)
+    """One side of the configured data, documents fitted to what the encoder takes and questions
+    written by the template, and what happened to the rows."""
+    return mixture.read_examples(config.data, builder, max_document_tokens, split=split, limit=limit)
 
 
 def evaluate_heldout(
@@ -333,7 +315,6 @@ def evaluate_heldout(
         max_new_tokens=config.eval.max_new_tokens,
         batch_size=config.eval.batch_size,
         timing_examples=config.eval.timing_examples,
-        query_template=config.data.query_template,
         document_template=config.data.document_template,
         progress=progress,
     )
@@ -380,7 +361,7 @@ def device_of(config: Config) -> torch.device:
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
 
-def _targets(run: Prepared, progress: bool) -> tuple[list[TrainingExample], Scores | None]:
+def _targets(run: Prepared, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:
     """The examples with what they shall answer; on policy, also how the backbone's answers score."""
     train = run.config.train
     if train.answers == "gold":

@@ -182,9 +182,7 @@ def _teacher(run: Prepared, name: str) -> _Asked:
     source, _ = read_examples(run.config, run.builder, run.model.max_document_tokens, split="train", limit=data.limit)
     # by number, so that what the student's side has dropped is left out here, too
     numbered = [replace(example, id=str(number)) for number, example in enumerate(source)]
-    student = tokenize(
-        numbered, run.builder, Counts(), query_template=data.query_template, max_query_tokens=data.max_query_tokens
-    )
+    student = tokenize(numbered, run.builder, Counts(), max_query_tokens=data.max_query_tokens)
     if [example.prompt for example in student] != [example.prompt for example in run.examples]:
         raise ValueError("the data has changed while it was read: the teacher's questions are not the student's")
     builder = PromptBuilder(tokenizer, document_template=data.document_template)
@@ -202,7 +200,7 @@ def _teacher(run: Prepared, name: str) -> _Asked:
 
     kept = [numbered[int(example.id or 0)] for example in student]
     questions = [replace(example, documents=tuple(map(rewritten, example.documents))) for example in kept]
-    examples = tokenize(questions, builder, Counts(), query_template=data.query_template)
+    examples = tokenize(questions, builder, Counts())
     if len(examples) != len(run.examples):
         raise ValueError(f"the teacher {name!r} reads {len(examples)} of {len(run.examples)} examples")
     return _Asked(name, None, model, tokenizer, examples)

@@ -10,14 +10,15 @@ from comb.documents import PromptBuilder
 from comb.evaluation.datasets import Counts, MissingDataError
 from comb.model import CombForCausalLM
 from comb_training import distributed, plugin
-from comb_training.batches import TokenStatistics
 from comb_training.config import Config
+from comb_training.data.mixture import read_tokenized
+from comb_training.data.sources import sources
 from comb_training.plan.activations import PassSize, Shapes
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import Memory, Sharding, memory_of
 from comb_training.sampler import bucket_rows
 from comb_training.schedule import total_steps
-from comb_training.train import read_split, training_examples
+from comb_training.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.trainer import batch_sampler
 
 
@@ -39,6 +40,7 @@ class Plan:
     memory: list[Memory] = field(default_factory=list)
     counts: Counts | None = None
     statistics: TokenStatistics | None = None
+    sets: dict[str, TokenStatistics] = field(default_factory=dict)
     buckets: list[dict[str, Any]] = field(default_factory=list)
     steps: int | None = None
     size: PassSize | None = None
@@ -57,6 +59,9 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
             said in `Plan.notes`.
     """
     plugin.register()
+    if config.train.method == "block":
+        note = "no parameters, memory and batches: these are planned for train.method=comb only"
+        return Plan(config, 1, notes=[note])
     ranks = distributed.world_size() if ranks is None else ranks
     sharding = Sharding.of(config.train, ranks)
     result = Plan(config, ranks, size=PassSize.of_budget(config.train))
@@ -108,19 +113,32 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
     """Reads and tokenises the data, if it and the tokenizer are here."""
     config = result.config
     try:
-        dataset = read_split(config, split="train", limit=config.data.limit)
-    except MissingDataError as error:
-        result.notes.append(f"no data and batches: {first_line(error)}")
-        return
-    try:
         tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     except (OSError, ValueError) as error:
         result.notes.append(f"no data and batches: the backbone's tokenizer is not here ({first_line(error)})")
+        result.notes += [f"no data: {reason}" for reason in _missing_data(config)]
         return
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
-    examples = training_examples(config, dataset, builder, model.max_document_tokens)
-    result.counts, result.statistics = dataset.counts, TokenStatistics.of(examples)
+    try:
+        examples, result.counts = read_tokenized(
+            config.data, builder, model.max_document_tokens, split="train", limit=config.data.limit
+        )
+    except MissingDataError as error:
+        result.notes.append(f"no data and batches: {first_line(error)}")
+        return
+    result.statistics = TokenStatistics.of(examples)
+    result.sets = statistics_by_set(examples) if config.data.mixture else {}
     sampler = batch_sampler(examples, config.train, ranks=result.ranks)
     result.buckets = bucket_rows(sampler, examples)
     result.steps = total_steps(config.train, sampler.steps_per_epoch)
     result.size = PassSize.of_data(sampler, examples)
+
+
+def _missing_data(config: Config) -> list[str]:
+    found = []
+    for source in sources(config.data):
+        try:
+            source.read("train", 1)
+        except MissingDataError as error:
+            found.append(first_line(error))
+    return found

@@ -109,7 +109,7 @@ def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
             )
         train = config.train
         if train.lora_rank is not None:
-            add_lora(model, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+            add_lora(model.encoder.layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
     return model, note
 
 

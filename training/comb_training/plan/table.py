@@ -8,18 +8,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from comb.evaluation.table import text_table
-from comb_training.batches import statistics_rows
 from comb_training.plan import Plan
 from comb_training.plan.activations import FACTOR
 from comb_training.plan.counting import Parameters
 from comb_training.schedule import UNLIMITED_STEPS
+from comb_training.token_statistics import data_table
 
 EXPLANATION = (
-    "Weights and states are exact. Activations are an estimate for softmax attention and gated MLPs, within "
-    f"{FACTOR:g}x of what was measured on small models. The total has the larger of activations and AdamW's temporary, "
-    "which come after each other, or the whole model where that is more: it is loaded before it is sharded. Not in "
-    "it: CUDA's context (about 1 GiB), fragmentation, the communication library, eager attention's matrices, and the "
-    "K/V cache while the backbone answers."
+    "Weights and states are exact for one process. Activations are an estimate for softmax attention and gated MLPs, "
+    f"within {FACTOR:g}x of what was measured on small models. The total has the larger of activations and AdamW's "
+    "temporary, which come after each other, or the whole model where that is more: it is loaded before it is sharded. "
+    "Not in it: CUDA's context (about 1 GiB), fragmentation, the communication library, eager attention's matrices, "
+    "and the K/V cache while the backbone answers."
 )
 
 
@@ -32,8 +32,9 @@ def blocks(plan: Plan) -> Iterator[Table | str]:
         yield _memory_table(plan)
         yield _about_memory(plan)
     if plan.statistics is not None:
-        yield _data_table(plan)
-        yield escape(f"{plan.counts}.\n")
+        steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)
+        yield escape(f"Data: {plan.counts}. Optimizer steps: {steps}.\n")
+        yield data_table(plan.statistics, plan.sets)
         yield _bucket_table(plan)
         yield "Rows, query tokens and padding are means per batch; with the data's own answers.\n"
     for note in plan.notes:
@@ -90,14 +91,6 @@ def _about_memory(plan: Plan) -> str:
 
 def _size(value: int) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.2f} MiB"
-
-
-def _data_table(plan: Plan) -> Table:
-    assert plan.statistics is not None
-    steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)
-    return text_table(
-        ("data", "tokens or count"), [("optimizer steps", steps), *statistics_rows(plan.statistics)], left=("data",)
-    )
 
 
 def _bucket_table(plan: Plan) -> Table:

@@ -1,0 +1,324 @@
+"""Mixtures: shares by weight, held-out sides that stay apart, ids, counts, and documents split without loss."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb.documents import Document, Example, PromptBuilder
+from comb.splitting import create
+from comb_training import plugin
+from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
+from comb_training.data import mixture
+from comb_training.data.counts import DataCounts
+from comb_training.data.shares import apportion, draw, epoch_numbers, heldout_numbers
+from comb_training.nano import CHECKPOINT
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    plugin.register()
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    from transformers import AutoTokenizer
+
+    return PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
+
+
+def rows_file(path: Path, rows: int, *, per_document: int = 2, word: str = "box", **more: Any) -> Path:
+    """A JSONL file: `per_document` questions about each of its documents, ids from the line numbers."""
+    lines = []
+    for row in range(rows):
+        document = f"The {word} number {row // per_document} is red."
+        fields = {"documents": [document], "query": f"Which {word}, {row}?", "answer": f"It is {row}.", **more}
+        lines.append(json.dumps({"group": f"{word}{row // per_document}", **fields}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def mixed(folder: Path, *sets: dict[str, Any], **more: Any) -> DataConfig:
+    entries = tuple(MixtureEntry(dataset="jsonl", **{"heldout_share": 0.2, **fields}) for fields in sets)
+    return DataConfig(mixture=entries, cache_dir=str(folder / "cache"), **more)
+
+
+def two_sets(folder: Path, **more: Any) -> DataConfig:
+    a, b = rows_file(folder / "a.jsonl", 50, word="box"), rows_file(folder / "b.jsonl", 20, word="cup")
+    return mixed(folder, {"name": "a", "path": str(a), "weight": 3}, {"name": "b", "path": str(b)}, **more)
+
+
+def tokenized(data: DataConfig, builder: PromptBuilder, split: str = "train", limit: int | None = None) -> Any:
+    return mixture.read_tokenized(data, builder, 512, split=split, limit=limit)
+
+
+def of_sets(examples: Sequence[Any]) -> dict[str, int]:
+    return dict(Counter(str(example.id).partition("/")[0].partition("@")[0] for example in examples))
+
+
+# --- shares ---------------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_whole_numbers_that_sum_to_the_total() -> None:
+    assert apportion({"a": 1, "b": 1, "c": 1}, 10) == {"a": 4, "b": 3, "c": 3}
+    assert apportion({"a": 0.1, "b": 0.2, "c": 0.7}, 10) == {"a": 1, "b": 2, "c": 7}
+    assert apportion({"a": 3, "b": 1}, 0) == {"a": 0, "b": 0}
+
+
+def test_the_set_that_runs_out_first_decides_the_epoch() -> None:
+    sizes, weights = {"a": 100, "b": 10}, {"a": 3.0, "b": 1.0}
+    assert epoch_numbers(sizes, weights) == {"a": 30, "b": 10}
+    assert epoch_numbers(sizes, weights, max_repeats=2) == {"a": 60, "b": 20}
+    assert epoch_numbers(sizes, weights, max_repeats=2.5) == {"a": 75, "b": 25}
+    assert epoch_numbers(sizes, weights, epoch_examples=20) == {"a": 15, "b": 5}
+    assert epoch_numbers(sizes, weights, limit=8) == {"a": 6, "b": 2}
+    assert epoch_numbers({"a": 5}, {"a": 0.3}) == {"a": 5}
+
+
+def test_an_epoch_that_would_repeat_too_often_is_refused() -> None:
+    sizes, weights = {"a": 100, "b": 10}, {"a": 3.0, "b": 1.0}
+    with pytest.raises(ValueError, match=r"takes 25 of set 'b', which has 10 .*epochs of 40.*data.max_repeats=3"):
+        epoch_numbers(sizes, weights, epoch_examples=100)
+    assert epoch_numbers(sizes, weights, epoch_examples=100, max_repeats=3) == {"a": 75, "b": 25}
+    with pytest.raises(ValueError, match="set 'b': no example is left"):
+        epoch_numbers({"a": 1, "b": 0}, weights)
+
+
+def test_held_out_sets_fill_up_for_each_other() -> None:
+    weights = {"a": 2.0, "b": 1.0, "c": 1.0}
+    assert heldout_numbers({"a": 90, "b": 90, "c": 90}, weights, 40) == {"a": 20, "b": 10, "c": 10}
+    assert heldout_numbers({"a": 90, "b": 90, "c": 4}, weights, 40) == {"a": 24, "b": 12, "c": 4}
+    assert heldout_numbers({"a": 5, "b": 3, "c": 4}, weights, 40) == {"a": 5, "b": 3, "c": 4}
+    assert heldout_numbers({"a": 5, "b": 3, "c": 4}, weights, None) == {"a": 5, "b": 3, "c": 4}
+
+
+# --- examples of a mixture ------------------------------------------------------------------------------------------
+
+
+def test_weights_give_the_promised_numbers_and_all_is_counted(tmp_path: Path, builder: PromptBuilder) -> None:
+    examples, counts = tokenized(two_sets(tmp_path), builder)
+    # 40 and 16 are on the train sides: 3 to 1 is at most 40 and 13
+    assert of_sets(examples) == {"a": 40, "b": 13}
+    assert counts.kept == len(examples) == 53
+    assert counts.sets["b"].dropped == {"over the share of the mixture": 3}
+    assert counts.to_dict()["dropped"] == {"b: over the share of the mixture": 3}
+    assert counts.to_dict()["sets"]["a"]["kept"] == 40
+    assert str(counts).split("\n") == [
+        "53 examples of 56 rows",
+        "  a: 40 of 40 rows kept",
+        "  b: 13 of 16 rows kept; 3 dropped: over the share of the mixture",
+    ]
+
+
+def test_repeats_are_counted_and_have_ids_of_their_own(tmp_path: Path, builder: PromptBuilder) -> None:
+    data = two_sets(tmp_path, max_repeats=2.5, epoch_examples=100)
+    examples, counts = tokenized(data, builder)
+    assert of_sets(examples) == {"a": 75, "b": 25}
+    assert len({example.id for example in examples}) == 100
+    assert (counts.sets["a"].repeated, counts.sets["b"].repeated) == (35, 9)
+    assert counts.kept == 100
+    assert str(counts).split("\n")[2] == "  b: 16 of 16 rows kept; 9 repeated"
+    times = Counter(example.prompt for example in examples)
+    assert set(times.values()) == {1, 2}
+    again = next(example for example in examples if str(example.id).startswith("b@2/"))
+    assert again == replace(again, id=again.id)
+    assert times[again.prompt] == 2
+
+
+def test_the_same_seed_gives_the_same_epoch(tmp_path: Path, builder: PromptBuilder) -> None:
+    data = two_sets(tmp_path, epoch_examples=20)
+    first = list(tokenized(data, builder)[0])
+    assert list(tokenized(data, builder)[0]) == first
+    assert list(tokenized(replace(data, cache=False), builder)[0]) == first
+    assert list(tokenized(replace(data, seed=1), builder)[0]) != first
+
+
+def test_what_a_set_gives_does_not_depend_on_the_others(tmp_path: Path, builder: PromptBuilder) -> None:
+    data = two_sets(tmp_path, epoch_examples=20)
+    other = rows_file(tmp_path / "c.jsonl", 40, word="hat")
+    more = MixtureEntry("jsonl", str(other), name="c", heldout_share=0.2, weight=4)
+    both = replace(data, mixture=(more, *data.mixture), epoch_examples=40)
+    few, many = (
+        {example.id for example in tokenized(data, builder)[0] if str(example.id).startswith("a")},
+        {example.id for example in tokenized(both, builder)[0] if str(example.id).startswith("a")},
+    )
+    assert len(few) == len(many) == 15
+    assert few == many
+
+
+def test_what_is_left_out_is_whole_documents(tmp_path: Path, builder: PromptBuilder) -> None:
+    examples, _ = tokenized(two_sets(tmp_path, epoch_examples=24), builder)
+    about = Counter(example.segments for example in examples)
+    assert sorted(about.values()) == [2] * 12
+
+
+def test_many_questions_about_few_documents_are_not_the_whole_draw() -> None:
+    blocks = [list(range(start, start + 100)) for start in range(0, 400, 100)]
+    drawn = [place for place, _ in draw(blocks, 160, seed=0, name="a")]
+    assert len(set(drawn)) == len(drawn) == 160
+    about = Counter(place // 100 for place in drawn)
+    assert sorted(about) == [0, 1, 2, 3]
+    assert max(about.values()) < 80
+    assert drawn == [place for place, _ in draw(blocks, 160, seed=0, name="a")]
+    assert drawn != [place for place, _ in draw(blocks, 160, seed=0, name="b")]
+    assert drawn != [place for place, _ in draw(blocks, 160, seed=1, name="a")]
+
+
+def test_text_and_tokens_are_the_same_examples(tmp_path: Path, builder: PromptBuilder) -> None:
+    data = two_sets(tmp_path, epoch_examples=20)
+    data = replace(data, mixture=(replace(data.mixture[0], query_template="Say: {query}"), data.mixture[1]))
+    texts, _ = mixture.read_examples(data, builder, 512, split="train", limit=None)
+    tokens, _ = tokenized(data, builder)
+    assert [example.id for example in texts] == [example.id for example in tokens]
+    assert all(example.query.startswith("Say: ") == str(example.id).startswith("a/") for example in texts)
+    assert [builder.build(e.query, list(map(builder.segment, e.documents))) for e in texts] == [
+        e.prompt for e in tokens
+    ]
+
+
+def test_text_and_tokens_agree_where_questions_are_too_long(tmp_path: Path, builder: PromptBuilder) -> None:
+    path = rows_file(tmp_path / "a.jsonl", 40)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in lines[::5]:
+        row["query"] += " please" * 60
+    path.write_text("\n".join(map(json.dumps, lines)))
+    other = rows_file(tmp_path / "b.jsonl", 40, word="cup")
+    data = mixed(tmp_path, {"name": "a", "path": str(path)}, {"name": "b", "path": str(other)}, max_query_tokens=60)
+    tokens, counts = tokenized(data, builder)
+    assert counts.sets["a"].dropped["query and answer of more than 60 tokens"] > 0
+    texts, text_counts = mixture.read_examples(data, builder, 512, split="train", limit=None)
+    assert [example.id for example in texts] == [example.id for example in tokens]
+    assert text_counts == counts
+
+
+def test_ids_are_unique_even_where_files_repeat_theirs(tmp_path: Path, builder: PromptBuilder) -> None:
+    a = rows_file(tmp_path / "a.jsonl", 20, id="same")
+    b = rows_file(tmp_path / "b.jsonl", 20, word="cup", id="same#2")
+    examples, _ = tokenized(mixed(tmp_path, {"name": "a", "path": str(a)}, {"name": "b", "path": str(b)}), builder)
+    assert len({example.id for example in examples}) == len(examples) == 32
+
+
+# --- held-out sides -------------------------------------------------------------------------------------------------
+
+
+def test_no_set_trains_on_what_is_held_out(tmp_path: Path, builder: PromptBuilder) -> None:
+    data = two_sets(tmp_path)
+    train = {example.segments for example in tokenized(data, builder)[0]}
+    heldout, counts = tokenized(data, builder, "heldout", 8)
+    assert of_sets(heldout) == {"a": 6, "b": 2}
+    assert counts.kept == 8
+    assert not train & {example.segments for example in heldout}
+
+
+def test_two_sets_of_one_file_hold_out_for_each_other(tmp_path: Path, builder: PromptBuilder) -> None:
+    path = str(rows_file(tmp_path / "a.jsonl", 60))
+    data = mixed(tmp_path, {"name": "a", "path": path}, {"name": "b", "path": path, "heldout_share": 0.4})
+    train, counts = tokenized(data, builder)
+    heldout, _ = tokenized(data, builder, "heldout", 1000)
+    assert len({example.segments for example in heldout}) == 12
+    assert not {example.segments for example in train} & {example.segments for example in heldout}
+    assert counts.sets["a"].dropped["held out by set b"] == 12
+    text, _ = mixture.read_examples(data, builder, 512, split="train", limit=None)
+    assert [example.id for example in text] == [example.id for example in train]
+
+
+# --- long documents -------------------------------------------------------------------------------------------------
+
+
+def test_a_splitter_cuts_where_the_limit_would_truncate(builder: PromptBuilder) -> None:
+    long, short = Document("Ann is in the hall. " * 20, title="Hall"), Document("Bob is here.")
+    examples = [Example((short, long), "Where?", "There."), Example((long,), "Who?", "Ann.")]
+    counts = DataCounts(read=2)
+    cut = mixture.fit(examples, builder, 64, counts, create("sentences:32"))
+    whole = builder.segment(long)
+    parts = cut[1].documents
+    assert sum((builder.segment(part) for part in parts), ()) == whole
+    assert all(len(builder.segment(part)) <= 32 for part in parts)
+    assert cut[0].documents == (short, *parts)
+    assert counts.noted == {
+        "documents of more than 32 tokens, split without loss": 1,
+        "segments made of them": len(parts),
+    }
+    assert not counts.truncated
+    assert counts.kept == 2
+
+
+def test_a_splitter_for_more_than_the_encoder_takes_is_refused(builder: PromptBuilder) -> None:
+    with pytest.raises(ValueError, match=r"segments of up to 128 tokens, but documents may have 64 .*paragraphs:64"):
+        mixture.fit([], builder, 64, DataCounts(), create("paragraphs:128"))
+
+
+def test_splitting_is_part_of_a_run(tmp_path: Path, builder: PromptBuilder) -> None:
+    path = rows_file(tmp_path / "a.jsonl", 20, documents=["One two three. " * 30])
+    data = DataConfig("jsonl", str(path), splitter="sentences:16", cache_dir=str(tmp_path / "cache"))
+    examples, counts = tokenized(data, builder)
+    cut, truncated = tokenized(replace(data, splitter=None, max_document_tokens=16), builder)
+    assert sum(map(len, examples[0].segments)) > sum(map(len, cut[0].segments)) == 16
+    assert counts.noted["documents of more than 16 tokens, split without loss"] == 1
+    assert truncated.truncated == {"document of more than 16 tokens": 1}
+    again = tokenized(data, builder)[1]
+    assert again == counts
+    assert "split without loss" in str(again)
+
+
+# --- configuration --------------------------------------------------------------------------------------------------
+
+
+def test_a_mixture_is_read_from_yaml_and_survives_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {mixture: [{dataset: squad, path: a.json, weight: 2}, {dataset: nano, name: world}]}")
+    config = load_config(path)
+    assert [entry.name for entry in config.data.mixture] == ["squad", "world"]
+    assert config.data.mixture[0].weight == 2.0
+    assert config.data.dataset == "mixture"
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mixture: [{dataset: nano, wieght: 1}]", r"unknown key data.mixture\[0\].wieght; did you mean .*\.weight\?"),
+        ("mixture: [{dataset: nano, weight: much}]", r"data.mixture\[0\].weight must be a number, not 'much'"),
+        ("mixture: [{dataset: nano}, 3]", r"data.mixture\[1\] is a section of keys, got 3"),
+        ("mixture: [{weight: 1}]", r"data.mixture\[0\] needs a dataset"),
+        ("mixture: [{dataset: nano, weight: 0}]", "set 'nano': weight must be greater than 0, not 0"),
+        ("mixture: [{dataset: nano, limit: 0}]", "set 'nano': limit must be at least 1"),
+        ("mixture: [{dataset: nano, options: {split: all}}]", "can't hold 'split'"),
+        ("mixture: [{dataset: nano, query_template: hm}]", "has no {query}"),
+        ("mixture: [{dataset: nano, name: a/b}]", "a name is a text without /"),
+        ("mixture: [{dataset: nano}, {dataset: nano}]", "two sets called 'nano': give them a name each"),
+        ("{dataset: squad, mixture: [{dataset: nano}]}", "data.dataset and data.mixture are both given"),
+        ("{options: {scenes: 3}, mixture: [{dataset: nano}]}", "data.options and data.mixture are both given"),
+        ("dataset: mixture", "data.dataset=mixture needs data.mixture"),
+        ("max_repeats: 3", "are for data.mixture"),
+        ("{max_repeats: 0.5, mixture: [{dataset: nano}]}", "data.max_repeats must be at least 1"),
+        ("mixture: null", "data.mixture must be a list"),
+    ],
+)
+def test_mistakes_in_a_mixture(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"data: {text if text.startswith('{') else '{' + text + '}'}")
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
+
+
+def test_a_path_beside_a_mixture_is_the_folder_of_its_sets(tmp_path: Path, builder: PromptBuilder) -> None:
+    (tmp_path / "sub").mkdir()
+    rows_file(tmp_path / "sub" / "a.jsonl", 20)
+    inside = mixed(tmp_path, {"name": "a", "path": "sub/a.jsonl"}, path=str(tmp_path))
+    full = mixed(tmp_path, {"name": "a", "path": str(tmp_path / "sub" / "a.jsonl")}, path="/elsewhere")
+    assert list(tokenized(inside, builder)[0]) == list(tokenized(full, builder)[0])
+    with pytest.raises(ValueError, match=r"set 'a': .*no file or folder '/elsewhere/sub/a.jsonl'"):
+        tokenized(replace(inside, path="/elsewhere"), builder)
+
+
+def test_a_set_that_cannot_be_read_is_named(tmp_path: Path, builder: PromptBuilder) -> None:
+    data = mixed(tmp_path, {"name": "gone", "path": str(tmp_path / "gone.jsonl")})
+    with pytest.raises(ValueError, match=r"set 'gone': dataset 'jsonl': there is no file"):
+        tokenized(data, builder)

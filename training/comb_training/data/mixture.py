@@ -1,0 +1,253 @@
+"""From a configuration's data to examples: one set, or several in one epoch, each with a weight.
+
+**Weights** are shares of the epoch's examples. A set's size is the number of its examples on the train side, after all
+that is dropped. The epoch is the longest in which no set comes more often than `max_repeats` times its size: the set
+that runs out first decides; or it is `epoch_examples` long. What a set has beyond its share is left out, what it lacks
+is repeated, both counted. Which examples, the seed, the set's name and its size decide, and no other set.
+
+**The held-out side** of a mixture is that of its sets, in the same shares. A set that has less than its share gives all
+it has, and the others give more; nothing is repeated. Where two sets read the same file, no row that one of them holds
+out is trained on by the other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from comb.documents import Document, Example, PromptBuilder
+from comb.splitting import Splitter, Whole, create, split_document
+from comb_training import cache_key, token_cache
+from comb_training.batches import TrainingExample, fit_documents, tokenize
+from comb_training.config import DataConfig
+from comb_training.data.counts import DataCounts
+from comb_training.data.shares import draw, epoch_numbers, heldout_numbers
+from comb_training.data.sources import Source, sources
+
+logger = logging.getLogger(__name__)
+
+
+def set_name(id: str | None) -> str:
+    """The set of a mixture that an example is from, by its id: ``name/id``, or ``name@2/id`` in the second round."""
+    return str(id).partition("/")[0].partition("@")[0]
+
+
+class MixedExamples(Sequence[TrainingExample]):
+    """Examples of several sets, each looked up when it is asked for.
+
+    Args:
+        parts: per set its name, its examples, and which of them as (place, round).
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Sequence[TrainingExample], Sequence[tuple[int, int]]]]) -> None:
+        self._parts = [(name, examples, np.array(drawn).reshape(-1, 2)) for name, examples, drawn in parts]
+        self._ends = list(itertools.accumulate(len(drawn) for _, _, drawn in self._parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> TrainingExample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TrainingExample]: ...
+    def __getitem__(self, index: int | slice) -> TrainingExample | list[TrainingExample]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        part = bisect.bisect_right(self._ends, index)
+        name, examples, drawn = self._parts[part]
+        place, turn = map(int, drawn[index - self._ends[part]])  # counted from the part's end
+        example = examples[place]
+        return replace(example, id=f"{name}{f'@{turn + 1}' if turn else ''}/{example.id}")
+
+
+def fit(
+    examples: Iterable[Example],
+    builder: PromptBuilder,
+    max_document_tokens: int | None,
+    counts: DataCounts,
+    splitter: Splitter | None = None,
+) -> list[Example]:
+    """Documents as long as the encoder takes them: cut off (`fit_documents`), or cut into several by `splitter`.
+
+    The documents that one is cut into stand in its place, in order, and are its tokens, all of them; each different
+    document that is cut is counted once.
+
+    Raises:
+        ValueError: if the splitter's segments can be longer than `max_document_tokens`.
+    """
+    if splitter is None or isinstance(splitter, Whole):
+        return fit_documents(examples, builder, max_document_tokens, counts)
+    if max_document_tokens is not None and splitter.max_tokens > max_document_tokens:
+        raise ValueError(
+            f"data.splitter makes segments of up to {splitter.max_tokens} tokens, but documents may have "
+            f"{max_document_tokens} here (the encoder, or data.max_document_tokens): give it a smaller budget, as in "
+            f"paragraphs:{max_document_tokens}"
+        )
+    parts: dict[Document, tuple[Document, ...]] = {}
+
+    def split(document: Document) -> tuple[Document, ...]:
+        if document not in parts:
+            ids = builder.segment(document)
+            parts[document] = (document,)
+            if len(ids) > splitter.max_tokens:
+                segments = split_document(builder.tokenizer, ids, splitter)
+                parts[document] = tuple(Document(token_ids=ids, id=document.id) for ids in segments)
+                counts.note(f"documents of more than {splitter.max_tokens} tokens, split without loss")
+                counts.note("segments made of them", len(segments))
+        return parts[document]
+
+    return [
+        replace(example, documents=tuple(part for document in example.documents for part in split(document)))
+        for example in examples
+    ]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One side of the configured data, set by set."""
+
+    data: DataConfig
+    builder: PromptBuilder
+    max_document_tokens: int | None
+    split: str
+    limit: int | None
+
+    @property
+    def sets(self) -> list[Source]:
+        return sources(self.data)
+
+    def texts(self, source: Source) -> tuple[list[Example], DataCounts]:
+        """Examples of one set, documents fitted, questions written."""
+        examples, counts = source.read(self.split, self.limit, self.sets)
+        if source.name is not None:
+            examples = _unique(examples)
+        splitter = create(self.data.splitter) if self.data.splitter is not None else None
+        fitted = fit(examples, self.builder, self.longest, counts, splitter)
+        return [source.written(example) for example in fitted], counts
+
+    def tokens(self, source: Source) -> tuple[Sequence[TrainingExample], DataCounts]:
+        """The same as tokens, from the cache where it has them."""
+
+        def build() -> tuple[list[TrainingExample], dict[str, Any]]:
+            examples, counts = self.texts(source)
+            longest = self.data.max_query_tokens
+            return tokenize(examples, self.builder, counts, max_query_tokens=longest), counts.to_dict()
+
+        name = f"{source.name or Path(source.dataset).stem}-{self.split}"
+        if self.data.cache and source.can_change:
+            logger.info("%s: tokens of %s are not kept, since it can change; revision=COMMIT helps", name, source.path)
+        if not self.data.cache or source.can_change:
+            examples, content = build()
+            return examples, DataCounts.from_dict(content)
+        found, content = token_cache.cached(self.data.cache_dir, name, self.key(source), build)
+        return found, DataCounts.from_dict(content)
+
+    def key(self, source: Source) -> dict[str, Any]:
+        """All that decides the tokens of one set."""
+        splitter = create(self.data.splitter) if self.data.splitter is not None else None
+        return source.key(self.sets, self.split, self.limit) | {
+            "tokenizer": cache_key.builder_key(self.builder),
+            "max_document_tokens": self.longest,
+            "splitter": None if splitter is None else [self.data.splitter, cache_key.code_key(type(splitter))],
+            "max_query_tokens": self.data.max_query_tokens,
+        }
+
+    def numbers(self, sizes: dict[str, int]) -> dict[str, int]:
+        """How many examples each set of a mixture gives."""
+        weights = {str(source.name): source.weight for source in self.sets}
+        if self.split != "train":
+            return heldout_numbers(sizes, weights, self.limit)
+        data = self.data
+        return epoch_numbers(
+            sizes, weights, max_repeats=data.max_repeats, epoch_examples=data.epoch_examples, limit=self.limit
+        )
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens a document may have."""
+        limits = [limit for limit in (self.max_document_tokens, self.data.max_document_tokens) if limit is not None]
+        return min(limits, default=None)
+
+
+def read_tokenized(
+    data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
+) -> tuple[Sequence[TrainingExample], DataCounts]:
+    """One side of the configured data as tokens, from the cache where it has them, and what happened to the rows.
+
+    Each set is cached on its own and whole, so that other weights need no tokenising. Shares hold exactly: examples
+    that are too long are dropped first.
+
+    Raises:
+        ValueError: as `comb.evaluation.datasets.read_dataset` does, and for shares that can't be had.
+    """
+    reading = _Reading(data, builder, max_document_tokens, split, limit)
+    if not data.mixture:
+        return reading.tokens(reading.sets[0])
+    found = {str(source.name): reading.tokens(source) for source in reading.sets}
+    numbers = reading.numbers({name: len(examples) for name, (examples, _) in found.items()})
+    parts = []
+    for name, (examples, counts) in found.items():
+        counts.take(len(examples), numbers[name])
+        if numbers[name]:
+            parts.append((name, examples, draw(_blocks(examples), numbers[name], seed=data.seed, name=name)))
+    return MixedExamples(parts), DataCounts.of_sets({name: counts for name, (_, counts) in found.items()})
+
+
+def read_examples(
+    data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
+) -> tuple[list[Example], DataCounts]:
+    """One side of the configured data as text, documents fitted, and what happened to the rows.
+
+    Questions are as the query template writes them. A mixture has the examples of `read_tokenized`, in its order.
+
+    Raises:
+        ValueError: as `read_tokenized` does.
+    """
+    reading = _Reading(data, builder, max_document_tokens, split, limit)
+    if not data.mixture:
+        return reading.texts(reading.sets[0])
+    # which are too long, and hence the shares, is known of tokens only
+    tokenized, counts = read_tokenized(data, builder, max_document_tokens, split=split, limit=limit)
+    texts = {
+        f"{source.name}/{example.id}": replace(example, group=f"{source.name}/{example.group}")
+        for source in reading.sets
+        for example in reading.texts(source)[0]
+    }
+    return [
+        replace(texts[f"{set_name(example.id)}/{str(example.id).partition('/')[2]}"], id=example.id)
+        for example in tokenized
+    ], counts
+
+
+def _blocks(examples: Sequence[TrainingExample]) -> list[list[int]]:
+    """Places of the examples, those over the same documents together."""
+    found: dict[Any, list[int]] = {}
+    for index, example in enumerate(examples):
+        found.setdefault(example.segments, []).append(index)
+    return list(found.values())
+
+
+def _unique(examples: Sequence[Example]) -> list[Example]:
+    """The examples with ids of which no two are the same; files repeat theirs, or have none."""
+    taken = {example.id for example in examples}
+    seen: set[str | None] = set()
+    numbers: dict[str, Iterator[int]] = {}
+    renamed = []
+    for place, example in enumerate(examples):
+        id = example.id
+        if id is None or id in seen:
+            base = f"row{place}" if id is None else id
+            others = (f"{base}#{number}" for number in numbers.setdefault(base, itertools.count(2)))
+            id = next(name for name in itertools.chain([base], others) if name not in taken)
+            taken.add(id)
+        seen.add(id)
+        renamed.append(example if id == example.id else replace(example, id=id))
+    return renamed

@@ -1,0 +1,162 @@
+"""The sets that a configuration names, how each is read, and what decides the examples it gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from comb.documents import Example
+from comb.evaluation.datasets import HUB, datasets, read_dataset
+from comb_training import cache_key
+from comb_training.config import DataConfig
+from comb_training.data.counts import DataCounts
+from comb_training.data.records import on_hub
+
+
+@dataclass(frozen=True)
+class Source:
+    """One set, and how its rows are read and written.
+
+    Args:
+        name: of a set of a mixture; None for data that is no mixture.
+        options: of the reader; without split and limit.
+        limit: different examples at most, on the train side of a mixture.
+    """
+
+    name: str | None
+    dataset: str
+    path: str | None
+    options: Mapping[str, Any]
+    weight: float = 1.0
+    limit: int | None = None
+    query_template: str = "{query}"
+
+    def read(
+        self, split: str, limit: int | None = None, others: Iterable[Source] = ()
+    ) -> tuple[list[Example], DataCounts]:
+        """One side of the set.
+
+        Args:
+            others: sets of the same mixture. On the train side, what they hold out of the same file is dropped.
+
+        Raises:
+            ValueError: as `read_dataset` does, naming the set.
+        """
+        options = {"split": split, "limit": self._limit(split, limit), **self.options}
+        try:
+            dataset = read_dataset(self.dataset, self.path, **options)
+        except ValueError as error:
+            if self.name is None:
+                raise
+            raise type(error)(f"data.mixture, set {self.name!r}: {error}") from error
+        counts = DataCounts.of(dataset.counts)
+        examples = list(dataset)
+        for rival in self._rivals(others) if split == "train" else ():
+            heldout, _ = rival.read("heldout")
+            ids = {example.id for example in heldout} - {None}
+            groups = {example.group for example in heldout} - {None}
+            kept = [example for example in examples if example.id not in ids and example.group not in groups]
+            counts.drop(f"held out by set {rival.name}", len(examples) - len(kept))
+            examples = kept
+        return examples, counts
+
+    def written(self, example: Example) -> Example:
+        """The example with its question as the query template writes it."""
+        return replace(example, query=self.query_template.replace("{query}", example.query))
+
+    @property
+    def can_change(self) -> bool:
+        """Whether it reads something whose content can't be told without loading it: a branch on the Hub."""
+        return (
+            on_hub(self.path)
+            and not str(self.path).startswith(f"{HUB}/")
+            and re.search(r"[?&]revision=[0-9a-f]{40}(&|$)", str(self.path)) is None
+        )
+
+    def key(self, others: Iterable[Source], split: str, limit: int | None) -> dict[str, Any]:
+        """What decides its examples, for `token_cache.cached`."""
+        # an option may name a second file
+        named = sorted(value for value in self.options.values() if isinstance(value, str) and _is_file(value))
+        return {
+            "dataset": self._reader,
+            "content": [_content_key(path) for path in (self._file, *named) if path is not None],
+            "code": cache_key.code_key(datasets.get(self._reader)),
+            "options": dict(self.options),
+            "split": split,
+            "limit": self._limit(split, limit),
+            "query_template": self.query_template,
+            "rivals": [[rival.name, dict(rival.options)] for rival in self._rivals(others) if split == "train"],
+            "mixture": self.name is not None,
+        }
+
+    def _limit(self, split: str, limit: int | None) -> int | None:
+        return self.limit if split == "train" and self.name is not None else limit
+
+    def _rivals(self, others: Iterable[Source]) -> list[Source]:
+        """Sets that read the same file in another way, and may hold out what this one trains on."""
+        return [
+            other
+            for other in others
+            if other.name != self.name
+            and self._file is not None
+            and (self._reader, self._file) == (other._reader, other._file)
+            and dict(self.options) != dict(other.options)
+        ]
+
+    @property
+    def _reader(self) -> str:
+        # a .jsonl file may stand where the dataset's name does
+        return "jsonl" if self.dataset not in datasets and self.dataset.endswith(".jsonl") else self.dataset
+
+    @property
+    def _file(self) -> str | None:
+        path = self.dataset if self.path is None and self._reader != self.dataset else self.path
+        return path if path is None or on_hub(path) else str(Path(path).resolve())
+
+
+def sources(data: DataConfig) -> list[Source]:
+    """The sets of a configuration: those of its mixture, or the one there is."""
+    common = {"num_documents": data.num_documents, "heldout_share": data.heldout_share}
+
+    def options(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: common[name] if own.get(name) is None else own[name] for name in common}
+        return {"seed": data.seed, **more, **{name: value for name, value in given.items() if value is not None}}
+
+    if not data.mixture:
+        return [Source(None, data.dataset, data.path, options({}, data.options), query_template=data.query_template)]
+    found = []
+    for entry in data.mixture:
+        own = {"num_documents": entry.num_documents, "heldout_share": entry.heldout_share}
+        found.append(
+            Source(
+                entry.name,
+                entry.dataset,
+                _under(data.path, entry.path),
+                options(own, entry.options),
+                entry.weight,
+                entry.limit,
+                entry.query_template or data.query_template,
+            )
+        )
+    return found
+
+
+def _under(folder: str | None, path: str | None) -> str | None:
+    return path if folder is None or path is None or on_hub(path) else str(Path(folder, path))
+
+
+def _content_key(path: str) -> list[str | None]:
+    if not on_hub(path):
+        return [cache_key.file_key(path)]
+    name, _, query = path.removeprefix(HUB).partition("?")
+    return [cache_key.file_key(name) if name.startswith("/") else name, query]
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or no name at all
+        return False
