@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,17 +114,36 @@ def _quality_range(values: Sequence[float], zoom: bool) -> tuple[float, float]:
     return lowest - margin, highest + margin
 
 
-def plot_losses(losses: Sequence[tuple[int, float]], path: str | Path, *, title: str = "") -> Path:
-    """Loss per target token over optimizer steps.
+Curve = Sequence[tuple[int, float]]
+"""(step, value) pairs."""
+
+
+def plot_training(
+    losses: Curve, path: str | Path, *, heldout: Curve = (), scores: Mapping[str, Curve] | None = None, title: str = ""
+) -> Path:
+    """Loss per target token over optimizer steps, on held-out data too, and beside it scores in 0..1 if there are any.
 
     Raises:
         ImportError: if matplotlib is not installed (the `demo` extra brings it).
     """
-    figure, axes = make_figure()
-    axes.plot([step for step, _ in losses], [loss for _, loss in losses])
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss per target token")
-    axes.set_ylim(bottom=0)
+    scores = {name: curve for name, curve in (scores or {}).items() if curve}
+    figure, axes = make_figure(10.0 if scores else 6.4, columns=2 if scores else 1)
+    left, *right = getattr(axes, "flat", [axes])
+    left.plot(*zip(*losses, strict=True), label="training")
+    if heldout:
+        left.plot(*zip(*heldout, strict=True), marker="o", label="held-out")
+        left.legend(frameon=False)
+    left.set_ylabel("loss per target token")
+    left.set_ylim(bottom=0)
+    for name, curve in scores.items():
+        steps, values = zip(*curve, strict=True)
+        right[0].plot(steps, [100 * value for value in values], marker="o", label=name)
+    for one in right:
+        one.set_ylabel("held-out answers, %")
+        one.set_ylim(0, 100)
+        one.legend(frameon=False)
+    for one in (left, *right):
+        one.set_xlabel("step")
     return save(figure, axes, path, title)
 
 

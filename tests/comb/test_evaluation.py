@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from comb import CombForCausalLM, Document, Example
 from comb.engine import PICEngine
-from comb.evaluation.plot import plot_losses, plot_results
+from comb.evaluation.plot import plot_results, plot_training
 from comb.evaluation.run import MethodResult, Timing, evaluate
 from comb.evaluation.table import COLUMNS, environment, markdown_table, result_table, rows, write_results
 
@@ -193,6 +193,6 @@ def test_plots_are_written(tmp_path: Path) -> None:
     timing = Timing(0.01, 0.005, 0.02, 3)
     for path in (
         plot_results([result(timing=timing), result("none")], tmp_path / "a" / "results.png", title="held-out"),
-        plot_losses([(1, 2.0), (2, 1.0)], tmp_path / "loss.png"),
+        plot_training([(1, 2.0), (2, 1.0)], tmp_path / "loss.png"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")

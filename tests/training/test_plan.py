@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from comb_training import plugin
 from comb_training.config import load_config
+from comb_training.loading import load_model
 from comb_training.plan import plan
 from comb_training.plan.counting import ARCHITECTURES, Parameters, meta_model
-from comb_training.train import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}

@@ -22,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Prompt
+from comb.documents import PromptBuilder
+from comb.evaluation.run import evaluate
 from comb_training import demo, plugin
 from comb_training.batches import Collator, TrainingExample
 from comb_training.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
@@ -29,7 +31,7 @@ from comb_training.config import TrainConfig, config_from_dict
 from comb_training.losses import target_loss
 from comb_training.nano import CHECKPOINT
 from comb_training.schedule import Schedule, total_steps
-from comb_training.train import prepare, run_training, trained_config
+from comb_training.train import prepare, read_examples, run_training, trained_config
 from comb_training.trainer import CombTrainer, batch_sampler, parameter_groups
 
 
@@ -623,3 +625,34 @@ def test_init_from_needs_an_adapter(config_for: Callable[..., Any], backbone_fol
     ]:
         with pytest.raises(ValueError, match=message):
             prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, **changes)))
+
+
+# --- answers while training ---
+
+
+def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
+    settings = config_from_dict(
+        {
+            "model": {"num_encoder_layers": 1, "cross_attention_layers": [2]},
+            "data": {"options": {"scenes": 20, "questions": 2}},
+            "train": {
+                "steps": 4, "batch_size": 8, "answers": "gold", "eval_steps": 2, "eval_answers": 6,
+                "output_dir": str(tmp_path),
+            },
+            "eval": {"limit": 10},
+        }
+    )  # fmt: skip
+    result = run_training(settings, progress=False)
+    assert [step for step, _ in result.heldout_em] == [2, 4] == [step for step, _ in result.heldout_losses]
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["heldout_f1"] == [list(pair) for pair in result.heldout_f1]
+    # the last ones are those of the finished model, by the same questions
+    model = result.model
+    assert model is not None
+    examples, _ = read_examples(
+        settings, PromptBuilder(result.tokenizer), model.max_document_tokens, split="heldout", limit=6
+    )
+    [found] = evaluate((model, result.tokenizer), examples, ["comb"], timing_examples=0, progress=False)
+    assert result.heldout_em[-1] == (4, found.em)
+    assert result.heldout_f1[-1] == (4, pytest.approx(found.f1))
+    assert (tmp_path / "loss.png").stat().st_size > 5000

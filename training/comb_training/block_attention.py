@@ -11,7 +11,6 @@ Legend: B rows, T tokens of the longest row.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +48,7 @@ class BlockAttentionModel(nn.Module):
         if masks is None:
             raise ValueError("train.method=block can't be used with this backbone: it takes no mask by position")
         self._masks: Masks = masks
+        backbone.config.block_attention = True  # method `block` looks for it
 
     @property
     def config(self) -> Any:
@@ -108,15 +108,9 @@ class BlockAttentionModel(nn.Module):
                 layer.enable_adapters(True)
 
     def save_pretrained(self, folder: str | Path, *, tokenizer: Any, state_dict: Mapping[str, Tensor]) -> None:
-        """An ordinary Hugging Face checkpoint of the backbone, marked ``block_attention``."""
+        """An ordinary Hugging Face checkpoint of the backbone, with ``block_attention`` in its configuration."""
         weights = {name.removeprefix("backbone."): value.to(self.backbone.dtype) for name, value in state_dict.items()}
-        config = copy.deepcopy(self.config)
-        config.block_attention = True
-        before, self.backbone.config = self.config, config
-        try:
-            self.backbone.save_pretrained(folder, state_dict=weights)
-        finally:
-            self.backbone.config = before
+        self.backbone.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
 

@@ -47,7 +47,8 @@ def train(
     """Fine-tune an encoder for a frozen backbone."""
     from comb_training import distributed
     from comb_training.config import load_config
-    from comb_training.train import load_checkpoint, run_training
+    from comb_training.loading import load_checkpoint
+    from comb_training.train import run_training
 
     settings = load_config(config, overrides or [])
     if dry_run:
@@ -128,7 +129,8 @@ def evaluate(
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb.compatibility import load_tokenizer
     from comb_training.config import DataConfig, config_from_dict, override
-    from comb_training.train import load_checkpoint, trained_config
+    from comb_training.loading import load_checkpoint
+    from comb_training.train import trained_config
 
     settings = trained_config(checkpoint)
     given: list[str] = []

@@ -240,6 +240,8 @@ class TrainConfig:
     """Steps between two resumable checkpoints; null writes the final adapter only."""
     eval_steps: int | None = None
     """Steps between two records of the loss on held-out examples (`eval.limit` of them); null: none."""
+    eval_answers: int = 32
+    """Held-out questions answered at each of these evaluations, for exact match and F1; 0: none (as under ZeRO-3)."""
     save_total_limit: int = 2
     """Older resumable checkpoints are removed."""
     output_dir: str = "out/comb"
@@ -270,6 +272,8 @@ class TrainConfig:
             raise ValueError(
                 "train.kl_weight needs the backbone as it was, which train.method=block keeps only with train.lora_rank"
             )
+        if self.eval_answers < 0:
+            raise ValueError(f"train.eval_answers must be at least 0, not {self.eval_answers}")
         if self.max_bad_steps < 0:
             raise ValueError(f"train.max_bad_steps must be at least 0, not {self.max_bad_steps}")
         if self.teacher is not None and self.answers != "on_policy":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,20 +15,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import set_seed
 
-from comb.adapter import resolve_name
-from comb.backbone import decoder_layers
 from comb.compatibility import load_tokenizer
 from comb.documents import Example, PromptBuilder
 from comb.evaluation.datasets import Counts
 from comb.evaluation.metrics import Scores
-from comb.evaluation.plot import plot_losses
+from comb.evaluation.plot import plot_training
 from comb.evaluation.run import MethodResult, evaluate
 from comb.evaluation.table import environment, write_json
 from comb.hub import RESULTS, refresh_card
-from comb.model import CombForCausalLM
 from comb_training import distributed, plugin
 from comb_training.answers import answer_prepared
 from comb_training.batches import TrainingExample
@@ -37,7 +32,9 @@ from comb_training.block_attention import BlockAttentionModel
 from comb_training.config import Config, config_from_dict
 from comb_training.data import mixture
 from comb_training.data.mixture import read_tokenized
-from comb_training.lora import add_lora, unload
+from comb_training.heldout import HeldoutAnswers
+from comb_training.loading import device_of, load_block_model, load_model, set_threads
+from comb_training.lora import unload
 from comb_training.schedule import total_steps
 from comb_training.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.trainer import CombTrainer, batch_sampler
@@ -81,6 +78,7 @@ class TrainResult:
         model: as it was trained; None when it is sharded (ZeRO-3) or this process isn't the first: load `output_dir`.
         losses: (step, mean loss per target token).
         heldout_losses: the same on held-out examples, where `eval_steps` asked for them.
+        heldout_em, heldout_f1: (step, mean in 0..1) of answers to `eval_answers` of them.
         terminated: a signal ended the run before its time; the last checkpoint is where to go on.
         teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
         seconds: of optimisation, and of answering before it.
@@ -98,6 +96,8 @@ class TrainResult:
     teacher: Scores | None = None
     parameters: dict[str, int] = field(default_factory=dict)
     heldout_losses: list[tuple[int, float]] = field(default_factory=list)
+    heldout_em: list[tuple[int, float]] = field(default_factory=list)
+    heldout_f1: list[tuple[int, float]] = field(default_factory=list)
     terminated: bool = False
     bad_batches: int = 0
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
@@ -154,6 +154,7 @@ def run_training(
         examples,
         run.tokenizer,
         heldout=heldout_examples(run) if config.train.eval_steps is not None else (),
+        answer=heldout_answers(run) if config.train.eval_steps is not None else None,
         use_cpu=device_of(config).type == "cpu",
         progress=progress,
     )
@@ -172,9 +173,9 @@ def run_training(
         statistics=TokenStatistics.of(examples),
         teacher=teacher,
         parameters=parameters,
-        heldout_losses=[
-            (int(row["step"]), row["eval_loss"]) for row in trainer.state.log_history if "eval_loss" in row
-        ],
+        heldout_losses=_logged(trainer, "eval_loss"),
+        heldout_em=_logged(trainer, "eval_em"),
+        heldout_f1=_logged(trainer, "eval_f1"),
         terminated=trainer.terminated,
         bad_batches=trainer.bad_batches,
         sets=statistics_by_set(examples) if config.data.mixture else {},
@@ -188,7 +189,6 @@ def run_training(
             unload(result.model)
             if isinstance(result.model, BlockAttentionModel):
                 result.model = result.model.backbone
-                result.model.config.block_attention = True
         if distributed.is_main():
             save(result, config)
             if config.train.method == "comb":
@@ -216,11 +216,19 @@ def save(result: TrainResult, config: Config) -> None:
             "bad_batches": result.bad_batches,
             "losses": result.losses,
             "heldout_losses": result.heldout_losses,
+            "heldout_em": result.heldout_em,
+            "heldout_f1": result.heldout_f1,
         },
     )
     try:
-        title = f"{config.model.backbone}: {config.data.dataset}"
-        plot_losses(result.losses, result.output_dir / LOSS_PLOT, title=title)
+        data = ", ".join(dict.fromkeys(part.dataset for part in config.data.mixture)) or config.data.dataset
+        plot_training(
+            result.losses,
+            result.output_dir / LOSS_PLOT,
+            heldout=result.heldout_losses,
+            scores={"exact match": result.heldout_em, "F1": result.heldout_f1},
+            title=f"{config.model.backbone}: {data}",
+        )
     except ImportError:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
 
@@ -229,56 +237,24 @@ def heldout_examples(run: Prepared) -> Sequence[TrainingExample]:
     """The held-out side of the data with its own answers, `eval.limit` examples of it, for the loss on it."""
     data, limit = run.config.data, run.config.eval.limit
     examples, counts = read_tokenized(data, run.builder, run.model.max_document_tokens, split="heldout", limit=limit)
+    if run.config.train.method == "block":
+        examples = within_positions(examples, run.model, run.config, counts)
     logger.info("held-out data: %s", counts)
     return examples
 
 
-def load_model(config: Config) -> CombForCausalLM:
-    """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
-    options = dict(config.model.options)
-    model: Any
-    # trained weights stay in float32 whatever the backbone's: small updates, of gates above all, are not lost
-    options.setdefault("adapter_dtype", torch.float32)
-    if config.model.init_from is not None:
-        shaping = sorted({"max_document_tokens", "initialization"} & options.keys())
-        if shaping:
-            raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
-        model = CombForCausalLM.from_pretrained(
-            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **options
-        )
-        model.requires_grad_(True).backbone.requires_grad_(False)
-    else:
-        model = CombForCausalLM.from_backbone(
-            config.model.backbone,
-            num_encoder_layers=config.model.num_encoder_layers,
-            cross_attention_layers=config.model.cross_attention_layers,
-            encoder_causal=config.model.encoder_causal,
-            dtype=dtype_of(config.model.dtype),
-            **options,
-        )
-    if config.train.lora_rank is not None:
-        add_lora(
-            model.get_submodule("encoder.layers"),
-            rank=config.train.lora_rank,
-            alpha=config.train.lora_alpha,
-            dropout=config.train.lora_dropout,
-        )
-    loaded: CombForCausalLM = model.to(device_of(config))
-    return loaded
+def heldout_answers(run: Prepared) -> HeldoutAnswers | None:
+    """What answers `train.eval_answers` questions of the held-out side; None where it is to answer none."""
+    limit = run.config.train.eval_answers
+    if not limit:
+        return None
+    examples, _ = read_examples(run.config, run.builder, run.model.max_document_tokens, split="heldout", limit=limit)
+    model = run.model.backbone if run.config.train.method == "block" else run.model
+    return HeldoutAnswers(model, run.tokenizer, examples, run.config)
 
 
-def load_block_model(config: Config) -> BlockAttentionModel:
-    """The configured backbone, all of it trainable, or with LoRA on its layers."""
-    backbone: Any = AutoModelForCausalLM.from_pretrained(
-        resolve_name(config.model.backbone), dtype=dtype_of(config.model.dtype), **config.model.options
-    )
-    model = BlockAttentionModel(backbone.to(device_of(config)))
-    train = config.train
-    if train.lora_rank is not None:
-        backbone.requires_grad_(False)
-        layers = decoder_layers(backbone)
-        add_lora(layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
-    return model
+def _logged(trainer: CombTrainer, name: str) -> list[tuple[int, float]]:
+    return [(int(row["step"]), row[name]) for row in trainer.state.log_history if name in row]
 
 
 def within_positions(
@@ -321,24 +297,6 @@ def evaluate_heldout(
     return results, counts
 
 
-def set_threads(config: Config) -> None:
-    """Applies `model.cpu_threads` to this process. Raises ValueError if it is less than one."""
-    threads = config.model.cpu_threads
-    if threads is None:
-        return
-    if threads < 1:
-        raise ValueError(f"model.cpu_threads must be at least 1, not {threads}")
-    torch.set_num_threads(threads)
-
-
-def load_checkpoint(name_or_path: str, config: Config) -> Any:
-    """An adapter with its backbone, or a plain backbone, on the configured device."""
-    plugin.register()
-    set_threads(config)
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), dtype=dtype_of(config.model.dtype))
-    return model.to(device_of(config)).eval()
-
-
 def trained_config(folder: str | Path) -> Config | None:
     """The configuration an adapter was trained with, from its training.json; None if there is none."""
     path = Path(folder) / TRAINING_JSON
@@ -348,17 +306,6 @@ def trained_config(folder: str | Path) -> Config | None:
         return config_from_dict(json.loads(path.read_text(encoding="utf-8"))["config"], str(path))
     except (KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}): name the dataset on the command line") from error
-
-
-def device_of(config: Config) -> torch.device:
-    """Where to run. Raises ValueError if a GPU is asked for where there is none."""
-    if config.model.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("model.device=cuda, but there is no GPU that torch can use; model.device=cpu runs anywhere")
-    kind = config.model.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    # under torchrun each process drives the GPU of its number
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
 
 def _targets(run: Prepared, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:
@@ -372,16 +319,6 @@ def _targets(run: Prepared, progress: bool) -> tuple[Sequence[TrainingExample], 
     if targets.scores is not None:
         logger.info("the answers trained on: %.1f%% exact match with the data's", 100 * targets.scores.em)
     return targets.examples, targets.scores
-
-
-def dtype_of(name: str) -> Any:
-    """`model.dtype` for transformers. Raises ValueError if it is none."""
-    if name == "auto":
-        return "auto"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"model.dtype is float32, bfloat16, float16 or auto, not {name!r}")
-    return dtype
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

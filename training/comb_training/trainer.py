@@ -73,6 +73,7 @@ class CombTrainer(Trainer):
         model: a `CombForCausalLM` (any model that takes ``documents=`` will do), or a `BlockAttentionModel`.
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged every `eval_steps`.
+        answer: scores that are logged with it.
         together: see `BatchSampler`.
 
     Raises:
@@ -90,6 +91,7 @@ class CombTrainer(Trainer):
         tokenizer: Any,
         *,
         heldout: Sequence[TrainingExample] = (),
+        answer: Callable[[], dict[str, float]] | None = None,
         use_cpu: bool = True,
         together: int = 8,
         progress: bool = True,
@@ -116,6 +118,7 @@ class CombTrainer(Trainer):
         steps = total_steps(config, self.sampler.steps_per_epoch)
         self.schedule = Schedule(steps, config.max_seconds, config.warmup, config.final_learning_rate)
         self.termination = TerminationCallback()
+        self._answer = answer
         self.bad_batches = 0
         self._bad_now = False
         self._teacher: Teacher | None = None
@@ -298,7 +301,7 @@ class CombTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Mean loss per target token of the held-out examples, over all ranks; logged as ``eval_loss``."""
+        """Mean loss per target token of the held-out examples, over all ranks, and what `answer` says; logged."""
         model = self.trained_model
         examples: Any = self.eval_dataset
         sampler = batch_sampler(examples, self.comb_config, ranks=1, accumulation=1)
@@ -320,13 +323,23 @@ class CombTrainer(Trainer):
                 if turn < len(batches):
                     tokens = int((labels[:, 1:] != IGNORED).sum())
                     loss, count = loss + value * tokens, count + tokens
+            scores = self._scores()
         finally:
             model.train(was_training)
         loss, count = distributed.summed(loss, count)
-        metrics = {"eval_loss": loss / count}
+        metrics = {"eval_loss": loss / count, **scores}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _scores(self) -> dict[str, float]:
+        if self._answer is None:
+            return {}
+        if self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3:
+            logger.warning("train.eval_answers: no answers under ZeRO-3, which has the weights in parts; only the loss")
+            self._answer = None
+            return {}
+        return self._answer()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

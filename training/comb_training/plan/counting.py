@@ -15,8 +15,8 @@ from comb.adapter import HUB_ARGUMENTS, resolve_name
 from comb.config import CombConfig
 from comb.model import CombForCausalLM
 from comb_training.config import Config
+from comb_training.loading import dtype_of
 from comb_training.lora import add_lora
-from comb_training.train import dtype_of
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 """Public sizes of the backbones in configs/, for where the Hub can't be asked: ``organisation--name.json``."""
@@ -71,7 +71,7 @@ class Parameters:
 
 
 def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
-    """What `comb_training.train.load_model` would load, without a weight, and what `find_backbone_config` says of it.
+    """What `comb_training.loading.load_model` would load, without a weight, and what `find_backbone_config` says of it.
 
     Raises:
         OSError: when a configuration isn't here and can't be fetched.
