@@ -19,7 +19,7 @@ from comb.adapter import backbones
 from comb.config import CombConfig
 from comb.model_card.facts import RESULTS, TRAINING, read_evaluations, read_training
 from comb.model_card.licence import KEYS, Licence, inherited_licence, is_hub_id
-from comb.model_card.merge import Card, Deleted, compose, digest, merge_edits, parse_card
+from comb.model_card.merge import WHOLE, Card, Deleted, compose, digest, merge_edits, parse_card
 from comb.model_card.render import render
 from comb.redaction import holds_secret, known_secrets, named_secrets, redact_json
 from comb.upload import check_repo_name, explained, persist, upload
@@ -241,7 +241,8 @@ def _merged(
         own = {name: value for name, value in generated.header.items() if name not in KEYS}
         generated = replace(generated, header=own)
     # what is written as it would be generated anyway needs no keeping
-    edits = {name: value for name, value in edits.items() if generated.header.get(name, edits) != value}
+    if WHOLE not in edits:
+        edits = {name: value for name, value in edits.items() if generated.header.get(name, edits) != value}
     if pushing:
         pushed = {name: digest(value) for name, value in edits.items()}
     warnings = [

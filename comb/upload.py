@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils._validators import validate_repo_id
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 """What all errors of the Hub client's HTTP library derive from: that is httpx, or httpx2, by the client's version."""
-# when a weights file fails, the client raises a RuntimeError from what went wrong
+# some of the client's errors only wrap what went wrong: `_cause`
 HUB_ERRORS: tuple[Any, ...] = (HTTP_ERROR, OSError, RuntimeError)
 
 ATTEMPTS = 4
@@ -126,7 +126,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _cause(error: BaseException) -> BaseException:
-    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+    while isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
