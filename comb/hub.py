@@ -261,7 +261,7 @@ def _licence(
     if isinstance(edits.get("license"), Deleted):
         return Licence({}, "its author took it out of this card")
     if "license" in edits:
-        given = {key: str(edits[key]) for key in KEYS if key in edits and not isinstance(edits[key], Deleted)}
+        given = {key: edits[key] for key in KEYS if key in edits and not isinstance(edits[key], Deleted)}
         return Licence(given, "as the author of this card states")
     found = inherited_licence(config.backbone_name_or_path, config.backbone_revision, folder, api=api)
     if found.header:
@@ -269,7 +269,7 @@ def _licence(
     base_model = config.backbone_name_or_path if is_hub_id(config.backbone_name_or_path) else None
     for card in cards:
         if card is not None and "license" in card.header and card.header.get("base_model") == base_model:
-            known = {key: str(card.header[key]) for key in KEYS if key in card.header}
+            known = {key: card.header[key] for key in KEYS if key in card.header}
             return Licence(known, f"from an earlier look at the backbone's card ({found.why} this time)")
     return found
 

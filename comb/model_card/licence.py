@@ -65,7 +65,7 @@ def _stated(card: str, where: str) -> Licence:
         header = parse_card(card, where).header
     except ValueError:
         return Licence({}, f"{where} has a header that can't be read")
-    found = {key: header[key] for key in KEYS if isinstance(header.get(key), str)}
+    found = {key: header[key] for key in KEYS if isinstance(header.get(key), str | list)}
     if "license" not in found:
         return Licence({}, f"{where} doesn't state one")
     return Licence(found, f"from {where}")

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard
 
 from comb import CombForCausalLM
 from comb.evaluation.datasets import hub_id
-from comb.hub import plan_push, refresh_card
+from comb.hub import Remote, plan_push, refresh_card
 from comb.model_card.licence import inherited_licence
 from comb.model_card.merge import CardConflictError, digest, header_text, merge_edits, parse_card
 from comb.redaction import holds_secret, redact_json
@@ -188,7 +188,7 @@ def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path
         ("---\nlicense: other\nlicense_name: mine\n---\n", {"license": "other", "license_name": "mine"}),
         ("# no header", {}),
         ("---\nlicense: [mit\n---\n", {}),
-        ("---\nlicense: [mit, gpl]\n---\n", {}),
+        ("---\nlicense: [mit, gpl-3.0]\n---\n", {"license": ["mit", "gpl-3.0"]}),
     ):
         (backbone / "README.md").write_text(card)
         assert inherited_licence(str(backbone), None, adapter).header == wanted
@@ -204,7 +204,7 @@ def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: p
     card = adapter.parent / "card.md"
     card.write_text("---\nlicense: mit\n---\n")
     monkeypatch.setattr(HfApi, "hf_hub_download", lambda *args, **kwargs: str(card))
-    monkeypatch.setattr("comb.hub.read_remote", lambda *args: __import__("comb.hub").hub.Remote())
+    monkeypatch.setattr("comb.hub.read_remote", lambda *args: Remote())
     (adapter / "README.md").write_text(plan_push(adapter, "me/x", api=HfApi()).card)
     refresh_card(adapter)
     assert ModelCard.load(adapter / "README.md").data.license == "mit"
