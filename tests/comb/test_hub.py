@@ -327,7 +327,7 @@ def test_no_token_is_uploaded(
         "model": {"options": {"token": "another-word"}}, "data": {"dataset": "squad"},
         "train": {"note": "0123456789abcdef" * 2}}}  # fmt: skip
     (adapter / "training.json").write_text(json.dumps(training))
-    (adapter / "results.json").write_text(json.dumps({"argv": argv, "results": []}))
+    (adapter / "results.json").write_text(json.dumps({"argv": argv, "note": "another-word", "results": []}))
     (adapter / "training_args.bin").write_bytes(TOKEN.encode())
     (adapter / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end_of_text|>"}))  # no such token
     plan = plan_push(adapter, "me/tiny", api=api)
