@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -234,25 +235,37 @@ def push(
     repo: Annotated[str, typer.Argument(help="owner/name on the Hub")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the files and the card, upload nothing")] = False,
     private: Annotated[bool, typer.Option("--private", help="create the repository as private")] = False,
+    card: Annotated[
+        str | None, typer.Option(help="folder or hub: whose edits hold where both edited the card since the last push")
+    ] = None,
 ) -> None:
     """Publishes an adapter to the Hugging Face Hub."""
-    from rich.markdown import Markdown
+    from huggingface_hub import HfApi
 
     from comb.hub import plan_push
     from comb.hub import push as upload
+    from comb.upload import UploadFailedError
 
-    plan = plan_push(folder, repo)
+    if card not in (None, "folder", "hub"):
+        raise ValueError(f"--card is folder or hub, not {card!r}")
+    try:
+        plan = plan_push(folder, repo, api=HfApi(), private=private, prefer_card=card)
+    except UploadFailedError as error:
+        plan = plan_push(folder, repo, private=private, prefer_card=card)
+        errors.print(f"[yellow]warning:[/] {escape(str(error))}; what was edited there is not shown here")
     for name, size in plan.files:
-        console.print(f"  {size / 1e6:9.3f} MB  {escape(name)}")
-    for name in plan.left_out:
-        console.print(f"  [dim]   left out  {escape(name)}[/]")
+        console.print(f"  {size:15,d} bytes  {escape(name)}")
+    for name, files in Counter(name.partition("/")[0] for name in plan.left_out).items():
+        many = "" if name in plan.left_out else f"/ ({files} {'file' if files == 1 else 'files'})"
+        console.print(f"         [dim]stays here[/]      {escape(name)}{many}")
     for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}")
+        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     if dry_run:
-        console.print(Markdown(plan.card.split("---", 2)[-1]))
-        console.print(f"dry run: nothing was uploaded to {repo}")
+        console.print(f"\n{plan.card}", markup=False, highlight=False, soft_wrap=True)
+        size = sum(size for _, size in plan.files)
+        console.print(f"dry run: nothing was uploaded to {repo} ({len(plan.files)} files, {size:,d} bytes)")
         return
-    console.print(upload(folder, repo, private=private))
+    console.print(upload(folder, repo, private=private, prefer_card=card), soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

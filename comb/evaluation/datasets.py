@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from comb.documents import Example
-from comb.registry import Registry
+from comb.registry import Registry, load_plugins
 
 HUB = "hf://"
 """How a path to a set on the Hugging Face Hub begins: ``hf://org/name?config=...&split=...``."""
@@ -90,6 +91,19 @@ class MissingDataError(ValueError):
 
 
 datasets: Registry[DatasetReader] = Registry("dataset")
+
+hub_ids: dict[str, tuple[tuple[str, str], ...]] = {}
+"""Of registered datasets that the Hub has: (a part of the path, id) pairs, the first that fits a path holds."""
+
+
+def hub_id(name: str, path: str | Path | None = None) -> str | None:
+    """The id on the Hub of a registered dataset, or of the one that `path` names; None if the Hub doesn't have it."""
+    load_plugins()
+    text = str(path or "")
+    named = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(\?.*)?", text)
+    if named is not None:
+        return named[1]
+    return next((found for part, found in hub_ids.get(name, ()) if part in text.lower()), None)
 
 
 def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> Dataset:

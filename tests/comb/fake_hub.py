@@ -5,30 +5,81 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-COMMIT = "c0ffee" + "0" * 34
+
+@dataclass
+class Repo:
+    """Files of the newest commit, and (id, message) of all commits, newest first."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    commits: list[tuple[str, str]] = field(default_factory=list)
+    private: bool = False
+
+    @property
+    def head(self) -> str:
+        return self.commits[0][0]
+
+    def commit(self, files: dict[str, bytes], message: str) -> str:
+        """All files at once; the id of the new commit."""
+        self.files = {**self.files, **files}
+        content = repr((sorted(self.files.items()), message, len(self.commits)))
+        self.commits.insert(0, (hashlib.sha1(content.encode()).hexdigest(), message))
+        return self.head
+
+
+@dataclass
+class Failure:
+    """What goes wrong with requests whose method and path hold `what`, `times` times.
+
+    `how`: a status, ``reset`` (the connection is cut in the middle of the body), or ``lost`` (the
+    request is carried out, its answer is not sent).
+    """
+
+    what: str
+    how: int | str
+    times: int = 1
+    seen: int = 0
 
 
 class Hub:
-    """Files per repository, and the uploads that are waiting for a commit."""
+    """Repositories, uploads that wait for a commit, the requests that came, and failures to come."""
 
     def __init__(self) -> None:
-        self.repos: dict[str, dict[str, bytes]] = {}
+        self.repositories: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
-        self.private: dict[str, bool] = {}
+        self.failures: list[Failure] = []
+        self.requests: list[str] = []
+        self.token: str | None = None
         self.url = ""
+
+    @property
+    def repos(self) -> dict[str, dict[str, bytes]]:
+        """Files per repository."""
+        return {name: repo.files for name, repo in self.repositories.items()}
+
+    def add(self, name: str, files: dict[str, bytes] | None = None, *, private: bool = False) -> Repo:
+        """A repository with its first commit."""
+        repo = self.repositories.setdefault(name, Repo(private=private))
+        repo.commit(files or {}, "initial commit")
+        return repo
 
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def _answer(self, body: Any = None, status: int = 200, **headers: str) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        if self.lost:
+            self._cut()
+            return
+        data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         for name, value in headers.items():
@@ -36,6 +87,38 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+
+    def _cut(self) -> None:
+        # no lingering: the client sees a reset, not an orderly end
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def _fails(self) -> bool:
+        """Carries out a failure that is due; whether the request is over with it."""
+        request = f"{self.command} {self.path}"
+        self.hub.requests.append(request)
+        self.lost = False
+        for failure in self.hub.failures:
+            if failure.what in request and failure.seen < failure.times:
+                failure.seen += 1
+                if failure.how == "lost":
+                    self.lost = True
+                    return False
+                if failure.how == "reset":
+                    self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)  # in the middle of a file
+                    self._cut()
+                    return True
+                self._body()
+                self._answer({"error": "as the test wants"}, int(failure.how))
+                return True
+        if self.hub.token is not None and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            if "/lfs/" in self.path:  # signed addresses carry their own permission
+                return False
+            self._body()
+            self._answer({"error": "Invalid credentials in Authorization header"}, 401)
+            return True
+        return False
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -48,15 +131,17 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def do_POST(self) -> None:
+        if self._fails():
+            return
         body, path = self._body(), self.path.split("?")[0]
         if path == "/api/repos/create":
             request = json.loads(body)
             name = "/".join(part for part in (request.get("organization"), request["name"]) if part)
-            self.hub.repos.setdefault(name, {})
-            self.hub.private[name] = "private" in (
-                request.get("visibility"),
-                "private" if request.get("private") else "",
-            )
+            if name in self.hub.repositories:
+                self._answer({"url": f"{self.hub.url}/{name}", "error": "You already created this model repo"}, 409)
+                return
+            private = bool(request.get("private")) or request.get("visibility") == "private"
+            self.hub.add(name, private=private)
             self._answer({"url": f"{self.hub.url}/{name}"})
         elif path == "/api/validate-yaml":
             self._answer({"errors": [], "warnings": []})
@@ -67,40 +152,74 @@ class _Handler(BaseHTTPRequestHandler):
                                     for f in files]})  # fmt: skip
         elif path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
+            there = self.hub.objects
+            upload = lambda oid: {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{oid}"}}}  # noqa: E731
             self._answer({"transfer": "basic", "objects": [
-                {"oid": o["oid"], "size": o["size"], "actions": {"upload": {"href": f"{self.hub.url}/lfs/{o['oid']}"}}}
+                {"oid": o["oid"], "size": o["size"], **({} if o["oid"] in there else upload(o["oid"]))}
                 for o in objects]})  # fmt: skip
         elif "/commit/" in path:
             self._commit("/".join(path.split("/")[3:5]), body)
         else:
             self._answer({}, 404)
 
-    def _commit(self, repo: str, body: bytes) -> None:
+    def _commit(self, name: str, body: bytes) -> None:
+        repo, files, message = self.hub.repositories[name], {}, ""
         for line in body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
-            if entry["key"] == "file":
-                self.hub.repos[repo][value["path"]] = base64.b64decode(value["content"])
+            if entry["key"] == "header":
+                message = f"{value['summary']}\n\n{value['description']}"
+                if value.get("parentCommit", repo.head) != repo.head:
+                    self._answer({"error": "A commit has happened since. Please refresh and try again."}, 412)
+                    return
+            elif entry["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
-                self.hub.repos[repo][value["path"]] = self.hub.objects[value["oid"]]
-        url = f"{self.hub.url}/{repo}/commit/{COMMIT}"
-        self._answer({"success": True, "commitOid": COMMIT, "commitUrl": url, "hookOutput": ""})
+                files[value["path"]] = self.hub.objects[value["oid"]]
+        commit = repo.commit(files, message)
+        url = f"{self.hub.url}/{name}/commit/{commit}"
+        self._answer({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 
     def do_PUT(self) -> None:
-        self.hub.objects[self.path.removeprefix("/lfs/")] = self._body()
+        if self._fails():
+            return
+        content, oid = self._body(), self.path.removeprefix("/lfs/")
+        assert hashlib.sha256(content).hexdigest() == oid
+        self.hub.objects[oid] = content
         self._answer()
 
     def do_GET(self) -> None:
+        if self._fails():
+            return
         parts = self.path.split("?")[0].strip("/").split("/")
-        if len(parts) >= 5 and parts[2] == "resolve":
-            content = self.hub.repos.get("/".join(parts[:2]), {}).get("/".join(parts[4:]))
+        if parts[:2] == ["api", "models"] and len(parts) >= 4:
+            self._info("/".join(parts[2:4]), parts[4:])
+        elif len(parts) >= 5 and parts[2] == "resolve":
+            repo = self.hub.repositories.get("/".join(parts[:2]))
+            if repo is None:
+                self._answer({}, 404, X_Error_Code="RepoNotFound")
+                return
+            content = repo.files.get("/".join(parts[4:]))
             if content is None:
-                self._answer({}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
+                self._answer({}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=repo.head)
             else:
                 etag = f'"{hashlib.sha256(content).hexdigest()}"'
-                self._answer(content, ETag=etag, X_Repo_Commit=COMMIT)
+                self._answer(content, ETag=etag, X_Repo_Commit=repo.head)
         else:
             self._answer({}, 404, X_Error_Code="EntryNotFound")
+
+    def _info(self, name: str, what: list[str]) -> None:
+        repo = self.hub.repositories.get(name)
+        if repo is None:
+            self._answer({}, 404, X_Error_Code="RepoNotFound")
+        elif what[:1] == ["commits"]:
+            self._answer([
+                {"id": commit, "title": message.split("\n")[0], "message": message.partition("\n\n")[2], "authors": [],
+                 "date": "2026-01-01T00:00:00.000Z"} for commit, message in repo.commits
+            ])  # fmt: skip
+        else:
+            files = [{"rfilename": path} for path in repo.files]
+            self._answer({"id": name, "modelId": name, "sha": repo.head, "private": repo.private, "siblings": files})
 
     do_HEAD = do_GET
 

@@ -1,4 +1,4 @@
-"""Model cards and publishing, with the real Hub client against a hub on this machine."""
+"""Publishing, with the real Hub client against a hub on this machine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fake_hub import fake_hub
+from fake_hub import Failure, Hub, fake_hub
 from families import open_gates, tiny
 from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
 from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM
+from comb.cli import main
 from comb.hub import is_hub_id, plan_push, push
+from comb.model_card.render import TEMPLATE
+from comb.upload import UploadFailedError
 
 
 @pytest.fixture
@@ -31,43 +37,6 @@ def adapter(tmp_path: Path) -> Path:
     (folder / "checkpoint-10").mkdir()
     (folder / "checkpoint-10" / "optimizer.pt").write_bytes(b"x")
     return folder
-
-
-def test_the_card_is_valid_and_says_what_it_is(adapter: Path) -> None:
-    card = ModelCard.load(adapter / "README.md")
-    assert card.data.base_model == "owner/backbone"
-    assert "position-independent-caching" in card.data.tags
-    assert "2 layers, bidirectional" in card.text
-    assert "before backbone layers [1, 3]" in card.text
-    assert "256 bytes in float32" in card.text  # 2 tensors x 2 layers x 2 heads x 8 x 4 bytes
-
-
-def test_what_a_person_wrote_stays(adapter: Path) -> None:
-    path = adapter / "README.md"
-    path.write_text(path.read_text().replace("---\n\n<!--", "---\n\nBy hand.\n\n<!--") + "\n## Limits\nMine.\n")
-    model = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
-    model.config.backbone_name_or_path = "owner/other"
-    model.save_pretrained(adapter)
-    text = path.read_text()
-    assert "By hand." in text
-    assert text.endswith("## Limits\nMine.\n")
-    assert "**owner/other**" in text
-    assert text.count("# my-adapter") == 1
-    path.write_text("all my own")
-    model.save_pretrained(adapter)
-    assert path.read_text() == "all my own"
-
-
-def test_scores_stand_in_the_card_with_their_command(adapter: Path) -> None:
-    row = {"method": "comb", "n": 400, "em": 0.96, "f1": 0.99}
-    results = {"argv": ["/usr/bin/comb", "eval", "out/x"], "results": [row]}
-    (adapter / "results.json").write_text(json.dumps(results))
-    training = {"argv": ["comb", "train", "c.yaml"], "steps": 20, "seed": 3, "tokens": {"examples": 7},
-                "config": {"data": {"dataset": "squad"}, "train": {"answers": "gold"}}}  # fmt: skip
-    (adapter / "training.json").write_text(json.dumps(training))
-    card = plan_push(adapter, "me/x").card
-    assert "| method `comb` | 96.0% exact match, 99.0% F1, n = 400 (`comb eval out/x`) |" in card
-    assert "squad, 7 examples, gold answers, 20 steps, seed 3 (`comb train c.yaml`)" in card
 
 
 def test_plan_names_what_goes_and_what_stays(adapter: Path) -> None:
@@ -121,40 +90,297 @@ def test_only_files_at_the_top_are_published(adapter: Path) -> None:
     assert not (adapter / "README.md").exists()  # a plan writes nothing
 
 
-def test_bytes_in_the_card_follow_the_weights(tmp_path: Path) -> None:
-    CombForCausalLM.from_backbone(tiny("llama").bfloat16(), num_encoder_layers=2).save_pretrained(tmp_path)
-    assert "128 bytes in bfloat16" in (tmp_path / "README.md").read_text()
-
-
 LOAD = """
 import sys, torch
 from comb import CombForCausalLM
 model = CombForCausalLM.from_pretrained("me/tiny", backbone=sys.argv[1])
-print(model.fingerprint)
+ids = torch.tensor([[1, 2, 3, 4]])
+documents = [model.encode([[5, 6, 7], [8, 9, 10, 11]])]
+with torch.no_grad():
+    torch.save(model(input_ids=ids, documents=documents).logits, sys.argv[2])
+    torch.save(model(input_ids=ids).logits, sys.argv[3])
 """
+
+TOKEN = "hf_" + "Secret" * 6
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that takes TOKEN alone."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    with fake_hub() as hub:
+        hub.token = TOKEN
+        hub.add("owner/backbone", {"README.md": b"---\nlicense: llama3.1\n---\n# Backbone\n"})
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield hub
+
+
+@pytest.fixture
+def api(hub: Hub) -> HfApi:
+    return HfApi(endpoint=hub.url, token=TOKEN)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that would have been waited."""
+    found: list[float] = []
+    monkeypatch.setattr("time.sleep", found.append)
+    return found
+
+
+def on_the_hub(hub: Hub) -> str:
+    return hub.repos["me/tiny"]["README.md"].decode()
 
 
 @pytest.mark.slow
-def test_push_and_load_by_id(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+def test_push_and_load_by_id(
+    adapter: Path, hub: Hub, api: HfApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny("llama").save_pretrained(tmp_path / "backbone")
-    with fake_hub() as hub:
-        address = push(adapter, "me/tiny", private=True, api=HfApi(endpoint=hub.url, token="hf_fake"))
-        assert address.startswith(f"{hub.url}/me/tiny/commit/")
-        assert set(hub.repos["me/tiny"]) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-        assert hub.private["me/tiny"]
-        monkeypatch.setattr("comb.pretrained._api", lambda token: HfApi(endpoint=hub.url, token="hf_fake"))
-        model = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
-        model.push_to_hub("me/method", tokenizer=byte_tokenizer())
-        model.save_pretrained(tmp_path / "copy", tokenizer=byte_tokenizer(), push_to_hub=True, repo_id="me/argument")
-        for name in ("me/method", "me/argument"):
-            assert "tokenizer.json" in hub.repos[name]
-            assert b"base_model: owner/backbone" in hub.repos[name]["README.md"]
-        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0",
-                       "HF_TOKEN": "hf_fake", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
-        command = [sys.executable, "-c", LOAD, str(tmp_path / "backbone")]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        assert result.returncode == 0, result.stderr[-2000:]
+    address = push(adapter, "me/tiny", private=True, api=api)
+    assert address == f"{hub.url}/me/tiny/commit/{hub.repositories['me/tiny'].head}"
+    assert set(hub.repos["me/tiny"]) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert hub.repositories["me/tiny"].private
+    assert len(hub.repositories["me/tiny"].commits) == 2  # the repository's first, and one with everything
+    monkeypatch.setattr("comb.pretrained._api", lambda token: api)
     local = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
-    assert result.stdout.split()[-1] == local.fingerprint
+    local.push_to_hub("me/method", tokenizer=byte_tokenizer())
+    local.save_pretrained(tmp_path / "copy", tokenizer=byte_tokenizer(), push_to_hub=True, repo_id="me/argument")
+    for name in ("me/method", "me/argument"):
+        assert "tokenizer.json" in hub.repos[name]
+        assert b"base_model: owner/backbone" in hub.repos[name]["README.md"]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0",
+                   "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    with_documents, without = tmp_path / "with.pt", tmp_path / "without.pt"
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "backbone"), str(with_documents), str(without)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    ids, documents = torch.tensor([[1, 2, 3, 4]]), [local.encode([[5, 6, 7], [8, 9, 10, 11]])]
+    with torch.no_grad():
+        logits = local(input_ids=ids, documents=documents).logits
+    torch.testing.assert_close(torch.load(with_documents), logits, rtol=0, atol=0)
+    assert not torch.equal(torch.load(without), logits)  # the adapter's weights do matter
+
+
+def test_the_card_on_the_hub_is_merged(adapter: Path, hub: Hub, api: HfApi) -> None:
+    push(adapter, "me/tiny", api=api)
+    first = on_the_hub(hub)
+    assert "license: llama3.1" in first
+    assert "llama3.1, from the card of owner/backbone" in first
+    edited = first.replace("license: llama3.1", "license: mit").replace("---\n\n<!--", "---\n\nFrom the web.\n\n<!--")
+    hub.repositories["me/tiny"].commit({"README.md": edited.encode()}, "edit README.md")
+    here = adapter / "README.md"
+    here.write_text(here.read_text().replace("tags:", "language: en\ntags:") + "\n## Limits\nFrom here.\n")
+    push(adapter, "me/tiny", api=api)
+    both = on_the_hub(hub)
+    assert ModelCard(both).data.license == "mit"
+    assert ModelCard(both).data.language == "en"
+    assert "From the web." in both
+    assert both.endswith("## Limits\nFrom here.\n")
+    assert here.read_text() == both
+    # taken back on the Hub, it goes here too; and nothing to say is said twice
+    hub.repositories["me/tiny"].commit({"README.md": both.replace("From the web.", "").encode()}, "edit README.md")
+    push(adapter, "me/tiny", api=api)
+    assert "From the web." not in on_the_hub(hub)
+    assert on_the_hub(hub).count("From here.") == 1
+
+
+def test_a_new_folder_takes_the_hubs_edits(adapter: Path, hub: Hub, api: HfApi) -> None:
+    push(adapter, "me/tiny", api=api)
+    edited = on_the_hub(hub) + "\n## Limits\nFrom the web.\n"
+    hub.repositories["me/tiny"].commit({"README.md": edited.encode()}, "edit README.md")
+    (adapter / "README.md").unlink()  # as after training into another folder
+    push(adapter, "me/tiny", api=api)
+    assert on_the_hub(hub).endswith("## Limits\nFrom the web.\n")
+
+
+def test_a_card_written_on_the_hub_by_hand_stays(adapter: Path, hub: Hub, api: HfApi) -> None:
+    hub.add("me/tiny", {"README.md": b"---\nlicense: mit\n---\n"})  # what the Hub's own form makes
+    push(adapter, "me/tiny", api=api)
+    assert ModelCard(on_the_hub(hub)).data.license == "mit"
+    assert "A [COMB]" in on_the_hub(hub)
+    hub.repositories["me/tiny"].commit({"README.md": b"---\nlibrary_name: comb\n---\nMine.\n"}, "edit README.md")
+    plan = plan_push(adapter, "me/tiny", api=api)
+    assert plan.card == "---\nlibrary_name: comb\n---\nMine.\n"
+    assert any("no generated part" in warning for warning in plan.warnings)
+
+
+def test_an_edit_in_both_places_is_a_persons_to_settle(adapter: Path, hub: Hub, api: HfApi) -> None:
+    push(adapter, "me/tiny", api=api)
+    edited = on_the_hub(hub).replace("license: llama3.1", "license: gpl")
+    hub.repositories["me/tiny"].commit({"README.md": edited.encode()}, "edit README.md")
+    here = adapter / "README.md"
+    here.write_text(here.read_text().replace("license: llama3.1", "license: mit"))
+    before = here.read_text()
+    with pytest.raises(ValueError, match=r"license \(folder: 'mit'; Hub: 'gpl'\).*--card folder or --card hub"):
+        push(adapter, "me/tiny", api=api)
+    assert on_the_hub(hub) == edited
+    assert here.read_text() == before
+    assert ModelCard(plan_push(adapter, "me/tiny", api=api, prefer_card="hub").card).data.license == "gpl"
+    push(adapter, "me/tiny", api=api, prefer_card="folder")
+    assert ModelCard(on_the_hub(hub)).data.license == "mit"
+
+
+@pytest.mark.parametrize(
+    ("what", "how", "times"),
+    [
+        ("POST /api/repos/create", 503, 2),
+        ("GET /api/models/me/tiny", "reset", 1),
+        ("/preupload/", 500, 2),
+        ("PUT /lfs/", "reset", 8),  # more than the client repeats by itself
+        ("PUT /lfs/", 502, 8),
+        ("/commit/", 504, 3),
+        ("/commit/", "reset", 1),
+        ("/commit/", "lost", 1),
+    ],
+)
+def test_what_passes_is_retried(
+    adapter: Path, hub: Hub, api: HfApi, waits: list[float], what: str, how: int | str, times: int
+) -> None:
+    failure = Failure(what, how, times)
+    hub.failures.append(failure)
+    address = push(adapter, "me/tiny", api=api)
+    repo = hub.repositories["me/tiny"]
+    assert failure.seen == times
+    assert address.endswith(repo.head)
+    assert len(repo.commits) == 2  # also when the first attempt's answer got lost
+    assert repo.files["model.safetensors"] == (adapter / "model.safetensors").read_bytes()
+    assert waits
+
+
+def test_a_hub_that_goes_on_failing(adapter: Path, hub: Hub, api: HfApi, waits: list[float]) -> None:
+    card = (adapter / "README.md").read_text()
+    hub.failures.append(Failure("/commit/", 503, times=99))
+    with pytest.raises(UploadFailedError, match=r"after 4 attempts: .*503.*nothing of this push is in it.*same c"):
+        push(adapter, "me/tiny", api=api)
+    assert waits[-3:] == [2.0, 4.0, 8.0]
+    assert hub.repos["me/tiny"] == {}
+    assert (adapter / "README.md").read_text() == card  # nothing was pushed, so nothing is noted as pushed
+    hub.failures.clear()
+    sent = hub.requests.count(next(request for request in hub.requests if request.startswith("PUT")))
+    push(adapter, "me/tiny", api=api)
+    assert set(hub.repos["me/tiny"]) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert sum(request.startswith("PUT") for request in hub.requests) == sent == 1  # not a second time
+
+
+def test_what_does_not_pass_is_not_retried(adapter: Path, hub: Hub, api: HfApi, waits: list[float]) -> None:
+    with pytest.raises(UploadFailedError, match=r"me/tiny could not be made.*no valid token \(401\).*hf auth login"):
+        push(adapter, "me/tiny", api=HfApi(endpoint=hub.url, token="hf_wrong"))
+    hub.failures.append(Failure("POST /api/repos/create", 403))
+    with pytest.raises(UploadFailedError, match=r"may not write there \(403\).*Nothing was uploaded"):
+        push(adapter, "me/tiny", api=api)
+    hub.failures.append(Failure("/info/lfs/", 403))
+    with pytest.raises(UploadFailedError, match=r"may not write there \(403\).*nothing of this push is in it"):
+        push(adapter, "me/tiny", api=api)
+    assert not waits
+    assert hub.repos["me/tiny"] == {}
+
+
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "me/", "me/ tiny", "me/tiny.git", "me/--x"])
+def test_names_the_hub_does_not_take(adapter: Path, hub: Hub, api: HfApi, name: str) -> None:
+    with pytest.raises(ValueError, match=r"owner/name|no name for a repository"):
+        push(adapter, name, api=api)
+    assert not hub.requests
+
+
+def test_somebody_else_pushes_meanwhile(adapter: Path, hub: Hub, api: HfApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    push(adapter, "me/tiny", api=api)
+    repo = hub.repositories["me/tiny"]
+    commit = HfApi.create_commit
+
+    def after_another(self: HfApi, *args: Any, **kwargs: Any) -> Any:
+        repo.commit({"README.md": b"theirs"}, "theirs")
+        return commit(self, *args, **kwargs)
+
+    (adapter / "config.json").write_text((adapter / "config.json").read_text() + "\n")
+    monkeypatch.setattr(HfApi, "create_commit", after_another)
+    with pytest.raises(UploadFailedError, match="Somebody else has pushed to it"):
+        push(adapter, "me/tiny", api=api)
+    assert repo.files["README.md"] == b"theirs"
+
+
+def test_private_does_not_hold_for_a_public_repository(adapter: Path, hub: Hub, api: HfApi) -> None:
+    hub.add("me/tiny")
+    with pytest.raises(ValueError, match="on the Hub already, and public"):
+        push(adapter, "me/tiny", private=True, api=api)
+    assert hub.repos["me/tiny"] == {}
+    push(adapter, "me/tiny", api=api)
+
+
+def test_no_token_is_uploaded(
+    adapter: Path, hub: Hub, api: HfApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2)
+    argv = [
+        "comb",
+        "train",
+        "c.yaml",
+        f"model.options.token={TOKEN}",
+        "--hub-token",
+        "plain-word",
+        "x=https://u:pw12@h/",
+    ]
+    training = {"argv": argv, "steps": 1, "config": {
+        "model": {"options": {"token": "another-word"}}, "data": {"dataset": "squad"},
+        "train": {"note": "0123456789abcdef" * 2}}}  # fmt: skip
+    (adapter / "training.json").write_text(json.dumps(training))
+    (adapter / "results.json").write_text(json.dumps({"argv": argv, "note": "another-word", "results": []}))
+    (adapter / "training_args.bin").write_bytes(TOKEN.encode())
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end_of_text|>"}))  # no such token
+    plan = plan_push(adapter, "me/tiny", api=api)
+    assert sum("goes up without the token" in warning for warning in plan.warnings) == 2
+    push(adapter, "me/tiny", api=api)
+    secrets = (TOKEN, "plain-word", "another-word", "0123456789abcdef" * 2, "u:pw12")
+    for name, content in hub.repos["me/tiny"].items():
+        assert not [secret for secret in secrets if secret.encode() in content], name
+    uploaded = json.loads(hub.repos["me/tiny"]["training.json"])
+    assert uploaded["argv"][3] == "model.options.token=[removed]"
+    assert json.loads(hub.repos["me/tiny"]["tokenizer_config.json"]) == {"eos_token": "<|end_of_text|>"}
+    assert TOKEN in (adapter / "training.json").read_text()  # what is here stays as it was
+    assert dict(plan.files)["training.json"] == len(hub.repos["me/tiny"]["training.json"])
+    for name in ("config.json", "README.md"):
+        text = (adapter / name).read_text()
+        leak = f'{{"a": "{TOKEN}", ' + text.lstrip()[1:] if name == "config.json" else text + TOKEN
+        (adapter / name).write_text(leak)
+        commits = len(hub.repositories["me/tiny"].commits)
+        with pytest.raises(ValueError, match=rf"{name} holds what is or looks like a token") as error:
+            push(adapter, "me/tiny", api=api)
+        assert TOKEN not in str(error.value)
+        assert len(hub.repositories["me/tiny"].commits) == commits
+        (adapter / name).write_text(text)
+
+
+def test_a_dry_run_shows_what_goes(adapter: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    push(adapter, "me/tiny", api=HfApi(endpoint=hub.url, token=TOKEN))
+    before, here = hub.repositories["me/tiny"].commits[:], (adapter / "README.md").read_text()
+    edited = on_the_hub(hub) + "\n## From the web\n"
+    hub.repositories["me/tiny"].commit({"README.md": edited.encode()}, "edit README.md")
+    main_arguments = ["push", str(adapter), "me/tiny"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*main_arguments, "--dry-run"])
+    shown = capsys.readouterr().out
+    assert "\n".join(edited.splitlines()[:3]) in shown
+    assert "## From the web" in shown
+    assert f"{(adapter / 'model.safetensors').stat().st_size:,d} bytes  model.safetensors" in shown
+    assert "stays here      checkpoint-10/ (1 file)" in shown
+    assert hub.repositories["me/tiny"].commits[1:] == before
+    assert (adapter / "README.md").read_text() == here
+    plan = plan_push(adapter, "me/tiny", api=HfApi(endpoint=hub.url, token=TOKEN))
+    assert plan.card in shown
+    with pytest.raises(SystemExit, match="0"):
+        main(main_arguments)
+    assert hub.repositories["me/tiny"].head in capsys.readouterr().out.replace("\n", "")
+    for name, size in plan.files:
+        assert len(hub.repos["me/tiny"][name]) == size
+
+
+def test_a_wheel_has_the_template() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    (source,) = (source for source, target in included.items() if target == "comb/model_card/template.md")
+    assert (root / source).resolve() == TEMPLATE.resolve()

@@ -460,11 +460,12 @@ def test_run_training_end_to_end(config_for: Callable[..., Any], tmp_path: Path,
 def test_scores_of_an_older_adapter_do_not_stay_in_the_card(config_for: Callable[..., Any], tmp_path: Path) -> None:
     row = {"method": "comb", "n": 1, "em": 1.0, "f1": 1.0}
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "results.json").write_text(json.dumps({"argv": ["comb"], "results": [row]}))
+    for name in ("results.json", "results-squad.json"):
+        (tmp_path / "out" / name).write_text(json.dumps({"argv": ["comb"], "results": [row]}))
     run_training(config_for(answers="gold"), progress=False)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "exact match" not in card
-    assert "| trained on | jsonl" in card
+    assert "| data | `jsonl` (not on the Hub) |" in card
 
 
 def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from comb.adapter import backbones
-from comb.evaluation.datasets import datasets
+from comb.evaluation.datasets import datasets, hub_ids
 
 if TYPE_CHECKING:
     import typer
@@ -32,12 +32,27 @@ READERS = {
     "xsum": "comb_training.data.xsum:read_xsum",
 }
 
+# where the card of an adapter links to, per part of the path the data was read from
+HUB_IDS = {
+    "2wikimultihopqa": (("", "framolfese/2WikiMultihopQA"),),
+    "babi": (("", "facebook/babi_qa"),),
+    "hotpotqa": (("", "hotpotqa/hotpot_qa"),),
+    "longbench": (("", "Xnhyacinth/LongBench"),),
+    "multi_news": (("", "alexfabbri/multi_news"),),
+    "natural_instructions": (("", "Muennighoff/natural-instructions"),),
+    "nq_open": (("", "google-research-datasets/nq_open"),),
+    "samsum": (("dialogsum", "knkarthick/dialogsum"), ("", "knkarthick/samsum")),
+    "squad": (("v1", "rajpurkar/squad"), ("", "rajpurkar/squad_v2")),
+    "xsum": (("", "EdinburghNLP/xsum"),),
+}
+
 
 def register() -> None:
     """Adds dataset readers and the nano backbone to their registries; calling it again changes nothing."""
     for name, target in READERS.items():
         if name not in datasets:
             datasets.register_lazy(name, target)
+    hub_ids.update(HUB_IDS)
     if "nano" not in backbones:
         backbones.register_lazy("nano", "comb_training.nano:CHECKPOINT")
 

@@ -183,7 +183,8 @@ def run_training(
     if not trainer.terminated:
         # scores of an adapter that was in this folder before don't hold for this one, and the card would show them
         if distributed.is_main():
-            (result.output_dir / RESULTS).unlink(missing_ok=True)
+            for results in result.output_dir.glob(RESULTS):
+                results.unlink()
         trainer.save_model(config.train.output_dir)
         if result.model is not None:
             unload(result.model)

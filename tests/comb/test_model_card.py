@@ -1,0 +1,235 @@
+"""Model cards: what they say, and what of them is a person's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import open_gates, tiny
+from huggingface_hub import HfApi, ModelCard
+
+from comb import CombForCausalLM
+from comb.evaluation.datasets import hub_id
+from comb.hub import Remote, plan_push, refresh_card
+from comb.model_card.licence import inherited_licence
+from comb.model_card.merge import CardConflictError, digest, header_text, merge_edits, parse_card
+from comb.redaction import holds_secret, redact_json
+
+ROW = {"method": "comb", "n": 400, "em": 0.96, "f1": 0.99, "rouge_l": 0.985, "intervals": {"em": [0.94, 0.98]},
+       "ttft_cached_s": {"median": 0.012, "low": 0.01, "high": 0.02, "n": 5}}  # fmt: skip
+REFUSED = {"method": "epic", "n": 0, "em": None, "f1": None, "rouge_l": None, "refused": "no | in here"}
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    folder = tmp_path / "my-adapter"
+    model = open_gates(CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2))
+    model.config.backbone_name_or_path = "owner/backbone"
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_results(folder: Path, dataset: str, *rows: dict[str, Any], path: str | None = None) -> None:
+    config = {"data": {"dataset": dataset, "path": path}}
+    record = {"argv": ["/usr/bin/comb", "eval", "out/a b"], "split": "heldout", "config": config, "results": rows}
+    (folder / f"results-{dataset}.json").write_text(json.dumps(record))
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_the_card_is_valid_and_says_what_it_is(adapter: Path) -> None:
+    card = ModelCard.load(adapter / "README.md")
+    assert card.data.library_name == "comb"
+    assert card.data.base_model == "owner/backbone"
+    assert card.data.base_model_relation == "adapter"
+    assert "position-independent-caching" in card.data.tags
+    assert "2 layers, bidirectional" in card.text
+    assert "before backbone layers [1, 3]" in card.text
+    assert "256 bytes in float32" in card.text  # 2 tensors x 2 layers x 2 heads x 8 x 4 bytes
+    model = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
+    assert f"{model.num_trainable_parameters()[0]:,} (encoder" in card.text
+    assert "Not evaluated yet" in card.text
+    assert "no record of the training" in card.text
+
+
+def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
+    write_results(adapter, "squad", ROW, REFUSED, path="/data/dev-v2.0.json")
+    write_results(adapter, "nano", {**ROW, "n": 7})
+    training = {"argv": ["/x/comb_training/train.py", "c.yaml"], "steps": 1200, "seconds": 61.4, "answer_seconds": 20,
+                "ranks": 2, "seed": 3, "parameters": {"trainable": 10, "all": 1010},
+                "tokens": {"examples": 7000, "different_documents": 900},
+                "config": {"data": {"mixture": [{"dataset": "squad"}, {"dataset": "nano"}]},
+                           "train": {"answers": "gold", "learning_rate": 0.001}}}  # fmt: skip
+    (adapter / "training.json").write_text(json.dumps(training))
+    card = ModelCard(plan_push(adapter, "me/x").card)
+    assert card.data.datasets == ["rajpurkar/squad_v2"]
+    assert card.data.model_name == "x"
+    found = {(r.dataset_type, r.metric_type): (r.metric_value, r.metric_args) for r in card.data.eval_results}
+    assert found["rajpurkar/squad_v2", "exact_match"] == (96.0, {"method": "comb", "questions": 400})
+    assert found["nano", "rouge"] == (98.5, {"method": "comb", "questions": 7})
+    assert len(found) == 6
+    assert {r.dataset_split for r in card.data.eval_results} == {"heldout"}
+    assert "| `comb` | 400 | 96.0 | 94.0 to 98.0 | 99.0 | 98.5 | 12.0 ms |" in card.text
+    assert "| `epic` | refused: no / in here |" in card.text
+    assert "`comb eval 'out/a b'`" in card.text
+    assert "`python -m comb_training.train c.yaml`" in card.text
+    assert "1,000 (the backbone)" in card.text
+    assert "1,200 steps, 61 s of optimisation, 20 s for the answers before it, on 2 processes" in card.text
+    assert "7,000 questions over 900 different documents" in card.text
+    assert "/squad_v2), `nano` (not on the Hub)" in card.text
+    (adapter / "training.json").write_text("{")
+    with pytest.raises(ValueError, match=r"training\.json is damaged"):
+        plan_push(adapter, "me/x")
+
+
+def test_ids_of_datasets() -> None:
+    assert hub_id("jsonl", "hf://me/data?split=train") == "me/data"
+    assert hub_id("hotpotqa", "hf:///data/hotpot") == hub_id("hotpotqa", "dev.json") == "hotpotqa/hotpot_qa"
+    assert hub_id("squad", "/data/train-v1.1.json") == "rajpurkar/squad"
+    assert hub_id("samsum", "dialogsum.jsonl") == "knkarthick/dialogsum"
+    assert hub_id("nano") is None
+    assert hub_id("no such set") is None
+
+
+def test_what_a_person_wrote_stays(adapter: Path) -> None:
+    path = adapter / "README.md"
+    path.write_text(path.read_text().replace("---\n\n<!--", "---\n\nBy hand.\n\n<!--") + "\n## Limits\nMine.\n")
+    model = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
+    model.config.backbone_name_or_path = "owner/other"
+    model.save_pretrained(adapter)
+    text = path.read_text()
+    assert "By hand." in text
+    assert text.endswith("## Limits\nMine.\n")
+    assert "base_model: owner/other" in text
+    assert "huggingface.co/owner/other" in text
+    assert text.count("# my-adapter") == 1
+    path.write_text("all my own")
+    model.save_pretrained(adapter)
+    assert path.read_text() == "all my own"
+
+
+def test_a_persons_header_stays_and_the_rest_is_rewritten(adapter: Path) -> None:
+    path = adapter / "README.md"
+    write_results(adapter, "nano", ROW)
+    refresh_card(adapter)
+    edit(path, "pipeline_tag: text-generation\n", "# this fits better\npipeline_tag: question-answering\n")
+    edit(path, "library_name: comb\n", "")
+    edit(path, "tags:", "language: [en, de]  # both\ntags:")
+    write_results(adapter, "nano", {**ROW, "em": 0.5})
+    for _ in range(3):
+        refresh_card(adapter)
+    card = ModelCard.load(path)
+    assert card.data.pipeline_tag == "question-answering"
+    assert "# this fits better\npipeline_tag: question-answering\n" in path.read_text()
+    assert "language: [en, de]  # both\n" in path.read_text()
+    assert card.data.library_name is None
+    assert card.data.eval_results[0].metric_value == 50.0  # nobody's edit: follows the results
+    (adapter / "results-nano.json").unlink()
+    refresh_card(adapter)
+    assert ModelCard.load(path).data.eval_results is None
+
+
+def test_a_broken_header_is_named(adapter: Path) -> None:
+    edit(adapter / "README.md", "library_name: comb", "library_name: [comb")
+    with pytest.raises(ValueError, match=r"README\.md: the header between the --- lines is not valid YAML"):
+        refresh_card(adapter)
+
+
+def test_writing_inside_the_generated_part_is_warned_about(adapter: Path) -> None:
+    assert not any("inside the generated part" in warning for warning in plan_push(adapter, "me/x").warnings)
+    edit(adapter / "README.md", "## Use\n", "## Use\n\nLike this:\n")
+    assert any("inside the generated part" in warning for warning in plan_push(adapter, "me/x").warnings)
+
+
+@pytest.mark.parametrize("here", [None, "a", "b"])
+@pytest.mark.parametrize("there", [None, "a", "b"])
+@pytest.mark.parametrize("pushed", [None, "a", "b"])
+def test_three_way_merge(here: str | None, there: str | None, pushed: str | None) -> None:
+    sides = [{} if value is None else {"license": value} for value in (here, there)]
+    base = {} if pushed is None else {"license": digest(pushed)}
+    changed = {value for value in (here, there) if value != pushed}  # the definition
+    for prefer in (None, "folder", "hub"):
+        if len(changed) > 1 and prefer is None:
+            with pytest.raises(CardConflictError, match="license"):
+                merge_edits(*sides, base)
+            continue
+        settled = changed if len(changed) < 2 else {here if prefer == "folder" else there}
+        wanted = next(iter(settled), pushed)
+        assert merge_edits(*sides, base, prefer=prefer).get("license") == wanted
+
+
+def test_header_text_keeps_what_did_not_change() -> None:
+    old = "# above\na: 1   # beside\nlist:\n- x\n# of b\nb: two\n# at the end\n"
+    values = {"a": 1, "list": ["x"], "b": "two"}
+    assert header_text(values, old) == old
+    assert header_text({**values, "list": ["y"]}, old) == old.replace("- x", "- y")
+    assert header_text({"b": "two", "c": 3}, old) == "# of b\nb: two\nc: 3\n# at the end\n"
+    for chosen in itertools.permutations(values):
+        header = {name: values[name] for name in chosen}
+        assert parse_card(f"---\n{header_text(header, old)}---\n", "here").header == header
+
+
+def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path) -> None:
+    path = adapter / "README.md"
+    assert ModelCard.load(path).data.license is None
+    assert "**not known**: the card of owner/backbone was not looked up" in path.read_text()
+    assert any("states no licence" in warning for warning in plan_push(adapter, "me/x").warnings)
+    backbone = tmp_path / "backbone"
+    backbone.mkdir()
+    assert not inherited_licence(str(backbone), None, adapter).header
+    for card, wanted in (
+        ("---\nlicense: other\nlicense_name: mine\n---\n", {"license": "other", "license_name": "mine"}),
+        ("# no header", {}),
+        ("---\nlicense: [mit\n---\n", {}),
+        ("---\nlicense: [mit, gpl-3.0]\n---\n", {"license": ["mit", "gpl-3.0"]}),
+    ):
+        (backbone / "README.md").write_text(card)
+        assert inherited_licence(str(backbone), None, adapter).header == wanted
+    assert inherited_licence("nano", None, adapter).header == {"license": "apache-2.0"}
+    edit(path, "tags:", "license: mit\ntags:")
+    refresh_card(adapter)
+    refresh_card(adapter)
+    assert ModelCard.load(path).data.license == "mit"
+    assert "| licence | mit, as the author of this card states |" in path.read_text()
+
+
+def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = adapter.parent / "card.md"
+    card.write_text("---\nlicense: mit\n---\n")
+    monkeypatch.setattr(HfApi, "hf_hub_download", lambda *args, **kwargs: str(card))
+    monkeypatch.setattr("comb.hub.read_remote", lambda *args: Remote())
+    (adapter / "README.md").write_text(plan_push(adapter, "me/x", api=HfApi()).card)
+    refresh_card(adapter)
+    assert ModelCard.load(adapter / "README.md").data.license == "mit"
+    model = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
+    model.config.backbone_name_or_path = "owner/other"  # another backbone, another licence
+    model.save_pretrained(adapter)
+    assert ModelCard.load(adapter / "README.md").data.license is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"token": "abcdefgh"}', '{"a": ["--hf_token", "abcdefgh"]}', '["model.options={api_key: abcdefgh}"]',
+        '{"hub_token": "abcdefgh"}', '["--wandb.api-key=abcdefgh"]', '["PASSWORD=abcdefgh"]',
+    ],
+)  # fmt: skip
+def test_secrets_by_name(text: str) -> None:
+    assert b"abcdefgh" not in redact_json(text.encode())
+    json.loads(redact_json(text.encode()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"eos_token": "<|endoftext|>"}', '["train.batch_document_tokens=1000000"]', '{"commit": "c0ffee00c0ffee00"}'],
+)
+def test_what_is_no_secret(text: str) -> None:
+    assert redact_json(text.encode()) == text.encode()
+    assert not holds_secret(text.encode())
