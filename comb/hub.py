@@ -85,7 +85,13 @@ def write_card(config: CombConfig, folder: Path, *, dtype: Any, repo: str | None
 
 
 def refresh_card(folder: Path) -> None:
-    """Renders an adapter folder's card again, with what training and evaluation have written beside it since."""
+    """Renders an adapter's card again, with what training and evaluation have written beside it since.
+
+    Any other folder is left alone.
+    """
+    config, _ = CombConfig.get_config_dict(folder) if (folder / "config.json").is_file() else ({}, None)
+    if config.get("model_type") != CombConfig.model_type:
+        return
     write_card(CombConfig.from_pretrained(folder), folder, dtype=read_weights(folder).dtype)
 
 

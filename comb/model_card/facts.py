@@ -80,10 +80,11 @@ def read_evaluations(folder: Path) -> tuple[Evaluation, ...]:
         record = _read(path)
         if record is None or "results" not in record:
             continue
-        data = next(_sets(record.get("config") or {}), {})
+        parts = list(_sets(record.get("config")))
+        names = dict.fromkeys(str(part["dataset"]) for part in parts)
+        id = hub_id(parts[0]["dataset"], parts[0].get("path")) if len(names) == 1 else None
         scores = tuple(_score(row) for row in record["results"])
-        name = str(data.get("dataset", path.stem))
-        found.append(Evaluation(name, hub_id(name, data.get("path")), record.get("split"), _command(record), scores))
+        found.append(Evaluation(", ".join(names) or path.stem, id, record.get("split"), _command(record), scores))
     return tuple(found)
 
 
@@ -120,15 +121,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Every part of a configuration that names a dataset: one, or those of a mixture."""
-    if isinstance(config, Mapping):
-        if isinstance(config.get("dataset"), str):
-            yield config
-        for value in config.values():
-            yield from _sets(value)
-    elif isinstance(config, list):
-        for value in config:
-            yield from _sets(value)
+    """Every part of a configuration that names a dataset: those of a mixture, or the one there is."""
+    data = config.get("data") if isinstance(config, Mapping) else None
+    if isinstance(data, Mapping):
+        parts = data.get("mixture") or [data]
+        yield from (part for part in parts if isinstance(part, Mapping) and isinstance(part.get("dataset"), str))
 
 
 def _score(row: Mapping[str, Any]) -> Score:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from families import open_gates, tiny
 from huggingface_hub import HfApi, ModelCard
+from transformers import LlamaConfig
 
 from comb import CombForCausalLM
 from comb.evaluation.datasets import hub_id
 from comb.hub import Remote, plan_push, refresh_card
+from comb.model_card.facts import read_evaluations
 from comb.model_card.licence import inherited_licence
 from comb.model_card.merge import CardConflictError, digest, header_text, merge_edits, parse_card
 from comb.redaction import holds_secret, redact_json
@@ -233,3 +235,18 @@ def test_secrets_by_name(text: str) -> None:
 def test_what_is_no_secret(text: str) -> None:
     assert redact_json(text.encode()) == text.encode()
     assert not holds_secret(text.encode())
+
+
+def test_the_sets_of_a_mixture_are_named_and_other_folders_left_alone(tmp_path: Path) -> None:
+    mixture = [{"dataset": "squad", "path": "dev-v2.0.json"}, {"dataset": "babi", "path": "en-10k"}]
+    record = {"config": {"data": {"dataset": "mixture", "mixture": mixture}}, "results": [{"method": "comb", "n": 3}]}
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    [evaluation] = read_evaluations(tmp_path)
+    assert (evaluation.dataset, evaluation.hub_id) == ("squad, babi", None)
+    record["config"]["data"] = {"dataset": "babi", "path": "en-10k"}
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    [evaluation] = read_evaluations(tmp_path)
+    assert (evaluation.dataset, evaluation.hub_id) == ("babi", hub_id("babi", "en-10k"))
+    LlamaConfig().save_pretrained(tmp_path)
+    refresh_card(tmp_path)
+    assert not (tmp_path / "README.md").exists()

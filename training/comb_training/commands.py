@@ -258,16 +258,15 @@ def _evaluate(model: Any, tokenizer: Any, settings: Config, out: Path | None, *,
 
     results, counts = evaluate_heldout(model, tokenizer, settings, split=split)
     console.print(f"{split} data: {counts}")
-    console.print(result_table(results, f"{settings.data.dataset}, {split}"))
+    console.print(result_table(results, f"{settings.data.label}, {split}"))
     if out is None:
         return
     write_results(out, results, seed=settings.data.seed, split=split, data=counts.to_dict(), config=settings.to_dict())
-    if (out.parent / "config.json").exists():  # the results of an adapter beside it: its card shows them
-        refresh_card(out.parent)
+    refresh_card(out.parent)  # of an adapter beside it, whose card shows the results
     written = [str(out)]
     if _has_times(results):
         try:
-            written.append(str(plot_results(results, out.with_suffix(".png"), title=settings.data.dataset)))
+            written.append(str(plot_results(results, out.with_suffix(".png"), title=settings.data.label)))
         except ImportError:
             console.print("no plot: matplotlib is not installed (pip install 'comb-pic\\[demo]')")
     console.print(escape(f"written: {', '.join(written)}"))

@@ -135,6 +135,11 @@ class DataConfig:
     cache_dir: str | None = None
     """Where; null is the folder comb/tokens in the Hugging Face cache (HF_HOME)."""
 
+    @property
+    def label(self) -> str:
+        """The datasets' names, for titles."""
+        return ", ".join(dict.fromkeys(entry.dataset for entry in self.mixture)) or self.dataset
+
     def __post_init__(self) -> None:
         for name in (
             "num_documents", "limit", "max_document_tokens", "max_prompt_tokens", "max_query_tokens", "epoch_examples"

@@ -192,8 +192,7 @@ def run_training(
                 result.model = result.model.backbone
         if distributed.is_main():
             save(result, config)
-            if config.train.method == "comb":
-                refresh_card(result.output_dir)  # it tells what training.json says
+            refresh_card(result.output_dir)  # it tells what training.json says
     distributed.leave()
     return result
 
@@ -222,13 +221,12 @@ def save(result: TrainResult, config: Config) -> None:
         },
     )
     try:
-        data = ", ".join(dict.fromkeys(part.dataset for part in config.data.mixture)) or config.data.dataset
         plot_training(
             result.losses,
             result.output_dir / LOSS_PLOT,
             heldout=result.heldout_losses,
             scores={"exact match": result.heldout_em, "F1": result.heldout_f1},
-            title=f"{config.model.backbone}: {data}",
+            title=f"{config.model.backbone}: {config.data.label}",
         )
     except ImportError:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
