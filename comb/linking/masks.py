@@ -57,7 +57,7 @@ def _for_attention(allowed: Tensor, model: Any) -> Tensor:
 
 def exact_attention(model: Any) -> str:
     """The attention implementation that `model` uses, or that the one it uses stands in for."""
-    name = model.config._attn_implementation
+    name: str = model.config._attn_implementation
     return STAND_INS.get(name, name)
 
 

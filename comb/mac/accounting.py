@@ -92,9 +92,11 @@ class MacReport:
 
     def __str__(self) -> str:
         error = "no audit" if self.error_max is None else f"worst audited error {self.error_max:.3f}"
-        parts = [
-            f"MAC: {self.steps} steps, {100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read, {error}"
+        head = [
+            f"MAC: {self.steps} steps, {100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read",
+            error,
         ]
+        parts = [", ".join(head)]
         exact = ", ".join(f"{reason} {count}" for reason, count in sorted(self.exact.items()))
         if exact:
             parts.append(f"left to exact attention: {exact}")

@@ -41,7 +41,8 @@ def prompt_rows(
     shape = (*query.shape[:3],)
     o = torch.zeros(*shape, values.shape[-1], dtype=kind, device=query.device)
     lse = torch.full(shape, EMPTY, dtype=kind, device=query.device)
-    last = int((high + start[:, None]).max()) if index.numel() else 0
+    # a row whose padding reaches beyond these queries has no summary to make
+    last = min(int((high + start[:, None]).max()), keys.shape[2]) if index.numel() else 0
     some_keys, some_values = keys[:, :, :last].to(kind), values[:, :, :last].to(kind)
     place = torch.arange(last, device=query.device)
     portion = max(1, _MAX_SCORES // max(1, query.shape[0] * heads * last))

@@ -95,7 +95,8 @@ def _find(model: Any) -> dict[int, LayerQueries]:
         decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
     if not recorder.seen:
         raise UnsupportedModelError(
-            f"no layer of {name} computes softmax attention through transformers' AttentionInterface: use it without MAC"
+            f"no layer of {name} computes softmax attention through transformers' AttentionInterface: "
+            "use it without MAC"
         )
     return {index: _explained(probe, *calls) for index, calls in recorder.seen.items()}
 

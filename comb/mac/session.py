@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from comb.linking.cache import LinkCache, LinkLayer, RoomyLayer
 from comb.linking.forward import decoder_of
@@ -35,7 +34,8 @@ from comb.mac.state import MacState
 from comb.mac.step import step
 from comb.methods.base import backbone_of
 
-_GROWING = (DynamicLayer, RoomyLayer, LinkLayer, LinearAttentionAndFullAttentionLayer)
+# kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
+_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, LinkLayer.__name__)
 _OPTIONS = {
     "sliding_window": "sliding window",
     "softcap": "soft cap",
@@ -259,7 +259,7 @@ class MacSession:
         held = _cache_layer(current.cache, index)
         if current.cache is None or held is None:
             return "no cache"
-        if type(held) not in _GROWING:
+        if type(held).__name__ not in _GROWING:
             return _kind_of(held)
         length = call.keys.shape[2]
         if current.mask_length is not None and current.mask_length != length:
@@ -284,7 +284,8 @@ class MacSession:
         return least is not None and length >= least
 
     def _reuse(self, call: Call, layer: _Layer, current: _Pass, *, short: bool) -> Attended:
-        config, (rows, heads, tokens, _), length = layer.config, call.query.shape, call.keys.shape[2]
+        config, length = layer.config, call.keys.shape[2]
+        heads, tokens = call.query.shape[1:3]
         assert current.start is not None
         start = current.start.to(call.query.device)
         index = current.index

@@ -1,4 +1,4 @@
-"""One decode step of MAC attention: match, amend, complete. A pure function of tensors; `MacState.write` keeps its rows.
+"""One decode step of MAC attention: match, amend, complete. A function of tensors; `MacState.write` keeps its rows.
 
 Positions are counted per row without its padding: row b's keys begin at key index ``start[b]``, its query stands at
 m = L - 1 - start[b]. With sink F and E(p) = max(p + 1 - r, 0), per row and query head:
@@ -190,7 +190,7 @@ def _gathered(
 def _missed(
     query: Tensor, keys: Tensor, values: Tensor, low: Tensor, high: Tensor, hit: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the key indices [low, high) where a head has no match; key/value heads without a miss aren't read."""
+    """Attention to the key indices [low, high) where a head has no match; heads that all hit aren't read."""
     kind, groups = accumulator(query.dtype), keys.shape[1]
     per_group = query.shape[1] // groups
     o = torch.zeros(*query.shape[:2], values.shape[-1], dtype=kind, device=query.device)
