@@ -254,13 +254,13 @@ class MacSession:
             return "dropout"
         if torch.is_grad_enabled() and call.query.requires_grad:
             return "gradients"
-        if current.unclear:
-            return current.unclear
         held = _cache_layer(current.cache, index)
         if current.cache is None or held is None:
             return "no cache"
         if type(held).__name__ not in _GROWING:
             return _kind_of(held)
+        if current.unclear:
+            return current.unclear
         length = call.keys.shape[2]
         if current.mask_length is not None and current.mask_length != length:
             return "mask of another length"
