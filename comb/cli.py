@@ -15,6 +15,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from comb.bench.commands import bench
+from comb.bench.mac_command import mac_command as _mac_command  # noqa: F401  registers `comb bench mac`
 
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",

@@ -32,6 +32,7 @@ class StreamSpec:
     Args:
         context, steps: tokens of the prompt, and decode steps behind it.
         drift: how far content moves per token: 0 stands still, 1 is another query every time.
+        cycle: tokens after which a head's content comes back: from 1 for the first head to this for the last one.
         recency: by how much the latest key's score stands above others', in nats.
         content: standard deviation of scores by content, in nats.
         white: white noise in all channels instead, where nothing of the above holds.
@@ -43,6 +44,7 @@ class StreamSpec:
     kv_heads: int = 2
     width: int = 64
     drift: float = 0.05
+    cycle: int = 1
     recency: float = 10.0
     content: float = 1.0
     white: bool = False
@@ -81,7 +83,7 @@ def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
         fast = torch.arange(half // 8, half // 2)
         # as far apart as white queries of the whole width, so that thresholds mean the same
         size = (width / len(slow)) ** 0.5
-        queries[:, :, slow] = size * _walk(noise, spec.heads, tokens, len(slow), spec.drift)
+        queries[:, :, slow] = size * _walk(noise(spec.heads, tokens, len(slow)), spec)
         keys[:, :, slow] = (
             spec.content / (len(slow) ** 0.5 * size) * width**0.5 * noise(spec.kv_heads, tokens, len(slow))
         )
@@ -94,11 +96,12 @@ def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
     )
 
 
-def _walk(noise: Any, heads: int, tokens: int, width: int, drift: float) -> Tensor:
-    """Unit-variance queries [H, N, width], each a little off the last one."""
-    rows = noise(heads, tokens, width)
-    for token in range(1, tokens):
-        rows[:, token] = (1 - drift**2) ** 0.5 * rows[:, token - 1] + drift * rows[:, token]
+def _walk(rows: Tensor, spec: StreamSpec) -> Tensor:
+    """Unit-variance queries [H, N, width], each a little off the one a cycle before it."""
+    for head, own in enumerate(rows):
+        cycle = round(spec.cycle ** (head / max(1, spec.heads - 1)))
+        for token in range(cycle, len(own)):
+            own[token] = (1 - spec.drift**2) ** 0.5 * own[token - cycle] + spec.drift * own[token]
     return rows
 
 
@@ -106,7 +109,8 @@ def _rotate(tensor: Tensor, positions: Tensor) -> Tensor:
     half = tensor.shape[-1] // 2
     angles = positions.double()[:, None] * _BASE ** (-torch.arange(half).double() / half)
     first, second = tensor[..., :half], tensor[..., half:]
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 @dataclass(frozen=True)
