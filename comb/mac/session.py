@@ -50,7 +50,8 @@ class _Pass:
     """One forward pass of the decoder.
 
     Args:
-        tokens: N, per row. cache: what it reads and writes; None without one.
+        decodes: one token per row behind all others; anything else is a prompt, or a part of one.
+        cache: what it reads and writes; None without one.
         index: key indices [N] of the queries where they are scattered (linking); None: the last N.
         start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
         mask_length: keys that the mask covers; None without one.
@@ -58,7 +59,7 @@ class _Pass:
         audited: exact attention is computed as well.
     """
 
-    tokens: int
+    decodes: bool
     cache: Any
     index: Tensor | None
     start: Tensor | None
@@ -165,7 +166,7 @@ class MacSession:
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         given = {**bound, **bound.get("kwargs", {})}
         self._pass = self._understood(given)
-        if self._pass.tokens == 1:
+        if self._pass.decodes:
             self.steps += 1
             self._pass.audited = self.config.audit_every > 0 and self.steps % self.config.audit_every == 0
         else:
@@ -211,7 +212,8 @@ class MacSession:
             start, unclear = None, "mask of the caller's own"
         if isinstance(positions, Tensor) and positions.ndim != 2:
             unclear = "positions of several axes"
-        return _Pass(tokens, cache, index, start, mask_length, positions, unclear)
+        # a single row that linking computes is still a part of a prompt: it may stand anywhere
+        return _Pass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
 
     def _check_continuity(self, cache: Any) -> None:
         """Empties the rings of layers whose keys aren't those that were seen last."""
@@ -237,13 +239,15 @@ class MacSession:
         if layer is None or call.module is not layer.queries.module:
             return call.exact()  # another attention than the decoder's own layers
         reason = layer.off or self._reason(call, current, index)
-        if current.tokens == 1:
+        if current.decodes:
             reason = reason or self._too_small(call, layer, current)
             if reason:
                 self.exact[reason] += 1
         if reason and reason != _SHORT:
             return call.exact()
-        return self._reuse(call, layer, current, short=bool(reason))
+        # autocast would take sums in 16 bits
+        with torch.autocast(call.query.device.type, enabled=False):
+            return self._reuse(call, layer, current, decodes=current.decodes and not reason)
 
     def _reason(self, call: Call, current: _Pass, index: int | None) -> str:
         """Why this call has to be left to exact attention; empty if it hasn't."""
@@ -283,7 +287,8 @@ class MacSession:
         least = self._least[key]
         return least is not None and length >= least
 
-    def _reuse(self, call: Call, layer: _Layer, current: _Pass, *, short: bool) -> Attended:
+    def _reuse(self, call: Call, layer: _Layer, current: _Pass, *, decodes: bool) -> Attended:
+        """Exact attention that leaves rows, or one step of MAC."""
         config, length = layer.config, call.keys.shape[2]
         heads, tokens = call.query.shape[1:3]
         assert current.start is not None
@@ -293,7 +298,7 @@ class MacSession:
         positions = index[None] if current.positions is None else current.positions.to(start.device)
         state = self._state(call, layer, start)
         state.crop(index[0] - start)
-        if tokens > 1 or short:
+        if not decodes:
             output = call.exact()
             keep = rows_to_keep(index, config)
             if bool(keep.any()):

@@ -76,10 +76,23 @@ def test_linking_leaves_rows_of_what_it_computed() -> None:
         state = method.link(picaches, QUERY)
         rows = {index: sorted(p for p in ring.pos[0].tolist() if p >= 0) for index, ring in session.states().items()}
         starts = [*range(20, 24), *range(45, 49)]
+        assert session.report().steps == 0
         assert rows == {key: [*starts, *range(60, 66)] for key in range(4)}  # the last token is left to `generate`
         state.generate(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert session.report().hit_rate == 1.0
         assert session.report().events in ({}, {"new prompt": 1})
+
+
+def test_a_single_recomputed_token_is_no_decode_step() -> None:
+    model = tiny("llama", std=0.2)
+    method = methods.create("legolink", model, k=1)
+    picaches = method.compile(SEGMENTS[:2])
+    exact = method.link(picaches, QUERY[:1]).logits
+    with mac(model, FREE) as session:
+        state = method.link(picaches, QUERY[:1])
+        assert session.report().steps == 0
+        assert {tuple(p for p in ring.pos[0].tolist() if p >= 0) for ring in session.states().values()} == {(20,)}
+    assert torch.equal(exact, state.logits)
 
 
 @pytest.mark.parametrize("method", ["comb", "full", "legolink:4"])

@@ -10,6 +10,7 @@ import torch
 from families import BASE, tiny
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from comb.linking.forward import decoder_of
 from comb.mac import MacConfig, MacSession, mac
@@ -293,6 +294,32 @@ def test_what_mac_does_not_know_is_exact_and_counted(family: str, reasons: set[s
     assert report.layers == ()
     layers = len(find_queries(model))
     assert sum(report.exact.values()) == layers * (NEW - 1)
+
+
+def test_autocast_takes_no_sums_in_16_bits() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    seen = []
+    config = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=1, audit_bound=None)
+    for cast in (False, True):
+        with mac(model, config) as session, torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            decode(model, ids)
+        seen.append(session.report().error_max)
+    for error in seen:
+        assert error is not None
+        assert error < 1e-5
+
+
+def test_quantised_caches_are_exact() -> None:
+    class QuantizedLayer(DynamicLayer):
+        """As transformers' own, whose keys aren't what attention sees; without the packages that those need."""
+
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache = DynamicCache()
+    cache.layers = [QuantizedLayer() for _ in range(4)]
+    with mac(model, FREE) as session:
+        forward(model, ids, cache)
+        forward(model, ids[:, :1], cache)
+    assert session.report().exact == {"quantised cache": 4}
 
 
 def test_static_caches_holes_and_other_masks_are_exact() -> None:
