@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +11,8 @@ from comb.bench import commands
 from comb.bench.commands import Backbone, Device, Dtype, Model, Out, Seed, bench
 
 QUALITY = "context;context:max_chain=none,max_drift=false;generation;generation:tau=0.9"
+FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
+"""A stream whose attention isn't all near the cursor, so that old summaries show."""
 SMALL = "window=64,band=32,min_length=64,audit_every=4,audit_bound=none"
 
 
@@ -66,7 +68,7 @@ def mac_command(
     spec = StreamSpec(wanted[len(wanted) // 2], steps, drift=drift, recency=recency, seed=seed)
     points = sweep_streams(
         spec, chosen, contexts=wanted, taus=numbers(taus, "--taus", most=1), windows=integers(windows, "--windows"),
-        bands=integers(bands, "--bands"), drift_spec=replace(spec, recency=4.0, content=2.0),
+        bands=integers(bands, "--bands"), drift_spec=replace(spec, **FAR),
     )  # fmt: skip
     answers: list[QualityResult] = []
     if configs:

@@ -125,7 +125,8 @@ def _sweep(axes: Any, points: Sequence[SweepPoint], sweep: str) -> None:
     other.set_ylabel("relative error", color="#d65f5f")
     other.set_ylim(bottom=0)
     lines = [*axes.get_lines(), *other.get_lines()]
-    axes.legend(lines, [line.get_label() for line in lines], frameon=False, fontsize="small", loc="center left")
+    axes.legend(lines, [line.get_label() for line in lines], frameon=False, fontsize="small", ncols=3,
+                loc="lower center", bbox_to_anchor=(0.5, 1.0))  # fmt: skip
 
 
 def _drift(axes: Any, points: Sequence[SweepPoint]) -> None:
@@ -141,8 +142,8 @@ def _drift(axes: Any, points: Sequence[SweepPoint]) -> None:
         )  # fmt: skip
     axes.set_xlabel("decode step")
     axes.set_ylabel("relative error, running mean")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize="x-small")
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
+    axes.legend(frameon=False, fontsize="x-small", ncols=2, loc="upper left")
 
 
 def _trade_off(axes: Any, points: Sequence[SweepPoint]) -> None:
