@@ -10,7 +10,7 @@ import typer
 from comb.bench import commands
 from comb.bench.commands import Backbone, Device, Dtype, Model, Out, Seed, bench
 
-QUALITY = "context;context:max_chain=none,max_drift=false;generation;generation:tau=0.9"
+QUALITY = "context;context:max_chain=none,max_drift=false;generation;generation:tau=0.9;context:audit_bound=0.25"
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
 """A stream whose attention isn't all near the cursor, so that old summaries show."""
 SMALL = "window=64,band=32,min_length=64,audit_every=4,audit_bound=none"
