@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from comb.bench.commands import bench
+from comb.bench.mac_command import mac_command as _mac_command  # noqa: F401  registers `comb bench mac`
 
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",
@@ -181,6 +182,9 @@ def ask(
     max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = 64,
     repeat: Annotated[int, typer.Option(min=1, help="ask again: the second time documents come from the cache")] = 1,
     cache: Annotated[Path | None, typer.Option(help="folder that keeps compiled documents between runs")] = None,
+    mac: Annotated[
+        str | None, typer.Option(help="reuse attention while decoding: context, generation, generation:band=128, ...")
+    ] = None,
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -198,7 +202,8 @@ def ask(
     loaded = load(model, backbone=backbone, dtype=dtype, device=device)
     method = method or ("comb" if isinstance(loaded, CombForCausalLM) else "full")
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
-    engine = PICEngine(loaded, load_tokenizer(model, loaded), method=method, store=store, splitter=splitter)
+    tokenizer = load_tokenizer(model, loaded)
+    engine = PICEngine(loaded, tokenizer, method=method, store=store, splitter=splitter, mac=mac)
     for _ in range(repeat):
         answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
         console.print(f"[bold]{escape(answer.text)}[/]")

@@ -20,6 +20,7 @@ from comb.compatibility import check_tokenizer, load_tokenizer
 from comb.decoding import AnswerStream, Clock, check_wanted, decoding_settings, trim, with_length
 from comb.documents import Document, Message, Prompt, PromptBuilder, as_document, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError, by_document
+from comb.mac import MacConfig, MacSession
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, backbone_of
 from comb.methods.full import token_picache
 from comb.picache import PICache, content_key
@@ -69,6 +70,8 @@ class PICEngine:
             budget (``"paragraphs:512"``), a `Splitter`, or a function from text to character offsets; whole by default.
         salt: separates tenants; documents are never shared between engines with different salts.
         prompt_builder: how documents and question become tokens.
+        mac: decode with Match-Amend-Complete attention (docs/mac.md): a `MacConfig`, or its text ("generation"). None
+            is exact attention.
         encoder_enabled: False answers from the plain backbone with the documents in the prompt; may be changed at any
             time, and per call.
         parameters: of the method.
@@ -89,6 +92,7 @@ class PICEngine:
         prompt_builder: PromptBuilder | None = None,
         encoder_enabled: bool = True,
         splitter: str | Splitter | Boundaries = "whole",
+        mac: MacConfig | str | None = None,
         **parameters: Any,
     ) -> None:
         check_tokenizer(model, tokenizer)
@@ -99,6 +103,7 @@ class PICEngine:
         self.salt = salt
         self.encoder_enabled = encoder_enabled
         self.splitter = splitting.create(splitter)
+        self.mac = MacConfig.parse(mac) if isinstance(mac, str) else mac
         self.library = Library(self.store)
         self.method = self._make_method(method, parameters)
         self._plain = methods.create("full", model)
@@ -112,6 +117,7 @@ class PICEngine:
         store: PICacheStore | None = None,
         salt: str = "",
         splitter: str | Splitter | Boundaries = "whole",
+        mac: MacConfig | str | None = None,
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> PICEngine:
@@ -125,7 +131,7 @@ class PICEngine:
             places = ("revision", "subfolder", *HUB_ARGUMENTS)
             hub = {key: value for key, value in model_kwargs.items() if key in places}
             tokenizer = load_tokenizer(name_or_path, model, **hub)
-        return cls(model, tokenizer, method=method, store=store, salt=salt, splitter=splitter)
+        return cls(model, tokenizer, method=method, store=store, salt=salt, splitter=splitter, mac=mac)
 
     # ---- questions ----
 
@@ -318,11 +324,13 @@ class PICEngine:
             size = len(rows) if method.batches else 1
             for first in range(0, len(rows), size):
                 check_wanted(stop)
-                state = _link(method, rows[first : first + size])
-                stack.callback(state.release)
-                check_wanted(stop)
                 clock = Clock(start, stop)
-                token_ids = _decode(state, method, settings, clock)
+                with ExitStack() as decoding:
+                    session = None if self.mac is None else decoding.enter_context(MacSession(method.model, self.mac))
+                    state = _link(method, rows[first : first + size])
+                    stack.callback(state.release)
+                    check_wanted(stop)
+                    token_ids = _decode(state, method, settings, clock)
                 total_s = time.perf_counter() - start
                 for index, ids in enumerate(token_ids):
                     row = call.segments[first + index]
@@ -337,6 +345,7 @@ class PICEngine:
                         cache_bytes=_cache_bytes(row, state, index, handles),
                         ttft_s=total_s if clock.ttft_s is None else clock.ttft_s,
                         total_s=total_s,
+                        mac=None if session is None else session.report(),
                     )
                     answers.append(Answer(self.tokenizer.decode(ids, skip_special_tokens=True), ids, report))
         return answers

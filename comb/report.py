@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from comb.library import Segment
+from comb.mac.accounting import MacReport
 from comb.methods.base import SegmentState, SegmentUse
 from comb.store import Handle
 
@@ -77,6 +78,7 @@ class Report:
         cache_bytes: bytes of the PICaches this answer was read from.
         ttft_s: seconds from the call to the first token, compilation included; in a batch, of the whole batch.
         total_s: seconds from the call to the last token.
+        mac: what MAC attention reused, of the whole batch; None without it.
     """
 
     method: str
@@ -88,6 +90,7 @@ class Report:
     cache_bytes: int
     ttft_s: float
     total_s: float
+    mac: MacReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -101,7 +104,8 @@ class Report:
             f"{1000 * self.total_s:.1f} ms, prompt {self.prompt_tokens} tokens, "
             f"{self.recomputed_tokens} document tokens recomputed, cache {format_bytes(self.cache_bytes)}"
         )
-        return "\n".join([head, *(f"  {document}" for document in self.documents)])
+        reused = [] if self.mac is None else [f"  {self.mac}"]
+        return "\n".join([head, *(f"  {document}" for document in self.documents), *reused])
 
 
 @dataclass(frozen=True)

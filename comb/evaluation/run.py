@@ -19,6 +19,7 @@ from tqdm import tqdm
 from comb.documents import Document, Example, PromptBuilder
 from comb.engine import PICEngine
 from comb.evaluation.metrics import score
+from comb.mac.config import MacConfig
 from comb.store import PICacheStore
 
 logger = logging.getLogger(__name__)
@@ -172,12 +173,14 @@ class Setting:
     builder: PromptBuilder
     query_template: str = "{query}"
     splitter: str | None = None
+    mac: MacConfig | None = None
 
     def engine(self, method: str, store: PICacheStore | None = None) -> PICEngine:
         """A fresh engine. Raises ValueError where the method is unknown or doesn't fit the model."""
         name = "full" if method == NO_DOCUMENTS else method
         extra: dict[str, Any] = {} if self.splitter is None else {"splitter": self.splitter}
-        return PICEngine(self.model, self.tokenizer, method=name, store=store, prompt_builder=self.builder, **extra)
+        extra |= {"prompt_builder": self.builder, "mac": self.mac}
+        return PICEngine(self.model, self.tokenizer, method=name, store=store, **extra)
 
     def request(self, method: str, example: Example) -> tuple[str, Sequence[Document]]:
         """Question and documents; no documents for the control "none"."""

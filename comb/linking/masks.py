@@ -17,7 +17,10 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from comb.linking.cache import Rows
 from comb.linking.positions import UnmovableError
 
-MASKED_ATTENTION = ("sdpa", "eager")
+STAND_INS = {"comb_mac": "sdpa", "comb_mac_eager": "eager"}
+"""Attention that stands in for another (`comb.mac`), takes its masks and computes a prompt as it does."""
+
+MASKED_ATTENTION = ("sdpa", "eager", *STAND_INS)
 """Attention implementations that take a mask tensor; others are put aside for the length of a pass."""
 
 
@@ -47,24 +50,38 @@ class Masks:
 
 def for_attention(allowed: Tensor, model: Any) -> Tensor:
     """A mask in the form that the model's attention takes: bool for sdpa, 0 and the least number for eager."""
-    if model.config._attn_implementation != "eager":
+    if exact_attention(model) != "eager":
         return allowed
     shut = torch.finfo(model.dtype).min
     return torch.zeros(allowed.shape, dtype=model.dtype, device=allowed.device).masked_fill_(~allowed, shut)
 
 
+def exact_attention(model: Any) -> str:
+    """The attention implementation that `model` uses, or that the one it uses stands in for."""
+    name: str = model.config._attn_implementation
+    return STAND_INS.get(name, name)
+
+
 @contextmanager
-def masked_attention(model: Any) -> Iterator[None]:
-    """For a while, an attention that takes masks in place of one that doesn't (flash attention)."""
+def attention(model: Any, name: str) -> Iterator[None]:
+    """For a while, the attention implementation of this name."""
     before = model.config._attn_implementation
-    if before in MASKED_ATTENTION:
+    if before == name:
         yield
         return
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def masked_attention(model: Any) -> Iterator[None]:
+    """For a while, an attention that takes masks in place of one that doesn't (flash attention)."""
+    now = model.config._attn_implementation
+    with attention(model, now if now in MASKED_ATTENTION else "sdpa"):
+        yield
 
 
 def mask_candidates(model: Any) -> list[Masks]:

@@ -43,12 +43,18 @@ class Frequencies:
         fixed: [m]; used when `module` is None.
         module, buffer: where a rotary module keeps frequencies that may change with the prompt's length.
         arguments: that the module wants beside hidden state and positions (Gemma 3: the layer type).
+        scaling: by which the module multiplies cosines and sines (YaRN's attention factor).
     """
 
     fixed: Tensor
     module: nn.Module | None = None
     buffer: str = ""
     arguments: tuple[tuple[str, Any], ...] = ()
+    scaling: float = 1.0
+
+    def now(self) -> Tensor:
+        """[m] float64, as the model's last forward pass used them."""
+        return self.fixed if self.module is None else getattr(self.module, self.buffer).detach().double()
 
     def at(self, length: int) -> Tensor:
         """[m] float64, as the model uses them in a prompt of `length` tokens."""
@@ -156,17 +162,42 @@ def find_positions(model: Any) -> PositionMap:
     return _with_position_ids(model) if takes_positions(model) else _without_position_ids(model)
 
 
+class Probe:
+    """Single tokens at several positions, and which rotation explains how a tensor made from them changes.
+
+    Args:
+        model: whose rotary embeddings are the candidates.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.sources, self.scaled = _frequency_sources(model)
+        self.limit = _original_length(model) if self.scaled else None
+        self.positions = _probe_positions(model, self.limit)
+        self.device = model.get_input_embeddings().weight.device
+        self._ids = _probe_ids(model)
+        self._candidates = [(index, source.at(1).to(self.device)) for index, source in enumerate(self.sources)]
+        self._tolerance = _EXPLAINS.get(model.dtype, _EXPLAINS_16_BIT)
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Token ids and position ids, both [probe tokens x positions, 1]."""
+        tokens = torch.tensor(self._ids).repeat_interleave(len(self.positions))[:, None]
+        return tokens, torch.tensor(list(self.positions)).repeat(len(self._ids))[:, None]
+
+    def by_position(self, tensor: Tensor) -> Tensor:
+        """What the inputs gave, [probe tokens x positions, H, 1, D], as [probe tokens, positions, H, D] float64."""
+        return tensor.double()[:, :, 0].reshape(len(self._ids), len(self.positions), *tensor.shape[1:2], -1)
+
+    def explain(self, seen: Tensor) -> Rotation | str | None:
+        """The rotation behind `seen`, as `by_position` gives it; "still": nothing changes; None: nothing fits."""
+        candidates = [(index, frequencies.to(seen.device)) for index, frequencies in self._candidates]
+        return _explain(seen, self.positions, candidates, self._tolerance)
+
+
 def _with_position_ids(model: Any) -> PositionMap:
-    sources, scaled = _frequency_sources(model)
-    limit = _original_length(model) if scaled else None
-    positions = _probe_positions(model, limit)
-    shots = _single_tokens(model, positions)
-    device = shots[0][0].device
-    candidates = [(index, source.at(1).to(device)) for index, source in enumerate(sources)]
-    tolerance = _EXPLAINS.get(model.dtype, _EXPLAINS_16_BIT)
+    probe = Probe(model)
     layers = []
-    for number, tensors in enumerate(shots):
-        found = [_explain(tensor, positions, candidates, tolerance) for tensor in tensors]
+    for number, tensors in enumerate(_single_tokens(model, probe)):
+        found = [probe.explain(tensor) for tensor in tensors]
         if any(explanation is None for explanation in found):
             part = "keys" if found[0] is None else "values"
             raise UnmovableError(
@@ -174,8 +205,9 @@ def _with_position_ids(model: Any) -> PositionMap:
                 "explains (learned absolute positions?), so a compiled document can't be moved to another place"
             )
         layers.append(tuple(None if item == "still" else item for item in found))
-    turning = scaled and any(rotation is not None for layer in layers for rotation in layer)
-    return PositionMap(tuple(layers), tuple(sources), turning, limit if turning else None)  # type: ignore[arg-type]
+    turning = probe.scaled and any(rotation is not None for layer in layers for rotation in layer)
+    limit = probe.limit if turning else None
+    return PositionMap(tuple(layers), tuple(probe.sources), turning, limit)  # type: ignore[arg-type]
 
 
 def _without_position_ids(model: Any) -> PositionMap:
@@ -196,19 +228,16 @@ def _without_position_ids(model: Any) -> PositionMap:
     return PositionMap(((None, None),) * len(caches[0].layers), ())
 
 
-def _single_tokens(model: Any, positions: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+def _single_tokens(model: Any, probe: Probe) -> list[tuple[Tensor, Tensor]]:
     """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves."""
-    ids = _probe_ids(model)
-    tokens = torch.tensor(ids).repeat_interleave(len(positions))[:, None]
-    where = torch.tensor(list(positions)).repeat(len(ids))[:, None]
+    tokens, where = probe.inputs()
     cache = DynamicCache()
     run_decoder(model, tokens, cache, position_ids=where)
     shots = []
     for layer in cache.layers:
         if layer.keys is None or layer.values is None or layer.keys.ndim != 4:
             raise UnmovableError(f"a cache layer holds {type(layer).__name__} without keys and values per token")
-        shots.append(tuple(t[:, :, 0].reshape(len(ids), len(positions), *t.shape[1:2], -1) for t in
-                           (layer.keys.double(), layer.values.double())))  # fmt: skip
+        shots.append((probe.by_position(layer.keys), probe.by_position(layer.values)))
     if not all(bool(torch.isfinite(tensor).all()) for shot in shots for tensor in shot):
         raise UnmovableError(f"the backbone computes NaN or infinite keys and values in {model.dtype}")
     return shots
@@ -266,15 +295,21 @@ def _frequency_sources(model: Any) -> tuple[list[Frequencies], bool]:
         )
         kind = kinds[layer_type] if isinstance(kinds, dict) and layer_type else kinds
         fixed = buffer.detach().double()
+        prefix = name.removesuffix("inv_freq")
+        scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
         if isinstance(kind, str) and any(word in kind for word in LENGTH_DEPENDENT):
             scaled = True
             arguments = (("layer_type", layer_type),) if layer_type else ()
-            found.append(Frequencies(fixed, module, name, arguments))
-        elif not any(s.module is None and s.fixed.shape == fixed.shape and torch.equal(s.fixed, fixed) for s in found):
-            found.append(Frequencies(fixed))
+            found.append(Frequencies(fixed, module, name, arguments, scaling))
+        elif not any(s.module is None and s.scaling == scaling and _same(s.fixed, fixed) for s in found):
+            found.append(Frequencies(fixed, scaling=scaling))
     if not found:
         found = [Frequencies(frequencies) for frequencies in _by_formula(model)]
     return found, scaled
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(left, right)
 
 
 def _frequency_buffers(model: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from comb.linking.cache import LinkCache, Span, assemble
 from comb.linking.forward import run_decoder, takes_positions
-from comb.linking.masks import Masks, cache_kinds, mask_candidates, masked_attention
+from comb.linking.masks import Masks, attention, cache_kinds, exact_attention, mask_candidates, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import PositionMap, UnmovableError, find_positions
 from comb.picache import DecoderPICache
@@ -48,14 +48,15 @@ def find_support(model: Any) -> Support:
     Raises:
         UnmovableError: when it can't be, with the reason.
     """
-    attention, stamp = model.config._attn_implementation, weights_stamp(model)
+    name, stamp = exact_attention(model), weights_stamp(model)
     known: dict[str, tuple[int, Support | str]] = model.__dict__.setdefault("_comb_link_support", {})
-    if attention not in known or known[attention][0] != stamp:
+    if name not in known or known[name][0] != stamp:
         try:
-            known[attention] = stamp, _try(model)
+            with attention(model, name):
+                known[name] = stamp, _try(model)
         except UnmovableError as error:
-            known[attention] = stamp, str(error)
-    found = known[attention][1]
+            known[name] = stamp, str(error)
+    found = known[name][1]
     if isinstance(found, str):
         raise UnmovableError(found)
     return found

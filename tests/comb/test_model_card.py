@@ -66,7 +66,8 @@ def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
     write_results(adapter, "nano", {**ROW, "n": 7})
     training = {"argv": ["/x/comb_training/train.py", "c.yaml"], "steps": 1200, "seconds": 61.4, "answer_seconds": 20,
                 "ranks": 2, "seed": 3, "parameters": {"trainable": 10, "all": 1010},
-                "tokens": {"examples": 7000, "different_documents": 900},
+                "tokens": {"examples": 7000, "different_documents": 900, "document_tokens": {"median": 120.5},
+                           "target_tokens": {"median": 4}},
                 "config": {"data": {"mixture": [{"dataset": "squad"}, {"dataset": "nano"}]},
                            "train": {"answers": "gold", "learning_rate": 0.001}}}  # fmt: skip
     (adapter / "training.json").write_text(json.dumps(training))
@@ -85,6 +86,7 @@ def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
     assert "1,000 (the backbone)" in card.text
     assert "1,200 steps, 61 s of optimisation, 20 s for the answers before it, on 2 processes" in card.text
     assert "7,000 questions over 900 different documents" in card.text
+    assert "120 per document, 4 per answer" in card.text
     assert "/squad_v2), `nano` (not on the Hub)" in card.text
     (adapter / "training.json").write_text("{")
     with pytest.raises(ValueError, match=r"training\.json is damaged"):

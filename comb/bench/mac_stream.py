@@ -1,0 +1,198 @@
+"""Synthetic decoding streams for MAC: queries that resemble earlier ones, and what reusing attention does to them.
+
+White noise says nothing about real models: under a rotary embedding even equal queries at two positions look at far
+keys in unrelated ways, and any reuse is wrong (`white=True` is that control). What is made here has the two properties
+that MAC rests on, each with a strength of its own: *content* lies in slow rotary pairs, which hardly turn within a
+window, and moves a little with every token; *recency* lies in fast pairs and draws attention to the latest keys.
+
+Shapes: N = context + steps tokens, H query heads, G key/value heads, D channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comb.mac.algebra import attend
+from comb.mac.config import MacConfig
+from comb.mac.fill import prompt_rows
+from comb.mac.state import MacState
+from comb.mac.step import step
+
+_BASE = 500_000.0
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """What a stream is like.
+
+    Args:
+        context, steps: tokens of the prompt, and decode steps behind it.
+        drift: how far content moves per token: 0 stands still, 1 is another query every time.
+        cycle: tokens after which a head's content comes back: from 1 for the first head to this for the last one.
+        recency: by how much the latest key's score stands above others', in nats.
+        content: standard deviation of scores by content, in nats.
+        white: white noise in all channels instead, where nothing of the above holds.
+    """
+
+    context: int
+    steps: int
+    heads: int = 8
+    kv_heads: int = 2
+    width: int = 64
+    drift: float = 0.05
+    cycle: int = 1
+    recency: float = 10.0
+    content: float = 1.0
+    white: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Queries [H, N, D] before and after the rotary embedding, keys and values [G, N, D]."""
+
+    spec: StreamSpec
+    unrotated: Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
+    """The same stream for the same specification. `width` must be a multiple of 8."""
+    if spec.width % 8 or spec.heads % spec.kv_heads:
+        raise ValueError(f"width must be a multiple of 8 and heads one of kv_heads, got {spec}")
+    generator = torch.Generator().manual_seed(spec.seed)
+    tokens, width, half = spec.context + spec.steps, spec.width, spec.width // 2
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    values = noise(spec.kv_heads, tokens, width)
+    if spec.white:
+        queries = noise(spec.heads, 1, width).expand(-1, tokens, -1).clone()
+        keys = spec.content * noise(spec.kv_heads, tokens, width)
+    else:
+        queries = torch.zeros(spec.heads, tokens, width, dtype=torch.float64)
+        keys = torch.zeros(spec.kv_heads, tokens, width, dtype=torch.float64)
+        slow = torch.cat([torch.arange(half - half // 4, half), torch.arange(width - half // 4, width)])
+        fast = torch.arange(half // 8, half // 2)
+        # as far apart as white queries of the whole width, so that thresholds mean the same
+        size = (width / len(slow)) ** 0.5
+        queries[:, :, slow] = size * _walk(noise(spec.heads, tokens, len(slow)), spec)
+        keys[:, :, slow] = (
+            spec.content / (len(slow) ** 0.5 * size) * width**0.5 * noise(spec.kv_heads, tokens, len(slow))
+        )
+        strength = (spec.recency * width**0.5 / len(fast)) ** 0.5
+        queries[:, :, fast] = strength
+        keys[:, :, fast] = strength
+    place = torch.arange(tokens)
+    return Stream(
+        spec, queries.to(dtype), _rotate(queries, place).to(dtype), _rotate(keys, place).to(dtype), values.to(dtype)
+    )
+
+
+def _walk(rows: Tensor, spec: StreamSpec) -> Tensor:
+    """Unit-variance queries [H, N, width], each a little off the one a cycle before it."""
+    for head, own in enumerate(rows):
+        cycle = round(spec.cycle ** (head / max(1, spec.heads - 1)))
+        for token in range(cycle, len(own)):
+            own[token] = (1 - spec.drift**2) ** 0.5 * own[token - cycle] + spec.drift * own[token]
+    return rows
+
+
+def _rotate(tensor: Tensor, positions: Tensor) -> Tensor:
+    half = tensor.shape[-1] // 2
+    angles = positions.double()[:, None] * _BASE ** (-torch.arange(half).double() / half)
+    first, second = tensor[..., :half], tensor[..., half:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+@dataclass(frozen=True)
+class StreamResult:
+    """What MAC did to a stream.
+
+    Args:
+        hit_rate, skip_ratio: over steps and heads; skip ratio with misses as 0.
+        keys_read, keys_exact: over all steps and heads.
+        most_read_on_hit: the most keys that any head read on any hit.
+        errors: per step, relative error of the output over all heads.
+        ring_bytes, key_bytes: of the rings, and of the keys and values themselves.
+    """
+
+    name: str
+    spec: StreamSpec
+    window: int
+    band: int
+    tau: float
+    hit_rate: float
+    skip_ratio: float
+    keys_read: int
+    keys_exact: int
+    most_read_on_hit: int
+    errors: tuple[float, ...]
+    ring_bytes: int
+    key_bytes: int
+
+    @property
+    def read_share(self) -> float:
+        """Keys read over what exact attention reads."""
+        return self.keys_read / self.keys_exact
+
+    @property
+    def error_mean(self) -> float:
+        """Over all steps."""
+        return sum(self.errors) / len(self.errors)
+
+    def error_between(self, first: float, last: float) -> float:
+        """Mean error of the steps between two shares of the decode, such as 0.9 and 1."""
+        part = self.errors[int(first * len(self.errors)) : max(1, int(last * len(self.errors)))]
+        return sum(part) / len(part)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def run_stream(stream: Stream, config: MacConfig, name: str = "") -> StreamResult:
+    """Decodes a stream with MAC beside exact attention, counting every key that a head reads."""
+    spec, scale, start = stream.spec, stream.spec.width**-0.5, torch.zeros(1, dtype=torch.long)
+    keys, values = stream.keys[None], stream.values[None]
+    state = MacState.empty(1, spec.heads, spec.width, spec.width, config, stream.keys)
+    last = torch.arange(max(0, spec.context - config.window), spec.context)
+    prompt = slice(0, spec.context)
+    state.write(
+        prompt_rows(
+            stream.unrotated[None, :, last], stream.queries[None, :, last], keys[:, :, prompt], values[:, :, prompt],
+            last, start, config, scale,
+        )
+    )  # fmt: skip
+    group = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
+    read = exact_read = hits = most = 0
+    skipped, errors = 0.0, []
+    for m in range(spec.context, spec.context + spec.steps):
+        seen = slice(0, m + 1)
+        query = stream.queries[None, :, m]
+        done = step(
+            state, stream.unrotated[None, :, m], query, keys[:, :, seen], values[:, :, seen], start, config, scale
+        )
+        state.write(done.rows)
+        exact, _ = attend(query[0], stream.keys[group, seen], stream.values[group, seen], scale)
+        errors.append(float((done.output[0] - exact).norm() / exact.norm()))
+        hit = done.match.hit[0]
+        read += int(done.keys_read.sum())
+        exact_read += spec.heads * (m + 1)
+        hits += int(hit.sum())
+        skipped += float((1 - done.keys_read[0][hit] / (m + 1)).sum())
+        most = max(most, int(done.keys_read[0][hit].max()) if bool(hit.any()) else 0)
+    searches = spec.heads * spec.steps
+    return StreamResult(
+        name, spec, config.window, config.band, config.tau, hits / searches, skipped / searches, read, exact_read, most,
+        tuple(errors), state.nbytes, keys.nbytes + values.nbytes,
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""What MAC did, per layer and query head: acceptance, what was skipped, keys read, audits (paper app. B.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comb.mac.match import end
+from comb.mac.step import Step
+
+PERCENTILES = (5, 50, 95)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer. Means are over decode steps, rows and query heads.
+
+    Args:
+        searches: row-head pairs that were searched for a match.
+        hit_rate: share of them that had one (the paper's acceptance).
+        skip_ratio: mean of E(p) / (m + 1), 0 for a miss: the share of the context that wasn't read.
+        keys_read, keys_exact: by MAC, and what exact attention would have read.
+        group_keys_read: by a kernel that reads key/value heads once for all their query heads; group_keys_exact.
+        head_hit_rates: per query head.
+        audits, error_mean, error_max: relative errors of the layer's output against exact attention.
+        band_mass: share of the attention that falls on the band, at audits.
+        query_norms, value_norms: 5th, 50th and 95th percentile, at audits.
+        off: why the layer is no longer reused; empty while it is.
+    """
+
+    layer: int
+    searches: int = 0
+    hit_rate: float = 0.0
+    skip_ratio: float = 0.0
+    keys_read: int = 0
+    keys_exact: int = 0
+    group_keys_read: int = 0
+    group_keys_exact: int = 0
+    head_hit_rates: tuple[float, ...] = ()
+    audits: int = 0
+    error_mean: float | None = None
+    error_max: float | None = None
+    band_mass: float | None = None
+    query_norms: tuple[float, ...] = ()
+    value_norms: tuple[float, ...] = ()
+    off: str = ""
+
+
+@dataclass(frozen=True)
+class MacReport:
+    """A session, or a part of one.
+
+    Args:
+        steps: decode steps, of all rows at once. prompts: passes over more than one token.
+        layers: those that were reused at all.
+        exact: attention calls of decode steps left to exact attention, by reason.
+        events: how often rings were emptied, by reason.
+        nbytes: of the rings.
+    """
+
+    steps: int
+    prompts: int
+    layers: tuple[LayerReport, ...]
+    exact: dict[str, int] = field(default_factory=dict)
+    events: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Over all layers and heads."""
+        searches = sum(layer.searches for layer in self.layers)
+        return sum(layer.hit_rate * layer.searches for layer in self.layers) / searches if searches else 0.0
+
+    @property
+    def read_share(self) -> float:
+        """Keys read over what exact attention reads, in the layers and steps that MAC took part in; 1 without any."""
+        exact = sum(layer.keys_exact for layer in self.layers)
+        return sum(layer.keys_read for layer in self.layers) / exact if exact else 1.0
+
+    @property
+    def error_max(self) -> float | None:
+        """The worst audit of any layer; None without audits."""
+        return max((layer.error_max for layer in self.layers if layer.error_max is not None), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        error = "no audit" if self.error_max is None else f"worst audited error {self.error_max:.3f}"
+        head = [
+            f"MAC: {self.steps} steps, {100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read",
+            error,
+        ]
+        parts = [", ".join(head)]
+        exact = ", ".join(f"{reason} {count}" for reason, count in sorted(self.exact.items()))
+        if exact:
+            parts.append(f"left to exact attention: {exact}")
+        off = ", ".join(f"layer {layer.layer} ({layer.off})" for layer in self.layers if layer.off)
+        if off:
+            parts.append(f"switched off: {off}")
+        return "; ".join(parts)
+
+
+class LayerCounts:
+    """Running sums of one layer, on the device where its attention runs, so that no step waits for them."""
+
+    def __init__(self, heads: int, groups: int, device: torch.device) -> None:
+        def zeros(count: int, kind: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(count, dtype=kind, device=device)
+
+        self.searches, self.hits, self.keys_read, self.keys_exact = (zeros(heads) for _ in range(4))
+        self.skipped = zeros(heads, torch.float64)
+        self.group_read, self.group_exact = zeros(groups), zeros(groups)
+        self.errors: list[float] = []
+        self.band_mass: list[float] = []
+        self.query_norms: list[Tensor] = []
+        self.value_norms: list[Tensor] = []
+        self.off = ""
+
+    def add(self, done: Step, config: Any) -> None:
+        """Counts one step of all rows."""
+        searched = (done.position >= config.min_length)[:, None]
+        length = done.position[:, None] + 1
+        hit = done.match.hit
+        self.searches += searched.expand_as(hit).sum(0)
+        self.hits += hit.sum(0)
+        reused = end(done.match.pos, config).to(torch.float64) / length
+        self.skipped += torch.where(hit, reused, torch.zeros_like(reused)).sum(0)
+        self.keys_read += done.keys_read.sum(0)
+        self.keys_exact += length.expand_as(hit).sum(0)
+        self.group_read += done.group_keys_read.sum(0)
+        self.group_exact += length.expand_as(done.group_keys_read).sum(0)
+
+    def audit(self, error: float, band_mass: Tensor, query: Tensor, values: Tensor) -> None:
+        """Notes one audit: the layer's relative error, and what the paper asks to be logged with it."""
+        self.errors.append(error)
+        self.band_mass.append(float(band_mass.mean()))
+        points = torch.tensor([percent / 100 for percent in PERCENTILES], dtype=torch.float32, device=query.device)
+        self.query_norms.append(torch.quantile(query.float().norm(dim=-1).flatten(), points))
+        norms = values.float().norm(dim=-1).flatten()
+        self.value_norms.append(torch.quantile(norms[:: max(1, len(norms) // 2**20)], points))
+
+    def report(self, layer: int) -> LayerReport:
+        """Sums and means so far."""
+        searches, hits = self.searches.sum().item(), self.hits.sum().item()
+        return LayerReport(
+            layer=layer,
+            searches=int(searches),
+            hit_rate=hits / searches if searches else 0.0,
+            skip_ratio=float(self.skipped.sum()) / searches if searches else 0.0,
+            keys_read=int(self.keys_read.sum()),
+            keys_exact=int(self.keys_exact.sum()),
+            group_keys_read=int(self.group_read.sum()),
+            group_keys_exact=int(self.group_exact.sum()),
+            head_hit_rates=tuple((self.hits / self.searches.clamp_min(1)).tolist()),
+            audits=len(self.errors),
+            error_mean=_mean(self.errors),
+            error_max=max(self.errors, default=None),
+            band_mass=_mean(self.band_mass),
+            query_norms=_middle(self.query_norms),
+            value_norms=_middle(self.value_norms),
+            off=self.off,
+        )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _middle(rows: Sequence[Tensor]) -> tuple[float, ...]:
+    return tuple(torch.stack(list(rows)).mean(0).tolist()) if rows else ()

@@ -1,0 +1,84 @@
+"""Attention over a range of keys with its log-sum-exp, and the algebra of such summaries: merge and downdate.
+
+A summary of a set of keys is the pair (o, lse): the softmax-weighted mean of their values, and the log of the softmax's
+denominator. Disjoint sets merge; a subset can be taken out again (downdate), with what floating point allows. An empty
+set is (0, -inf).
+
+Shapes: D query channels, V value channels, T keys; leading dimensions are arbitrary.
+Source: MAC-Attention sec. 3.1 and 3.4, after Milakov & Gimelshein (2018).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+EMPTY = -math.inf
+"""The log-sum-exp of no keys."""
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores and sums of `dtype` inputs are taken: never fewer than 32 bits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of `query` [..., D] to `keys` [..., T, D] with `values` [..., T, V], where `mask` [..., T] is True.
+
+    Returns:
+        o [..., V] and lse [...], both in the accumulator's dtype; (0, -inf) where there is no key.
+    """
+    kind = accumulator(query.dtype)
+    scores = (keys.to(kind) @ query.to(kind)[..., None])[..., 0] * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, EMPTY)
+    lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], EMPTY)
+    weights = torch.exp(scores - _finite(lse)[..., None])
+    return (weights[..., None, :] @ values.to(kind))[..., 0, :], lse
+
+
+def attend_range(
+    query: Tensor, keys: Tensor, values: Tensor, low: int, high: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attend` to the keys [low, high) of [..., T, D]; an empty range where `high` is not above `low`."""
+    low = max(low, 0)
+    return attend(query, keys[..., low : max(high, low), :], values[..., low : max(high, low), :], scale)
+
+
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """The summary of the union of two disjoint sets of keys, from o [..., V] and lse [...] of each."""
+    highest = _finite(torch.maximum(lse1, lse2))
+    weight1, weight2 = torch.exp(lse1 - highest), torch.exp(lse2 - highest)
+    total = weight1 + weight2
+    some = total.clamp_min(torch.finfo(total.dtype).tiny)
+    o = (o1 * weight1[..., None] + o2 * weight2[..., None]) / some[..., None]
+    return o, torch.where(total > 0, highest + torch.log(some), torch.full_like(total, EMPTY))
+
+
+def downdate(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """The summary of a set without a part of it: what `merge` has put together, taken apart.
+
+    The less is left, the worse: the absolute error stays near rounding times |o|, the relative one grows with
+    1 / (1 - rho), rho being the part's share. Computing what is left directly has no such error.
+
+    Args:
+        eps: share of the whole below which what is left counts as nothing: (0, -inf).
+    """
+    share = torch.exp(lse_part - _finite(lse))
+    left = -torch.expm1(torch.where(lse > EMPTY, lse_part - _finite(lse), torch.zeros_like(lse)).clamp_max(0.0))
+    kept = left > eps
+    safe = torch.where(kept, left, torch.ones_like(left))
+    rest = (o - share[..., None] * o_part) / safe[..., None]
+    return (
+        torch.where(kept[..., None], rest, torch.zeros_like(rest)),
+        torch.where(kept, lse + torch.log(safe), torch.full_like(lse, EMPTY)),
+    )
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """`lse` with 0 for -inf, so that differences to it are never NaN."""
+    return torch.where(lse == EMPTY, torch.zeros_like(lse), lse)

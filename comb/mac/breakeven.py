@@ -1,0 +1,87 @@
+"""Whether MAC pays: a model of one layer's attention time from bytes read and measured constants (paper eq. 9).
+
+Reading p keys less must pay for reading K queries, the band, and what a step costs whatever it reads. Query heads that
+share a key/value head read as far back as the worst of them, so at a hit rate h per head only h^g of the groups of g
+heads skip anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from comb.mac.config import MacConfig
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What decides how many bytes a layer's attention reads."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int = 0
+    bytes_per_number: int = 2
+
+    @property
+    def key_bytes(self) -> int:
+        """Of one cached token: its keys and values."""
+        return self.kv_heads * (self.width + (self.value_width or self.width)) * self.bytes_per_number
+
+    @property
+    def query_bytes(self) -> int:
+        """Of one kept query, all heads."""
+        return self.heads * self.width * self.bytes_per_number
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Constants of one machine: seconds per layer and step besides reading, and bytes per second while reading."""
+
+    exact_s: float
+    mac_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if min(self.exact_s, self.mac_s) < 0 or not self.bytes_per_s > 0:
+            raise ValueError(f"costs are seconds of at least 0 and a positive bandwidth, got {self}")
+
+
+PAPER_H100 = Costs(exact_s=12e-6, mac_s=60e-6, bytes_per_s=2.2e12)
+"""Read off the paper's Table 5 (LLaMA-3.1-8B, batch 1): 71.6 and 234.2 us exact at 32K and 120K, 63.6 us with MAC."""
+
+
+def step_seconds(
+    context: int, rows: int, hit_rate: float, shape: AttentionShape, config: MacConfig, costs: Costs
+) -> tuple[float, float]:
+    """Seconds that a layer's attention takes for one token of `rows` requests: exact, and with MAC."""
+    exact = costs.exact_s + rows * context * shape.key_bytes / costs.bytes_per_s
+    together = hit_rate ** (shape.heads // shape.kv_heads)
+    short = min(context, config.hit_keys())
+    keys = together * short + (1 - together) * context
+    searched = config.window * shape.query_bytes
+    return exact, costs.mac_s + rows * (keys * shape.key_bytes + searched) / costs.bytes_per_s
+
+
+def pays(context: int, rows: int, hit_rate: float, shape: AttentionShape, config: MacConfig, costs: Costs) -> bool:
+    """Whether a step with MAC takes no longer than an exact one."""
+    exact, mac = step_seconds(context, rows, hit_rate, shape, config, costs)
+    return mac <= exact
+
+
+def least_context(
+    rows: int, hit_rate: float, shape: AttentionShape, config: MacConfig, costs: Costs, most: int = 2**21
+) -> int | None:
+    """The shortest context at which MAC pays; None if it doesn't up to `most` tokens.
+
+    MAC's advantage never shrinks as the context grows, so halving finds it.
+    """
+    if not pays(most, rows, hit_rate, shape, config, costs):
+        return None
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if pays(middle, rows, hit_rate, shape, config, costs):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,126 @@
+"""Queries as they were before the rotary embedding, from what attention gets: turned back by the model's own angles.
+
+Nothing here knows a model class. One pass over single tokens at several positions shows which channels of every layer's
+query turn with the position (`comb.linking.positions.Probe`); what no rotation explains is left to exact attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comb.linking.forward import decoder_of, takes_positions
+from comb.linking.masks import attention
+from comb.linking.positions import Frequencies, Probe, Rotation, Turns
+from comb.mac.algebra import accumulator
+from comb.mac.interface import Attended, Call, answering, register, stand_in
+from comb.weights import weights_stamp
+
+
+class UnsupportedModelError(ValueError):
+    """A model whose attention MAC can't stand in for; the message says why."""
+
+
+@dataclass(frozen=True)
+class LayerQueries:
+    """How one layer's queries turn with the position.
+
+    Args:
+        module: the attention module that calls.
+        source: the frequencies; None where positions aren't in the query (NoPE).
+        rotation: the channels that turn; None likewise.
+        unknown: why MAC leaves this layer alone; empty otherwise.
+    """
+
+    module: nn.Module
+    source: Frequencies | None = None
+    rotation: Rotation | None = None
+    unknown: str = ""
+
+    def unrotated(self, query: Tensor, positions: Tensor) -> Tensor:
+        """`query` [B, H, N, D] at `positions` [B or 1, N] before its rotary embedding, in 32 bits or more.
+
+        Angles are taken in float64; the embedding's scale (YaRN) is divided out, so that distances are comparable.
+        """
+        turned = query.to(accumulator(query.dtype), copy=True)
+        if self.source is None or self.rotation is None:
+            return turned
+        frequencies = self.source.now().to(query.device)
+        angles = -positions.to(query.device).double()[:, None, :, None] * frequencies
+        turned = Turns(((angles.cos(), angles.sin()),)).apply(turned, replace(self.rotation, source=0))
+        if self.source.scaling != 1.0:
+            for half in self.rotation.pairs(turned, frequencies.shape[0]):
+                half.div_(self.source.scaling)
+        return turned
+
+
+@torch.no_grad()
+def find_queries(model: Any) -> dict[int, LayerQueries]:
+    """By layer index, every layer that calls attention through transformers' interface. The caller holds the lock.
+
+    Kept on the model until its weights change.
+
+    Raises:
+        UnsupportedModelError: when no layer does, or positions can't be given to the model.
+    """
+    stamp = weights_stamp(model)
+    kept = model.__dict__.get("_comb_mac_queries")
+    if kept is None or kept[0] != stamp:
+        kept = model.__dict__["_comb_mac_queries"] = (stamp, _find(model))
+    found: dict[int, LayerQueries] = kept[1]
+    return found
+
+
+def _find(model: Any) -> dict[int, LayerQueries]:
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; MAC works on decoder-only models")
+    if not takes_positions(model):
+        raise UnsupportedModelError(
+            f"{name} takes no position_ids (ALiBi?), so its attention isn't a function of query and keys alone: "
+            "use it without MAC"
+        )
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name} computes attention in its own code, not through transformers' AttentionInterface: "
+            "use it without MAC"
+        )
+    register()
+    probe, recorder = Probe(model), _Recorder()
+    tokens, positions = (tensor.to(probe.device) for tensor in probe.inputs())
+    with attention(model, stand_in(model.config._attn_implementation)), answering(recorder):
+        decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
+    if not recorder.seen:
+        raise UnsupportedModelError(
+            f"no layer of {name} computes softmax attention through transformers' AttentionInterface: "
+            "use it without MAC"
+        )
+    return {index: _explained(probe, *calls) for index, calls in recorder.seen.items()}
+
+
+def _explained(probe: Probe, *calls: Call) -> LayerQueries:
+    module, query = calls[0].module, calls[0].query
+    if len(calls) > 1:
+        return LayerQueries(module, unknown="several attentions in one layer")
+    rotation = probe.explain(probe.by_position(query))
+    if rotation == "still":
+        return LayerQueries(module)
+    if not isinstance(rotation, Rotation):
+        return LayerQueries(module, unknown="queries that no rotary embedding explains")
+    return LayerQueries(module, probe.sources[rotation.source], rotation)
+
+
+class _Recorder:
+    """Notes every call and answers it exactly."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[Call]] = {}
+
+    def attend(self, call: Call) -> Attended:
+        index = getattr(call.module, "layer_idx", None)
+        if isinstance(index, int):
+            self.seen.setdefault(index, []).append(call)
+        return call.exact()

@@ -1,0 +1,377 @@
+"""`with mac(model, config) as session: model.generate(...)`: MAC attention on a Hugging Face model, for a while.
+
+The model's attention is set to one registered with transformers; hooks on its decoder say where a pass begins and ends
+and which cache it uses. Prompts are computed by the exact attention, and leave their rows; a step of one token per row
+goes through `step`; whatever that can't handle is computed exactly, and counted by its reason. Leaving the block
+restores everything. The model's lock is held inside of it: others wait.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from comb.linking.cache import LinkCache, LinkLayer, RoomyLayer
+from comb.linking.forward import decoder_of
+from comb.linking.masks import STAND_INS, attention
+from comb.locks import lock_of
+from comb.mac.accounting import LayerCounts, MacReport
+from comb.mac.audit import band_mass, exceeds, relative_error
+from comb.mac.breakeven import AttentionShape, Costs, least_context
+from comb.mac.config import MacConfig
+from comb.mac.continuity import Seen, empty
+from comb.mac.fill import prompt_rows, rows_to_keep
+from comb.mac.interface import Attended, Call, begin, end, stand_in
+from comb.mac.rotation import LayerQueries, find_queries
+from comb.mac.state import MacState
+from comb.mac.step import step
+from comb.methods.base import backbone_of
+
+# kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
+_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, LinkLayer.__name__)
+_OPTIONS = {
+    "sliding_window": "sliding window",
+    "softcap": "soft cap",
+    "s_aux": "attention sinks",
+    "position_bias": "position bias",
+    "cache": "paged cache",
+}
+
+
+@dataclass
+class _Pass:
+    """One forward pass of the decoder.
+
+    Args:
+        decodes: one token per row behind all others; anything else is a prompt, or a part of one.
+        cache: what it reads and writes; None without one.
+        index: key indices [N] of the queries where they are scattered (linking); None: the last N.
+        start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
+        mask_length: keys that the mask covers; None without one.
+        positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
+        audited: exact attention is computed as well.
+    """
+
+    decodes: bool
+    cache: Any
+    index: Tensor | None
+    start: Tensor | None
+    mask_length: int | None
+    positions: Tensor | None
+    unclear: str
+    audited: bool = False
+
+
+@dataclass
+class _Layer:
+    """What the session knows of one layer."""
+
+    queries: LayerQueries
+    config: MacConfig
+    state: MacState | None = None
+    start: Tensor | None = None
+    seen: Seen | None = None
+    counts: LayerCounts | None = None
+    off: str = ""
+
+
+class MacSession:
+    """MAC attention on `model` inside of a ``with`` block; made by `mac`.
+
+    Holds the rings of one batch at a time: that of the cache which was used last. Not to be shared by threads.
+
+    Raises:
+        UnsupportedModelError: on entering, when MAC can't stand in for the model's attention.
+        RuntimeError: on entering, when a session is on this model already.
+    """
+
+    def __init__(self, model: Any, config: MacConfig, *, costs: Costs | None = None, hit_rate: float = 0.99) -> None:
+        self.backbone = backbone_of(model)
+        self.config = config
+        self.costs = costs
+        self.hit_rate = hit_rate
+        self.steps = 0
+        self.prompts = 0
+        self.exact: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
+        self._layers: dict[int, _Layer] = {}
+        self._pass: _Pass | None = None
+        self._token: Any = None
+        self._least: dict[tuple[int, int], int | None] = {}
+        self._stack = ExitStack()
+
+    # ---- the block ----
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(lock_of(self.backbone))
+            name = self.backbone.config._attn_implementation
+            if name in STAND_INS:
+                raise RuntimeError("a MAC session is on this model already: leave it first, or use that one")
+            for index, queries in find_queries(self.backbone).items():
+                config = self.config.for_layer(index)
+                off = queries.unknown or ("" if config is not None else "switched off")
+                self._layers[index] = _Layer(queries, config or self.config, off=off)
+            stack.enter_context(attention(self.backbone, stand_in(name)))
+            decoder = decoder_of(self.backbone)
+            self._signature = inspect.signature(decoder.forward)
+            hooks = (
+                decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
+                decoder.register_forward_hook(self._finish, with_kwargs=True, always_call=True),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        for layer in self._layers.values():
+            layer.state = layer.seen = None
+
+    def report(self) -> MacReport:
+        """What was reused, read and left to exact attention since the session began."""
+        layers = [
+            layer.counts.report(index) for index, layer in sorted(self._layers.items()) if layer.counts is not None
+        ]
+        return MacReport(
+            self.steps, self.prompts, tuple(layers), dict(self.exact), dict(self.events), nbytes=self.nbytes
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rings as they are now."""
+        return sum(layer.state.nbytes for layer in self._layers.values() if layer.state is not None)
+
+    def states(self) -> dict[int, MacState]:
+        """The rings by layer, as they are now."""
+        return {index: layer.state for index, layer in self._layers.items() if layer.state is not None}
+
+    # ---- a pass ----
+
+    def _begin(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._token is not None:  # an exception may have kept the last pass from finishing
+            self._end_pass()
+        if self.backbone.config._attn_implementation not in STAND_INS:
+            return  # somebody has put another attention in place for this pass
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
+        given = {**bound, **bound.get("kwargs", {})}
+        self._pass = self._understood(given)
+        if self._pass.decodes:
+            self.steps += 1
+            self._pass.audited = self.config.audit_every > 0 and self.steps % self.config.audit_every == 0
+        else:
+            self.prompts += 1
+        self._check_continuity(self._pass.cache)
+        self._token = begin(self)
+
+    def _finish(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._token is None:
+            return
+        current = self._pass
+        self._end_pass()
+        cache = current.cache if current is not None else None
+        if cache is None:
+            cache = getattr(output, "past_key_values", None)
+        for index, layer in self._layers.items():
+            if layer.state is not None:
+                layer.seen = Seen.of(_cache_layer(cache, index))
+
+    def _end_pass(self) -> None:
+        end(self._token)
+        self._token = self._pass = None
+
+    def _understood(self, given: dict[str, Any]) -> _Pass:
+        """Where the pass's queries stand, as far as its arguments say."""
+        inputs = given.get("input_ids")
+        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        assert inputs is not None
+        rows, tokens = inputs.shape[:2]
+        cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+        start: Tensor | None = torch.zeros(rows, dtype=torch.long, device=inputs.device)
+        index, unclear, mask_length = None, "", None
+        if isinstance(cache, LinkCache):
+            index = cache.rows.positions.to(inputs.device)  # its masks are comb's own: causal by position
+        elif isinstance(mask, Tensor) and mask.ndim == 2:
+            mask_length = mask.shape[1]
+            seen = mask != 0
+            start = seen.int().argmax(dim=1).to(inputs.device)
+            inside = torch.arange(mask_length, device=mask.device) >= start[:, None].to(mask.device)
+            if not bool((seen == inside).all()) or not bool(seen.any(dim=1).all()):
+                start, unclear = None, "mask with holes"
+        elif mask is not None:
+            start, unclear = None, "mask of the caller's own"
+        if isinstance(positions, Tensor) and positions.ndim != 2:
+            unclear = "positions of several axes"
+        # a single row that linking computes is still a part of a prompt: it may stand anywhere
+        return _Pass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
+
+    def _check_continuity(self, cache: Any) -> None:
+        """Empties the rings of layers whose keys aren't those that were seen last."""
+        events = set()
+        for index, layer in self._layers.items():
+            if layer.state is None:
+                continue
+            now = _cache_layer(cache, index)
+            if layer.seen is not None and layer.seen.continues(now):
+                continue
+            events.add("new prompt" if empty(now) else "cache changed")
+            layer.state, layer.start = None, None
+        self.events.update(events)
+
+    # ---- a layer ----
+
+    def attend(self, call: Call) -> Attended:
+        """Answers one attention call of the pass under way."""
+        current = self._pass
+        assert current is not None
+        index = getattr(call.module, "layer_idx", None)
+        layer = self._layers.get(index) if isinstance(index, int) else None
+        if layer is None or call.module is not layer.queries.module:
+            return call.exact()  # another attention than the decoder's own layers
+        reason = layer.off or self._reason(call, current, index)
+        if current.decodes:
+            reason = reason or self._too_small(call, layer, current)
+            if reason:
+                self.exact[reason] += 1
+        if reason and reason != _SHORT:
+            return call.exact()
+        # autocast would take sums in 16 bits
+        with torch.autocast(call.query.device.type, enabled=False):
+            return self._reuse(call, layer, current, decodes=current.decodes and not reason)
+
+    def _reason(self, call: Call, current: _Pass, index: int | None) -> str:
+        """Why this call has to be left to exact attention; empty if it hasn't."""
+        for option, reason in _OPTIONS.items():
+            if call.options.get(option) is not None:
+                return reason
+        if call.dropout:
+            return "dropout"
+        if torch.is_grad_enabled() and call.query.requires_grad:
+            return "gradients"
+        held = _cache_layer(current.cache, index)
+        if current.cache is None or held is None:
+            return "no cache"
+        if type(held).__name__ not in _GROWING:
+            return _kind_of(held)
+        if current.unclear:
+            return current.unclear
+        length = call.keys.shape[2]
+        if current.mask_length is not None and current.mask_length != length:
+            return "mask of another length"
+        return ""
+
+    def _too_small(self, call: Call, layer: _Layer, current: _Pass) -> str:
+        length = call.keys.shape[2]
+        if length - 1 < layer.config.min_length:
+            return _SHORT
+        return "" if self.costs is None or self._pays(call, layer, length) else "does not pay"
+
+    def _pays(self, call: Call, layer: _Layer, length: int) -> bool:
+        """The break-even rule, asked once per batch size and layer."""
+        assert self.costs is not None
+        rows, heads, _, width = call.query.shape
+        key = rows, id(layer)
+        if key not in self._least:
+            shape = AttentionShape(heads, call.keys.shape[1], width, call.values.shape[-1], call.keys.element_size())
+            self._least[key] = least_context(rows, self.hit_rate, shape, layer.config, self.costs)
+        least = self._least[key]
+        return least is not None and length >= least
+
+    def _reuse(self, call: Call, layer: _Layer, current: _Pass, *, decodes: bool) -> Attended:
+        """Exact attention that leaves rows, or one step of MAC."""
+        config, length = layer.config, call.keys.shape[2]
+        heads, tokens = call.query.shape[1:3]
+        assert current.start is not None
+        start = current.start.to(call.query.device)
+        index = current.index
+        index = torch.arange(length - tokens, length, device=start.device) if index is None else index.to(start.device)
+        positions = index[None] if current.positions is None else current.positions.to(start.device)
+        state = self._state(call, layer, start)
+        state.crop(index[0] - start)
+        if not decodes:
+            output = call.exact()
+            keep = rows_to_keep(index, config)
+            if bool(keep.any()):
+                positions = positions.expand(-1, tokens)[:, keep]
+                query = call.query[:, :, keep]
+                unrotated = layer.queries.unrotated(query, positions)
+                state.write(
+                    prompt_rows(unrotated, query, call.keys, call.values, index[keep], start, config, call.scale)
+                )
+            return output
+        unrotated = layer.queries.unrotated(call.query, positions)[:, :, 0]
+        done = step(state, unrotated, call.query[:, :, 0], call.keys, call.values, start, config, call.scale)
+        state.write(done.rows)
+        if layer.counts is None:
+            layer.counts = LayerCounts(heads, call.keys.shape[1], call.query.device)
+        layer.counts.add(done, config)
+        if current.audited:
+            exact = call.exact()
+            error = relative_error(done.output, exact[0][:, 0])
+            layer.counts.audit(error, band_mass(done.tail_lse, done.lse), unrotated, call.values)
+            if exceeds(error, config.audit_bound):
+                layer.off = layer.counts.off = f"audit: error {error:.3f} above {config.audit_bound:g}"
+                layer.state = None
+                return exact
+        return done.output.to(call.query.dtype)[:, None], None
+
+    def _state(self, call: Call, layer: _Layer, start: Tensor) -> MacState:
+        """The layer's rings; new ones for a new batch, rows emptied whose padding has changed."""
+        rows, heads, _, width = call.query.shape
+        if layer.state is None or layer.start is None:
+            values = call.values.shape[-1]
+            layer.state = MacState.empty(rows, heads, width, values, layer.config, call.query)
+        elif not torch.equal(layer.start, start):
+            self.events["padding changed"] += 1
+            layer.state.invalidate(layer.start != start)
+        layer.start = start
+        return layer.state
+
+
+_SHORT = "below min_length"
+
+
+def mac(
+    model: Any,
+    config: MacConfig | str | None = None,
+    *,
+    costs: Costs | None = None,
+    hit_rate: float = 0.99,
+    **changes: Any,
+) -> MacSession:
+    """MAC attention on `model` (a causal LM, or a COMB model's backbone) for the length of a ``with`` block.
+
+    Args:
+        config: a `MacConfig`, or a preset as `MacConfig.parse` reads it; the paper's context preset by default.
+        costs: of this machine; with them, steps for which `breakeven.pays` says no are left to exact attention.
+        hit_rate: that the break-even rule counts on.
+        changes: of the configuration: ``mac(model, "generation", band=128)``.
+
+    Raises:
+        ValueError: for a configuration that isn't one.
+    """
+    from dataclasses import replace
+
+    chosen = MacConfig.context() if config is None else MacConfig.parse(config) if isinstance(config, str) else config
+    return MacSession(model, replace(chosen, **changes), costs=costs, hit_rate=hit_rate)
+
+
+def _cache_layer(cache: Any, index: int | None) -> Any:
+    layers = getattr(cache, "layers", None)
+    return None if layers is None or index is None or index >= len(layers) else layers[index]
+
+
+def _kind_of(layer: Any) -> str:
+    name = type(layer).__name__
+    kinds = {"Sliding": "sliding window", "Static": "static cache", "Quant": "quantised cache"}
+    return next((reason for part, reason in kinds.items() if part in name), f"cache of {name}")

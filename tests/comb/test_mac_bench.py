@@ -1,0 +1,119 @@
+"""`comb bench mac`: streams count what they read, answers with MAC on and off, and the command once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import BASE
+from test_documents import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from comb import Document, Example, cli
+from comb.bench.mac import Task, measure_quality, sweep_streams
+from comb.bench.mac_report import plot_mac, quality_tables, stream_tables
+from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
+from comb.documents import PromptBuilder
+from comb.evaluation.run import Setting
+from comb.mac import MacConfig
+
+SPEC = StreamSpec(200, 20, heads=2, kv_heads=1, width=32, drift=0.1)
+CONFIG = MacConfig.generation(window=32, band=16, min_length=0)
+
+
+def test_a_stream_counts_every_key() -> None:
+    exact = run_stream(make_stream(SPEC), replace(CONFIG, tau=1.0))
+    assert exact.keys_read == exact.keys_exact == 2 * sum(range(201, 221))
+    assert exact.read_share == 1.0
+    assert max(exact.errors) < 1e-5
+    still = run_stream(make_stream(replace(SPEC, drift=0.0)), CONFIG.uncapped())
+    assert still.hit_rate == 1.0
+    # all queries are alike, so the oldest of the window is taken: the band and the whole window are read
+    assert still.keys_read == 2 * 20 * (16 + 32)
+    assert still.most_read_on_hit == CONFIG.hit_keys() == 48
+    assert still.skip_ratio == pytest.approx(sum((m + 1 - 48) / (m + 1) for m in range(200, 220)) / 20)
+
+
+def test_streams_are_what_they_say() -> None:
+    stream = make_stream(replace(SPEC, cycle=8))
+    queries = stream.unrotated
+    apart = [float((queries[1, 8:] - queries[1, 8 - back : -back]).norm(dim=-1).mean()) for back in (1, 8)]
+    assert apart[1] < 0.2 * apart[0]  # the last head comes back after eight tokens
+    assert float((queries[0, 1:] - queries[0, :-1]).norm(dim=-1).mean()) == pytest.approx(apart[1], rel=0.3)
+    # unrelated queries are as far apart as the threshold takes them to be: 2 d
+    other = make_stream(replace(SPEC, drift=1.0)).unrotated
+    assert float((other[:, 1:] - other[:, :-1]).square().sum(-1).mean()) == pytest.approx(2 * 32, rel=0.2)
+    assert torch.equal(make_stream(SPEC).keys, make_stream(SPEC).keys)
+    assert not torch.equal(make_stream(SPEC).keys, make_stream(replace(SPEC, seed=1)).keys)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        make_stream(replace(SPEC, width=20))
+
+
+def test_sweeps_tables_and_plot(tmp_path: Path) -> None:
+    points = sweep_streams(
+        SPEC, CONFIG, contexts=[100, 200], taus=[0.2, 0.9], windows=[8, 64], bands=[4, 32],
+        drift_spec=replace(SPEC, recency=3.0), progress=False,
+    )  # fmt: skip
+    values = {(point.sweep, point.value): point.result for point in points}
+    assert values["tau", 0.2].hit_rate > values["tau", 0.9].hit_rate
+    assert values["window", 64].hit_rate > values["window", 8].hit_rate
+    assert values["band", 4].error_mean > values["band", 32].error_mean
+    assert values["context", 100].most_read_on_hit <= CONFIG.hit_keys()
+    assert len(stream_tables(points)[0].lines) == len(points) == 8 + 6 + 1
+    assert plot_mac(points, tmp_path / "mac.png", title="t").read_bytes().startswith(b"\x89PNG")
+    json.dumps([point.to_dict() for point in points])
+
+
+def setting() -> Setting:
+    torch.manual_seed(1)
+    config = LlamaConfig(**{**BASE, "vocab_size": 300, "num_hidden_layers": 2, "initializer_range": 0.2})
+    tokenizer = byte_tokenizer()
+    return Setting(LlamaForCausalLM(config).eval(), tokenizer, PromptBuilder(tokenizer))
+
+
+def test_quality_compares_with_exact_answers() -> None:
+    examples = tuple(Example((Document(f"fact {n} is here"),), f"what is {n}?", f"fact {n}") for n in range(2))
+    free = MacConfig(window=16, band=4, tau=0.0, min_length=0, audit_every=4, audit_bound=None).uncapped()
+    results = measure_quality(
+        setting(), [Task("made up", examples)], {"never": replace(free, tau=1.0), "free": free},
+        max_new_tokens=16, progress=False,
+    )  # fmt: skip
+    by_name = {result.name: result for result in results}
+    assert by_name["exact"].same == by_name["never"].same == 1.0
+    assert by_name["exact"].hit_rate is None
+    assert by_name["never"].hit_rate == 0.0
+    assert by_name["never"].read_share == 1.0
+    assert by_name["free"].same < 1.0
+    assert by_name["free"].hit_rate is not None
+    assert by_name["free"].hit_rate > 0.5
+    assert len(by_name["free"].layer_hits) == 2
+    assert len(quality_tables(results)[0].lines) == 3
+
+
+def test_the_command(tmp_path: Path) -> None:
+    made = setting()
+    made.model.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+    with (tmp_path / "data.jsonl").open("w") as file:
+        for n in range(12):
+            documents = [f"fact {n} is here", f"and other {n}"]
+            file.write(json.dumps({"documents": documents, "query": f"what is {n}?", "answer": f"fact {n}"}) + "\n")
+    arguments = [
+        "bench", "mac", "--model", tmp_path / "model", "--dataset", tmp_path / "data.jsonl", "--split", "all",
+        "--contexts", "64,128", "--steps", 10, "--taus", "0.5", "--windows", "16", "--bands", "8", "--questions", 2,
+        "--lengths", "80", "--depths", "0,100", "--repeats", 1, "--max-new-tokens", 4, "--quality", "context",
+        "--common", "window=16,band=4,min_length=8", "--out", tmp_path / "mac.json",
+    ]  # fmt: skip
+    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.output
+    assert "needle 80" in done.output
+    content = json.loads((tmp_path / "mac.json").read_text())
+    assert len(content["results"]) == 2 + 3 + 6 + 1 + 4
+    assert (tmp_path / "mac.png").exists()
+    assert "drift" in (tmp_path / "mac.md").read_text()
+    bad = CliRunner().invoke(cli.app, ["bench", "mac", "--config", "slow"])
+    assert "presets" in str(bad.exception)

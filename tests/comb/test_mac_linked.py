@@ -1,0 +1,141 @@
+"""MAC attention behind linked PICaches, in the engine and on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import BASE, open_gates, tiny
+from test_documents import byte_tokenizer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from comb import CombForCausalLM, cli, methods
+from comb.engine import PICEngine
+from comb.mac import MacConfig, mac
+from comb.store import PICacheStore
+
+NEW = 16
+FREE = MacConfig(window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None)
+NEVER = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=4, audit_bound=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- linked caches, the engine, the command line --------------------------------------------------------------------
+
+SEGMENTS = [list(range(3, 23)), list(range(30, 55)), list(range(60, 75))]
+QUERY = [80, 81, 82, 83, 84, 85, 86]
+
+
+@pytest.mark.parametrize("spec", ["full", "prefix", "naive", "legolink:4", "legolink-0", "cacheblend:0.3"])
+def test_linked_prompts(spec: str) -> None:
+    model = tiny("llama", std=0.2)
+    method = methods.create(methods.parse(spec)[0], model, **_extra(spec))
+    picaches = method.compile(SEGMENTS)
+
+    def run() -> Tensor:
+        state = method.link(picaches, QUERY)
+        arguments = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        output = state.generate(**arguments, output_logits=True, return_dict_in_generate=False)
+        return output[:, -NEW:]
+
+    plain = run()
+    with mac(model, NEVER) as session:
+        assert torch.equal(plain, run())
+    assert len(session.report().layers) == 4
+    with mac(model, FREE) as session:
+        run()
+    assert session.report().hit_rate > 0.8
+    assert model.config._attn_implementation == "sdpa"
+
+
+def _extra(spec: str) -> dict[str, Any]:
+    name, parameters = methods.parse(spec)
+    needs = {"store": PICacheStore(device="cpu", device_bytes=2**24), "salt": ""}
+    return {**parameters, **(needs if methods.get(name).needs_store else {})}
+
+
+def test_linking_leaves_rows_of_what_it_computed() -> None:
+    """Only seam and query tokens have queries; their rows are there before the first answer token."""
+    model = tiny("llama", std=0.2)
+    method = methods.create("legolink", model, k=4)
+    picaches = method.compile(SEGMENTS)
+    wide = MacConfig(window=64, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None)
+    with mac(model, wide) as session:
+        state = method.link(picaches, QUERY)
+        rows = {index: sorted(p for p in ring.pos[0].tolist() if p >= 0) for index, ring in session.states().items()}
+        starts = [*range(20, 24), *range(45, 49)]
+        assert session.report().steps == 0
+        assert rows == {key: [*starts, *range(60, 66)] for key in range(4)}  # the last token is left to `generate`
+        state.generate(max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert session.report().hit_rate == 1.0
+        assert session.report().events in ({}, {"new prompt": 1})
+
+
+def test_a_single_recomputed_token_is_no_decode_step() -> None:
+    model = tiny("llama", std=0.2)
+    method = methods.create("legolink", model, k=1)
+    picaches = method.compile(SEGMENTS[:2])
+    exact = method.link(picaches, QUERY[:1]).logits
+    with mac(model, FREE) as session:
+        state = method.link(picaches, QUERY[:1])
+        assert session.report().steps == 0
+        assert {tuple(p for p in ring.pos[0].tolist() if p >= 0) for ring in session.states().values()} == {(20,)}
+    assert torch.equal(exact, state.logits)
+
+
+@pytest.mark.parametrize("method", ["comb", "full", "legolink:4"])
+def test_the_engine_takes_mac(method: str) -> None:
+    torch.manual_seed(1)
+    backbone = LlamaForCausalLM(LlamaConfig(**{**BASE, "vocab_size": 300, "max_position_embeddings": 512}))
+    for parameter in backbone.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model = open_gates(CombForCausalLM.from_backbone(backbone.eval(), num_encoder_layers=1)).eval()
+    documents = ["The lake is twelve metres deep.", "Rill is a small city."]
+    arguments: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": -1}
+    texts = {}
+    for name, config in (("plain", None), ("never", NEVER), ("free", FREE)):
+        engine = PICEngine(model, byte_tokenizer(), method=method, mac=config)
+        answers = engine.ask_batch([("How deep is it?", documents), ("Where?", documents[:1])], **arguments)
+        texts[name] = [answer.token_ids for answer in answers]
+        report = answers[0].report.mac
+        assert (report is None) == (config is None)
+        if report is not None:
+            assert (report.hit_rate > 0.3) == (name == "free")
+            assert "hits" in str(answers[0].report)
+            assert answers[0].report.to_dict()["mac"]["steps"] == report.steps
+    assert texts["plain"] == texts["never"]
+    engine = PICEngine(model, byte_tokenizer(), method=method, mac="generation:min_length=0")
+    pieces = engine.stream("Where?", documents, max_new_tokens=4)
+    assert "".join(pieces) == pieces.answer.text
+    assert pieces.report.mac is not None
+    assert model.backbone.config._attn_implementation == "sdpa"
+
+
+def test_ask_on_the_command_line(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    byte = byte_tokenizer()
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+                     ).save_pretrained(folder)  # fmt: skip
+    byte.save_pretrained(folder)
+    (tmp_path / "a.txt").write_text("The lake is deep.")
+    arguments = ["ask", str(folder), "--doc", str(tmp_path / "a.txt"), "--max-new-tokens", "6", "How deep?"]
+    done = CliRunner().invoke(cli.app, [*arguments, "--mac", "context:min_length=4,window=8,band=4"])
+    assert done.exit_code == 0, done.output
+    assert "MAC: " in done.output
+    assert "MAC: " not in CliRunner().invoke(cli.app, arguments).output
+    bad = CliRunner().invoke(cli.app, [*arguments, "--mac", "quickly"])
+    assert "presets" in str(bad.exception)

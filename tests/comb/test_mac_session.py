@@ -1,0 +1,446 @@
+"""MAC attention in transformers: exact where nothing matches, restored afterwards, never another prompt's summaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import BASE, tiny
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from comb.linking.forward import decoder_of
+from comb.mac import MacConfig, MacSession, mac
+from comb.mac.breakeven import PAPER_H100
+from comb.mac.continuity import Seen
+from comb.mac.rotation import UnsupportedModelError, find_queries
+
+NEW = 16
+# everything that can match, does: the loosest threshold, no caps
+FREE = MacConfig(window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None)
+NEVER = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=4, audit_bound=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def model_of(family: str) -> Any:
+    if family == "mistral_full":
+        import transformers as tf
+
+        torch.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(tf.MistralConfig(**BASE, sliding_window=None)).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+        return model
+    return tiny(family, std=0.2)
+
+
+def batch(rows: int = 3, length: int = 40) -> tuple[Tensor, Tensor]:
+    """Left-padded prompts and their mask."""
+    ids = torch.randint(3, 100, (rows, length), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 7 * row] = 0
+    return ids * mask, mask
+
+
+def decode(model: Any, ids: Tensor, mask: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Greedy tokens [rows, new] and logits [rows, new, vocabulary]."""
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids) if mask is None else mask, max_new_tokens=NEW, do_sample=False,
+        eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True, **arguments,
+    )  # fmt: skip
+    return output.sequences[:, ids.shape[1] :], torch.stack(output.logits, 1)
+
+
+# --- M10: generate() ------------------------------------------------------------------------------------------------
+
+REUSED = {
+    "llama": 4, "qwen3": 4, "mistral_full": 4, "deepseek_v2": 4, "deepseek_v3": 4, "qwen3_moe": 4, "qwen3_next": 1,
+    "falcon_h1": 4, "gemma3": 2, "yarn": 4, "phi": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "layers"), REUSED.items(), ids=list(REUSED))
+def test_without_a_match_generation_is_exact(family: str, layers: int) -> None:
+    model, (ids, mask) = model_of(family), batch()
+    tokens, logits = decode(model, ids, mask)
+    for config in (NEVER, MacConfig(window=16, band=10**6, tau=0.0, min_length=0)):
+        with mac(model, config) as session:
+            again, close = decode(model, ids, mask)
+        report = session.report()
+        assert torch.equal(tokens, again)
+        assert torch.equal(logits[:, 0], close[:, 0])  # the prompt is the exact attention's, bit for bit
+        assert float((logits - close).abs().max()) < 1e-4
+        assert len(report.layers) == layers
+        assert report.hit_rate == 0.0
+        assert report.read_share == 1.0
+    assert report.steps == NEW - 1
+
+    with mac(model, FREE) as session:
+        _, free = decode(model, ids, mask)
+    assert session.report().hit_rate > 0.5
+    assert session.report().read_share < 0.6
+    assert float((logits - free).abs().max()) > 1e-2  # reuse is noticed, so the equality above says something
+
+
+def test_audits_of_exact_steps_find_nothing() -> None:
+    model, (ids, mask) = model_of("llama"), batch()
+    with mac(model, NEVER) as session:
+        decode(model, ids, mask)
+    for layer in session.report().layers:
+        assert layer.audits == (NEW - 1) // 4
+        assert layer.error_max is not None
+        assert layer.error_max < 1e-5
+        assert not layer.off
+        assert layer.band_mass is not None
+        assert 0 < layer.band_mass < 1
+        assert len(layer.query_norms) == len(layer.value_norms) == 3
+
+
+def test_rows_of_a_batch_are_as_if_alone() -> None:
+    model, (ids, mask) = model_of("llama"), batch()
+    # only the last query is searched: equal tokens have queries that differ by rounding alone, which would then choose
+    with mac(model, FREE, max_gap=1) as session:
+        tokens, logits = decode(model, ids, mask)
+    assert session.report().hit_rate > 0.5
+    for row in range(3):
+        with mac(model, FREE, max_gap=1):
+            alone, own = decode(model, ids[row : row + 1, 7 * row :])
+        assert torch.equal(alone[0], tokens[row])
+        assert float((own[0] - logits[row]).abs().max()) < 1e-4
+
+
+def test_bfloat16_and_eager() -> None:
+    model, (ids, mask) = model_of("llama").bfloat16(), batch()
+    with mac(model, FREE):
+        _, logits = decode(model, ids, mask)
+    assert logits.isfinite().all()
+    model = model_of("llama")
+    model.set_attn_implementation("eager")
+    tokens, logits = decode(model, ids, mask)
+    with mac(model, NEVER) as session:
+        again, close = decode(model, ids, mask)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(tokens, again)
+    assert torch.equal(logits[:, 0], close[:, 0])
+    assert len(session.report().layers) == 4
+
+
+# --- queries before their rotary embedding --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "producer"),
+    [("llama", "q_proj"), ("qwen3", "q_norm"), ("yarn", "q_proj"), ("phi", "q_proj"), ("dynamic_ntk", "q_proj"),
+     ("deepseek_v3", "q_proj"), ("smollm3", "q_proj")],
+)  # fmt: skip
+def test_queries_are_those_before_the_rotary_embedding(family: str, producer: str) -> None:
+    model = model_of(family)
+    ids, _ = batch(rows=1, length=60 if family == "dynamic_ntk" else 40)
+    made: dict[int, Tensor] = {}
+    for index, layer in enumerate(decoder_of(model).layers):
+
+        def keep(module: Any, args: Any, output: Tensor, index: int = index) -> None:
+            made[index] = output
+
+        getattr(layer.self_attn, producer).register_forward_hook(keep)
+    config = MacConfig(window=64, band=4, min_length=0)
+    with torch.no_grad(), mac(model, config) as session:
+        model(ids, past_key_values=DynamicCache(config=model.config))
+        states = session.states()
+        assert len(states) == len(decoder_of(model).layers)
+        for index, state in states.items():
+            query = made[index].reshape(ids.shape[1], *state.query.shape[2:])
+            kept = state.query[0, : ids.shape[1]]
+            if family == "deepseek_v3":  # it also reorders the channels, which leaves distances as they are
+                query, kept = query.sort(-1)[0], kept.sort(-1)[0]
+            assert float((query - kept).abs().max()) < 2e-4 * float(query.abs().max())
+
+
+def test_rotated_queries_would_be_noticed() -> None:
+    model, (_ids, _) = model_of("llama"), batch(rows=1)
+    queries = find_queries(model)[1]
+    rotated = torch.randn(1, 4, 40, 8, generator=torch.Generator().manual_seed(0))
+    turned = queries.unrotated(rotated, torch.arange(40)[None])
+    assert torch.equal(turned[:, :, 0], rotated[:, :, 0])
+    assert float((turned - rotated)[:, :, 1:].abs().amax(-1).min()) > 1e-2
+    assert torch.allclose(turned.norm(dim=-1), rotated.norm(dim=-1), atol=1e-5)
+
+
+# --- M8: another prompt, a cropped, reordered or swapped cache ------------------------------------------------------
+
+
+def test_a_second_prompt_starts_anew() -> None:
+    model = model_of("llama")
+    first, second = batch(rows=1)[0], batch(rows=1)[0].flip(1)
+    with mac(model, FREE) as session:
+        fresh = decode(model, second)[1]
+    with mac(model, FREE) as session:
+        decode(model, first)
+        again = decode(model, second)[1]
+    assert torch.equal(fresh, again)
+    assert session.report().events == {"new prompt": 1}
+
+
+def forward(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(ids, past_key_values=cache).logits[:, -1]
+    return logits
+
+
+def test_a_swapped_cache_of_the_same_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two conversations in turn, both at the same length: the case that lengths alone can't tell apart."""
+    model = model_of("llama")
+    prompts = [batch(rows=1)[0], batch(rows=1)[0].flip(1)]
+
+    def turns(check: bool) -> tuple[Tensor, MacSession]:
+        caches = [DynamicCache(config=model.config) for _ in prompts]
+        with mac(model, FREE) as session:
+            for prompt, cache in zip(prompts, caches, strict=True):
+                forward(model, prompt, cache)
+            with monkeypatch.context() as patch:
+                if not check:
+                    patch.setattr(Seen, "continues", lambda self, layer: True)
+                return forward(model, torch.tensor([[5]]), caches[0]), session
+
+    exact_cache = DynamicCache(config=model.config)
+    forward(model, prompts[0], exact_cache)
+    exact = forward(model, torch.tensor([[5]]), exact_cache)
+    logits, session = turns(check=True)
+    assert session.report().events == {"new prompt": 1, "cache changed": 1}
+    assert session.report().hit_rate == 0
+    assert float((logits - exact).abs().max()) < 1e-4
+    wrong, session = turns(check=False)
+    assert session.report().hit_rate > 0
+    assert float((wrong - exact).abs().max()) > 1e-2
+
+
+def test_a_continued_and_a_cropped_cache_keep_their_rows() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache = DynamicCache(config=model.config)
+    with mac(model, FREE) as session:
+        forward(model, ids, cache)
+        for token in range(5):
+            forward(model, torch.tensor([[10 + token]]), cache)
+        assert int(session.states()[0].pos.max()) == 44
+        cache.crop(-3)
+        forward(model, torch.tensor([[50]]), cache)
+        assert session.states()[0].pos.sort().values[0, -1] == 42
+        assert sorted(session.states()[2].pos[0].tolist())[2:] == list(range(29, 43))  # 43 and 44 are gone
+        forward(model, ids[:, :6], cache)  # the next turn of a conversation
+        assert int(session.states()[0].pos.max()) == 48
+        assert session.report().events == {}
+        hits = session.report().hit_rate
+    assert hits > 0.9
+
+
+def test_keys_written_in_place_are_noticed() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache = DynamicCache(config=model.config)
+    with mac(model, FREE) as session:
+        forward(model, ids, cache)
+        with torch.no_grad():
+            cache.layers[2].keys[:, :, 0] += 1.0
+        forward(model, torch.tensor([[5]]), cache)
+        assert session.report().events == {"cache changed": 1}
+        by_layer = {layer.layer: layer.hit_rate for layer in session.report().layers}
+    assert by_layer == {0: 1.0, 1: 1.0, 2: 0.0, 3: 1.0}
+
+
+def test_beams_are_exact() -> None:
+    model, (ids, mask) = model_of("llama"), batch(rows=2)
+    beams = {"num_beams": 3, "max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = model.generate(ids, attention_mask=mask, **beams)
+    with mac(model, FREE) as session:
+        again = model.generate(ids, attention_mask=mask, **beams)
+    assert torch.equal(plain, again)
+    assert session.report().hit_rate == 0
+    assert session.report().events["cache changed"] >= 9
+
+
+# --- what is left to exact attention --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "reasons"),
+    [
+        ("mistral", {"sliding window"}),
+        ("gemma2", {"sliding window", "soft cap"}),
+        ("gpt_oss", {"sliding window", "attention sinks"}),
+        ("opt", {"queries that no rotary embedding explains"}),
+        ("gpt2", {"queries that no rotary embedding explains"}),
+    ],
+)
+def test_what_mac_does_not_know_is_exact_and_counted(family: str, reasons: set[str]) -> None:
+    model, (ids, mask) = tiny(family, std=0.2), batch()
+    tokens, logits = decode(model, ids, mask)
+    with mac(model, FREE) as session:
+        again, same = decode(model, ids, mask)
+    assert torch.equal(tokens, again)
+    assert torch.equal(logits, same)
+    report = session.report()
+    assert set(report.exact) == reasons
+    assert report.layers == ()
+    layers = len(find_queries(model))
+    assert sum(report.exact.values()) == layers * (NEW - 1)
+
+
+def test_autocast_takes_no_sums_in_16_bits() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    seen = []
+    config = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=1, audit_bound=None)
+    for cast in (False, True):
+        with mac(model, config) as session, torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            decode(model, ids)
+        seen.append(session.report().error_max)
+    for error in seen:
+        assert error is not None
+        assert error < 1e-5
+
+
+def test_quantised_caches_are_exact() -> None:
+    class QuantizedLayer(DynamicLayer):
+        """As transformers' own, whose keys aren't what attention sees; without the packages that those need."""
+
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache = DynamicCache()
+    cache.layers = [QuantizedLayer() for _ in range(4)]
+    with mac(model, FREE) as session:
+        forward(model, ids, cache)
+        forward(model, ids[:, :1], cache)
+    assert session.report().exact == {"quantised cache": 4}
+
+
+def test_static_caches_holes_and_other_masks_are_exact() -> None:
+    model, (ids, mask) = model_of("llama"), batch()
+    plain = decode(model, ids, mask, cache_implementation="static", disable_compile=True)
+    with mac(model, FREE) as session:
+        static = decode(model, ids, mask, cache_implementation="static", disable_compile=True)
+    assert torch.equal(plain[1], static[1])
+    assert set(session.report().exact) == {"static cache"}
+
+    holes = mask.clone()
+    holes[0, 20] = 0
+    plain = decode(model, ids, holes)
+    with mac(model, FREE) as session:
+        again = decode(model, ids, holes)
+    assert torch.equal(plain[1], again[1])
+    assert set(session.report().exact) == {"mask with holes"}
+
+    own = torch.ones(1, 1, 1, 41, dtype=torch.bool)
+    with mac(model, FREE) as session, torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(ids[:1], past_key_values=cache)
+        model(ids[:1, :1], past_key_values=cache, attention_mask=own)
+        model(ids[:1, :1], use_cache=False)
+    assert session.report().exact == {"mask of the caller's own": 4, "no cache": 4}
+
+
+def test_gradients_flow_through_exact_attention() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache = DynamicCache(config=model.config)
+    with mac(model, FREE) as session:
+        forward(model, ids, cache)
+        loss = model(ids[:, :1], past_key_values=cache).logits.square().mean()
+        loss.backward()
+    assert session.report().exact == {"gradients": 4}
+    assert float(model.model.layers[0].self_attn.q_proj.weight.grad.abs().max()) > 0
+
+
+def test_short_prompts_are_exact_until_they_are_long_enough() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain = decode(model, ids)[1]
+    with mac(model, FREE, min_length=50) as session:
+        mixed = decode(model, ids)[1]
+    report = session.report()
+    assert report.exact == {"below min_length": 4 * 10}  # positions 40 to 49
+    assert report.hit_rate > 0.9  # rows were kept before, so the first search succeeds
+    assert torch.equal(plain[:, :11], mixed[:, :11])
+    assert not torch.equal(plain[:, 11:], mixed[:, 11:])
+
+
+def test_layers_are_switched_off_by_configuration_audit_and_cost() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain = decode(model, ids)[1]
+    with mac(model, FREE, layers={1: {"enabled": False}, 2: {"tau": 1.0}}) as session:
+        decode(model, ids)
+    rates = {layer.layer: layer.hit_rate for layer in session.report().layers}
+    assert rates[0] > 0.9
+    assert rates[2] == 0
+    assert 1 not in rates
+    assert session.report().exact == {"switched off": NEW - 1}
+
+    with mac(model, FREE, audit_every=1, audit_bound=0.0) as session:
+        audited = decode(model, ids)[1]
+    report = session.report()
+    assert all("audit: error" in layer.off for layer in report.layers)
+    assert torch.equal(plain, audited)  # found out at the first step, which takes the exact output
+    with mac(model, FREE, audit_every=1, audit_bound=None) as session:
+        free = decode(model, ids)[1]
+    assert not any(layer.off for layer in session.report().layers)
+    assert session.report().error_max > 0.1  # type: ignore[operator]
+    assert not torch.equal(plain, free)
+
+    with mac(model, FREE, costs=PAPER_H100) as session:
+        assert torch.equal(plain, decode(model, ids)[1])
+    assert session.report().exact == {"does not pay": 4 * (NEW - 1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "message"), [("gptj", "its own code"), ("bloom", "position_ids"), ("mpt", "position_ids")]
+)
+def test_models_that_mac_cannot_stand_in_for_are_refused(family: str, message: str) -> None:
+    model = tiny(family)
+    with pytest.raises(UnsupportedModelError, match=message), mac(model):
+        pass
+    assert model.config._attn_implementation in ("eager", "sdpa")
+
+
+# --- leaving --------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_restores_everything() -> None:
+    model, (ids, mask) = model_of("llama"), batch()
+    before = decode(model, ids, mask)[1]
+    decoder = decoder_of(model)
+    session = mac(model, FREE)
+
+    def fail() -> None:
+        with session:
+            decode(model, ids, mask)
+            assert session.nbytes > 0
+            with pytest.raises(RuntimeError, match="already"), mac(model, FREE):
+                pass
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
+    assert model.config._attn_implementation == "sdpa"
+    assert not decoder._forward_hooks
+    assert not decoder._forward_pre_hooks
+    assert session.nbytes == 0
+    assert session.report().hit_rate > 0  # what was counted stays
+    assert torch.equal(before, decode(model, ids, mask)[1])
+
+
+def test_a_pass_that_fails_leaves_no_trace() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    with mac(model, FREE) as session:
+        with pytest.raises(IndexError):
+            model(torch.tensor([[10**6]]))
+        other = tiny("qwen3")
+        decode(other, ids)  # in the same thread, not in the session's pass
+        assert session.report().steps == 0 or not session.report().layers
+        decode(model, ids)
+    assert session.report().hit_rate > 0.5

@@ -1,0 +1,584 @@
+"""MAC attention as plain functions: exactness where it must be exact, and that each of these tests can fail."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
+from comb.mac.algebra import EMPTY, attend, attend_range, downdate, merge
+from comb.mac.breakeven import PAPER_H100, AttentionShape, Costs, least_context, pays, step_seconds
+from comb.mac.config import MacConfig, chance_tau
+from comb.mac.fill import prompt_rows
+from comb.mac.match import find_match
+from comb.mac.state import MacState, Rows
+from comb.mac.step import Step, step, step_in_order
+
+EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}
+SMALL = MacConfig(window=8, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False)
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+class Decode:
+    """One request after another token by token, without rotary embedding unless `rotated` queries are given."""
+
+    def __init__(
+        self, config: MacConfig, queries: Tensor, keys: Tensor, values: Tensor, *, rotated: Tensor | None = None,
+        start: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.queries, self.keys, self.values = config, queries, keys, values
+        self.rotated = queries if rotated is None else rotated
+        self.scale = queries.shape[-1] ** -0.5
+        self.start = torch.tensor(start or (0,) * len(queries))
+        sizes = queries.shape[0], queries.shape[1], queries.shape[-1], values.shape[-1]
+        self.state = MacState.empty(*sizes, config, queries)
+
+    def fill(self, length: int) -> None:
+        index = torch.arange(max(0, length - self.config.window), length)
+        self.state.write(
+            prompt_rows(
+                self.queries[:, :, index], self.rotated[:, :, index], self.keys[:, :, :length],
+                self.values[:, :, :length], index, self.start, self.config, self.scale,
+            )
+        )  # fmt: skip
+
+    def inputs(self, m: int) -> tuple[Tensor, ...]:
+        seen = slice(0, m + 1)
+        return self.queries[:, :, m], self.rotated[:, :, m], self.keys[:, :, seen], self.values[:, :, seen], self.start
+
+    def step(self, m: int) -> Step:
+        done = step(self.state, *self.inputs(m), self.config, self.scale)
+        self.state.write(done.rows)
+        return done
+
+    def exact(self, m: int) -> Tensor:
+        _, rotated, keys, values, start = self.inputs(m)
+        group = torch.arange(rotated.shape[1]) // (rotated.shape[1] // keys.shape[1])
+        inside = torch.arange(m + 1) >= start[:, None, None]
+        return attend(rotated, keys[:, group], values[:, group], self.scale, inside)[0]
+
+
+def made(
+    config: MacConfig, length: int, *, rows: int = 1, heads: int = 4, groups: int = 2, seed: int = 0,
+    dtype: torch.dtype = torch.float64, same: bool = False, start: tuple[int, ...] | None = None,
+) -> Decode:  # fmt: skip
+    queries = noise(rows, heads, length, 8, seed=seed, dtype=dtype)
+    if same:
+        queries = queries[:, :, :1].expand(-1, -1, length, -1).contiguous()
+    keys, values = (noise(rows, groups, length, 8 + 2 * n, seed=seed + 1 + n, dtype=dtype) for n in (0, 1))
+    return Decode(config, queries, keys, values, start=start)
+
+
+def error(left: Tensor, right: Tensor) -> float:
+    return float((left.double() - right.double()).abs().max())
+
+
+# --- M1: tau = 1 is exact attention ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("dtype", list(EXACT), ids=str)
+@pytest.mark.parametrize("sink", [0, 4, 64])
+@pytest.mark.parametrize("prompt", [0, 1, 5, 30])
+def test_tau_one_is_exact(groups: int, dtype: torch.dtype, sink: int, prompt: int) -> None:
+    config = replace(SMALL, tau=1.0, sink=sink, min_length=12)
+    decode = made(config, prompt + 20, groups=groups, dtype=dtype, same=True)
+    if prompt:
+        decode.fill(prompt)
+    for m in range(prompt, prompt + 20):
+        done = decode.step(m)
+        assert not done.match.hit.any()
+        assert error(done.output, decode.exact(m)) < EXACT[dtype]
+
+
+def test_a_lower_tau_is_not_exact() -> None:
+    decode = made(SMALL, 40)
+    decode.fill(30)
+    assert max(error(decode.step(m).output, decode.exact(m)) for m in range(30, 40)) > 1e-2
+
+
+# --- M2, M3: a band as long as the prompt; equal queries without positions ------------------------------------------
+
+
+@pytest.mark.parametrize("band", [40, 10**6])
+def test_a_band_over_everything_is_exact(band: int) -> None:
+    decode = made(replace(SMALL, band=band), 40, same=True)
+    decode.fill(30)
+    for m in range(30, 40):
+        done = decode.step(m)
+        assert not done.match.hit.any()
+        assert error(done.output, decode.exact(m)) < 1e-13
+
+
+@pytest.mark.parametrize("sink", [0, 3])
+def test_equal_queries_without_positions_are_exact_at_a_fraction_of_the_keys(sink: int) -> None:
+    decode = made(replace(SMALL, sink=sink), 80, same=True)
+    decode.fill(40)
+    read = 0
+    for m in range(40, 80):
+        done = decode.step(m)
+        assert done.match.hit.all()
+        assert error(done.output, decode.exact(m)) < 1e-13
+        read += int(done.keys_read.sum())
+    assert read < 0.4 * 4 * sum(range(41, 81))
+
+
+def test_equal_queries_with_positions_are_not_exact() -> None:
+    """Trap T1: the phase of far keys changes, so a match says nothing about them."""
+    white = run_stream(make_stream(StreamSpec(512, 20, white=True)), MacConfig(window=64, band=16, min_length=0))
+    assert white.hit_rate == 1.0
+    assert white.error_mean > 0.3
+
+
+# --- M4, M12: what an entry holds -----------------------------------------------------------------------------------
+
+
+def covered(decode: Decode, p: int) -> tuple[Tensor, Tensor]:
+    """The summary of [F, E(p)) for the query at p, computed directly."""
+    group = torch.arange(4) // 2
+    keys, values = decode.keys[:, group], decode.values[:, group]
+    high = max(p + 1 - decode.config.band, 0)
+    return attend_range(decode.rotated[:, :, p], keys, values, decode.config.sink, high, decode.scale)
+
+
+@pytest.mark.parametrize("sink", [0, 3])
+def test_entries_hold_the_keys_from_the_sink_to_the_band(sink: int) -> None:
+    decode = made(replace(SMALL, sink=sink), 60, same=True)
+    decode.fill(30)
+    for m in range(30, 59):
+        decode.step(m)
+    assert int(decode.state.chain.max()) > 3
+    for slot, p in enumerate(decode.state.pos[0].tolist()):
+        o, lse = covered(decode, p)
+        assert error(decode.state.o[:, slot], o) < 1e-12
+        assert error(decode.state.lse[:, slot], lse) < 1e-12
+        # one key more would be seen
+        assert error(decode.state.lse[:, slot], covered(decode, p + 1)[1]) > 1e-6
+
+
+def test_sink_and_band_are_never_stored() -> None:
+    """Their keys may change after the entries were made (M12); the prefix's may not."""
+    results = {}
+    for changed in ("none", "sink", "prefix"):
+        decode = made(replace(SMALL, sink=3), 60, same=True)
+        if changed == "sink":
+            decode.values[:, :, :3] += 5.0
+        if changed == "prefix":
+            decode.values[:, :, 6] += 5.0
+        decode.fill(40)
+        results[changed] = decode.state.o.clone()
+    assert torch.equal(results["none"], results["sink"])
+    assert not torch.equal(results["none"], results["prefix"])
+
+
+# --- M5: algebra ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=0, max_size=4), st.integers(0, 100))
+def test_any_split_merges_to_the_whole(cuts: list[int], seed: int) -> None:
+    query, keys, values = noise(2, 6, seed=seed), noise(2, 12, 6, seed=seed + 1), noise(2, 12, 5, seed=seed + 2)
+    o, lse = torch.zeros(2, 5, dtype=torch.float64), torch.full((2,), EMPTY, dtype=torch.float64)
+    edges = [0, *sorted(cuts), 12]
+    for low, high in itertools.pairwise(edges):
+        o, lse = merge(o, lse, *attend_range(query, keys, values, low, high, 0.4))
+    whole = attend(query, keys, values, 0.4)
+    assert error(o, whole[0]) < 1e-13
+    assert error(lse, whole[1]) < 1e-13
+
+
+def test_empty_sets() -> None:
+    nothing = attend_range(noise(2, 6), noise(2, 5, 6), noise(2, 5, 3), 3, 3, 1.0)
+    assert torch.equal(nothing[0], torch.zeros(2, 3, dtype=torch.float64))
+    assert bool((nothing[1] == EMPTY).all())
+    both = merge(*nothing, *nothing)
+    assert bool((both[1] == EMPTY).all())
+    assert bool((both[0] == 0).all())
+    some = attend(noise(2, 6), noise(2, 5, 6), noise(2, 5, 3), 1.0)
+    for merged in (merge(*nothing, *some), merge(*some, *nothing)):
+        assert error(merged[0], some[0]) < 1e-15
+        assert error(merged[1], some[1]) < 1e-15
+
+
+@pytest.mark.parametrize("shift", [0.0, 500.0, -500.0])
+def test_downdate_undoes_merge(shift: float) -> None:
+    first = attend(noise(3, 6), noise(3, 9, 6, seed=1), noise(3, 9, 4, seed=2), 1.0)
+    second = attend(noise(3, 6), noise(3, 9, 6, seed=3), noise(3, 9, 4, seed=4), 1.0)
+    first, second = (first[0], first[1] + shift), (second[0], second[1] + shift)
+    back = downdate(*merge(*first, *second), *second)
+    assert error(back[0], first[0]) < 1e-10
+    assert error(back[1], first[1]) < 1e-10
+
+
+def test_downdate_of_nearly_everything_gives_nothing() -> None:
+    first, second = (torch.ones(1, 4), torch.tensor([0.0])), (torch.zeros(1, 4), torch.tensor([20.0]))
+    o, lse = downdate(*merge(*first, *second), *second)
+    assert bool((lse == EMPTY).all())
+    assert bool((o == 0).all())
+    o, lse = downdate(*second, *second)
+    assert bool((lse == EMPTY).all())
+    assert bool(torch.isfinite(o).all())
+    nothing = torch.zeros(1, 4), torch.tensor([EMPTY])
+    assert bool((downdate(*nothing, *nothing)[1] == EMPTY).all())
+
+
+def test_downdate_loses_digits_as_the_part_grows() -> None:
+    """Why prompts are filled directly: what is left of a large band has the whole's rounding."""
+    errors = []
+    for level in (0.0, 4.0, 9.0):
+        first, second = (
+            (noise(64, 4).float(), torch.zeros(64)),
+            (noise(64, 4, seed=1).float(), torch.full((64,), level)),
+        )
+        whole = merge(*first, *second)
+        errors.append(error(downdate(whole[0].bfloat16().float(), whole[1], *second, eps=1e-9)[0], first[0]))
+    assert errors[0] < 0.1 < errors[1] < errors[2]
+
+
+# --- M6: the match --------------------------------------------------------------------------------------------------
+
+
+def ring(config: MacConfig, positions: list[int], queries: list[float], **values: float) -> MacState:
+    """One head, queries (x, 0), entries that hold something."""
+    state = MacState.empty(1, 1, 2, 2, config, torch.zeros((), dtype=torch.float64))
+    count = len(positions)
+    query = torch.zeros(1, count, 1, 2, dtype=torch.float64)
+    query[0, :, 0, 0] = torch.tensor(queries, dtype=torch.float64)
+    ones = torch.ones(1, count, 1)
+    state.write(
+        Rows(query, torch.zeros(1, count, 1, 2), 0 * ones, ones * values.get("chain", 0), ones * values.get("drift", 0),
+             torch.tensor([positions]))
+    )  # fmt: skip
+    return state
+
+
+def found(state: MacState, config: MacConfig, m: int, x: float = 0.0) -> int:
+    query = torch.zeros(1, 1, 2, dtype=torch.float64)
+    query[0, 0, 0] = x
+    return int(find_match(state, query, torch.tensor([m]), config).pos)
+
+
+def test_match_takes_the_nearest_and_the_older_of_two() -> None:
+    assert found(ring(SMALL, [10, 11, 12], [1.0, 0.5, 0.7]), SMALL, 13) == 11
+    assert found(ring(SMALL, [10, 11, 12], [0.5, -0.5, 0.5]), SMALL, 13) == 10
+    # 8 lies in slot 0, 7 in slot 7: the older one isn't the one in the lower slot
+    assert found(ring(SMALL, [7, 8], [0.5, 0.5]), SMALL, 13) == 7
+
+
+def test_the_threshold_is_strict() -> None:
+    half = replace(SMALL, tau=0.5)  # 2 d (1 - tau)^2 = 1
+    assert found(ring(half, [10], [1.0]), half, 11) == -1
+    assert found(ring(half, [10], [1 - 1e-12]), half, 11) == 10
+    never = replace(SMALL, tau=1.0)
+    assert found(ring(never, [10], [0.0]), never, 11) == -1
+
+
+def test_stale_slots_and_the_query_itself_never_match() -> None:
+    state = ring(SMALL, [10], [0.0])
+    assert found(state, SMALL, 18) == 10  # the last position whose window reaches back to 10: the very slot of 18
+    assert found(state, SMALL, 19) == -1
+    assert found(state, SMALL, 10) == -1  # itself
+    assert found(state, SMALL, 9) == -1  # the future
+
+
+def test_gap_band_sink_and_length_limit_the_search() -> None:
+    state = ring(SMALL, [10], [0.0])
+    assert found(state, replace(SMALL, max_gap=2), 12) == 10
+    assert found(state, replace(SMALL, max_gap=2), 13) == -1
+    assert found(state, replace(SMALL, band=10), 12) == 10
+    assert found(state, replace(SMALL, band=11), 12) == -1  # E(10) = 0: nothing is summed up
+    assert found(state, replace(SMALL, sink=6), 12) == 10
+    assert found(state, replace(SMALL, sink=7), 12) == -1
+    assert found(state, replace(SMALL, min_length=12), 12) == 10
+    assert found(state, replace(SMALL, min_length=13), 12) == -1
+
+
+def test_entries_that_hold_nothing_never_match() -> None:
+    state = ring(SMALL, [10], [0.0])
+    state.lse.fill_(EMPTY)
+    assert found(state, SMALL, 11) == -1
+
+
+# --- M7: chains and drift -------------------------------------------------------------------------------------------
+
+
+def test_chain_and_drift_are_capped() -> None:
+    one = replace(SMALL, max_chain=1)
+    assert found(ring(one, [10], [0.0], chain=0), one, 11) == 10
+    assert found(ring(one, [10], [0.0], chain=1), one, 11) == -1
+    assert found(ring(SMALL, [10], [0.0], chain=1), SMALL, 11) == 10
+    careful = replace(SMALL, max_drift=True)  # their distances must add up to less than 2
+    assert found(ring(careful, [10], [1.0], drift=0.9), careful, 11) == 10
+    assert found(ring(careful, [10], [1.0], drift=1.1), careful, 11) == -1
+    # a nearer query beyond its cap doesn't hide a farther one within
+    state = ring(one, [10, 11], [1.0, 0.5])
+    state.chain[0, 11 % 8] = 1
+    assert found(state, one, 12) == 10
+
+
+def test_chain_and_drift_add_up() -> None:
+    decode = made(replace(SMALL, tau=0.0), 60, heads=2, groups=1)
+    decode.queries[:] = decode.queries[:, :, :1] + 0.01 * noise(1, 2, 60, 8, seed=9)
+    decode.fill(40)
+    first = decode.step(40)
+    assert bool((first.rows.chain == 1).all())
+    assert error(first.rows.drift[:, 0], first.match.distance) < 1e-6
+    before = decode.state.drift.clone(), decode.state.chain.clone()
+    second = decode.step(41)
+    slot = second.match.slot[0, 0]
+    assert float(second.rows.drift[0, 0, 0]) == pytest.approx(
+        float(before[0][0, slot, 0] + second.match.distance[0, 0]), rel=1e-5
+    )
+    assert int(second.rows.chain[0, 0, 0]) == int(before[1][0, slot, 0]) + 1
+
+
+def test_caps_bound_the_error_of_a_drifting_stream() -> None:
+    """Trap T2: without caps the threshold is irrelevant and the error grows; trap T3: a cap needs a tight tau."""
+    stream = make_stream(StreamSpec(1024, 160, heads=4, recency=4.0, content=2.0, drift=0.1))
+    tight = MacConfig(window=256, band=64, tau=0.75, min_length=0)
+    capped, free = run_stream(stream, tight), run_stream(stream, tight.uncapped())
+    loose = run_stream(stream, replace(tight.uncapped(), tau=0.2))
+    assert free.errors == loose.errors
+    assert free.error_between(0.75, 1) > 1.5 * free.error_between(0, 0.1)
+    assert capped.error_between(0.75, 1) < 0.7 * free.error_between(0.75, 1)
+    assert capped.hit_rate > 0.85
+
+
+# --- M8: state ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["reset", "invalidate", "crop", "jump"])
+def test_no_hit_after_invalidation(how: str) -> None:
+    decode = made(SMALL, 80, same=True)
+    decode.fill(40)
+    m = 40
+    assert decode.step(m).match.hit.all()
+    if how == "reset":
+        decode.state.reset()
+    elif how == "invalidate":
+        decode.state.invalidate(torch.tensor([True]))
+    elif how == "crop":
+        decode.state.crop(30)
+    m = m + 9 if how == "jump" else m + 1
+    assert not decode.step(m).match.hit.any()
+    assert decode.step(m + 1).match.hit.all()  # its own row again
+
+
+def test_crop_keeps_what_stands_in_front() -> None:
+    decode = made(SMALL, 80, same=True)
+    decode.fill(40)
+    decode.state.crop(38)
+    done = decode.step(38)
+    assert done.match.hit.all()
+    assert int(done.match.pos.max()) < 38
+    assert error(done.output, decode.exact(38)) < 1e-13
+
+
+def test_reorder_moves_rows() -> None:
+    decode = made(SMALL, 60, rows=3, same=True)
+    decode.fill(40)
+    order = torch.tensor([2, 0, 0])
+    decode.state.reorder(order)
+    for name in ("queries", "rotated", "keys", "values"):
+        setattr(decode, name, getattr(decode, name)[order])
+    done = decode.step(40)
+    assert done.match.hit.all()
+    assert error(done.output, decode.exact(40)) < 1e-13
+    other = made(SMALL, 60, rows=3, same=True)
+    other.fill(40)
+    other.state.reorder(order)
+    assert not other.step(40).match.hit.all() or error(other.step(41).output, other.exact(41)) > 1e-3
+
+
+def test_bytes_are_those_of_the_rings() -> None:
+    config = MacConfig(window=16, ring_dtype="bfloat16")
+    state = MacState.empty(2, 4, 8, 6, config, torch.zeros(()))
+    assert state.nbytes == 2 * 16 * (4 * (8 + 6) * 2 + 4 * 4 + 8 + 4 * 4 + 4 * 4)
+    assert state.lse.dtype == torch.float32
+
+
+# --- M9, M11: counting, rows, and the plain twin --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", [0, 3])
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(SMALL, max_chain=1, max_drift=True, tau=0.2), replace(SMALL, max_gap=3)]
+)
+def test_the_step_equals_its_plain_twin(config: MacConfig, sink: int) -> None:
+    config = replace(config, sink=sink)
+    decode = made(config, 70, rows=3, start=(0, 5, 20))
+    decode.queries += 0.7 * decode.queries[:, :, :1]
+    decode.fill(40)
+    hits = 0
+    for m in range(40, 70):
+        plain = step_in_order(decode.state, *decode.inputs(m), config, decode.scale)
+        done = decode.step(m)
+        hits += int(done.match.hit.sum())
+        assert error(done.output, plain[0]) < 1e-12
+        assert error(done.rows.o[:, 0], plain[1]) < 1e-12
+        assert torch.allclose(done.rows.lse[:, 0], plain[2], atol=1e-12)
+        assert torch.equal(done.keys_read, plain[3])
+        worst = plain[3].unflatten(1, (2, 2)).amax(-1)
+        assert torch.equal(done.group_keys_read, worst)
+    assert 30 < hits < 360  # both ways were taken
+
+
+def test_a_hit_never_looks_at_the_prefix() -> None:
+    """Keys in front of what is counted may be anything; the negative control changes one that is counted."""
+    outputs = []
+    for changed in (0, 29, 30):  # the oldest query that may match stands at 32, its summary ends before key 29
+        decode = made(SMALL, 60, same=True)
+        decode.fill(40)
+        decode.keys[:, :, :changed], decode.values[:, :, :changed] = math.nan, math.nan
+        done = decode.step(40)
+        assert bool((done.match.pos == 32).all())
+        assert bool((done.keys_read == 41 - 29).all())
+        outputs.append(done.output)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.isfinite(outputs[2]).any()
+
+
+def test_rows_of_a_batch_are_independent() -> None:
+    start = (0, 7, 19)
+    config = replace(SMALL, tau=0.3)
+    batch = made(config, 60, rows=3, start=start)
+    batch.fill(40)
+    alone = []
+    for row, padding in enumerate(start):
+        parts = (tensor[row : row + 1, :, padding:] for tensor in (batch.queries, batch.keys, batch.values))
+        alone.append(Decode(config, *parts))
+        alone[row].fill(40 - padding)
+    hits = 0
+    for m in range(40, 60):
+        together = batch.step(m)
+        for row, padding in enumerate(start):
+            one = alone[row].step(m - padding)
+            assert error(one.output[0], together.output[row]) < 1e-13
+            assert torch.equal(one.match.hit[0], together.match.hit[row])
+            hits += int(one.match.hit.sum())
+    assert hits > 20
+
+
+def test_padding_is_never_read() -> None:
+    decode = made(replace(SMALL, sink=2), 60, rows=2, start=(0, 11), same=True)
+    decode.keys[1, :, :11], decode.values[1, :, :11] = 50.0, 1e6
+    decode.fill(40)
+    for m in range(40, 50):
+        assert error(decode.step(m).output, decode.exact(m)) < 1e-12
+
+
+def test_a_hit_reads_a_constant_number_of_keys_whatever_the_context() -> None:
+    config = MacConfig.generation(window=128, band=64, min_length=0)
+    results = [
+        run_stream(make_stream(StreamSpec(context, 24, heads=4, kv_heads=1)), config) for context in (256, 1024, 4096)
+    ]
+    for result in results:
+        assert result.hit_rate > 0.9
+        assert result.most_read_on_hit <= config.hit_keys()
+    # the same stream, so the same matches: not only bounded but equal
+    assert results[1].most_read_on_hit < 2 * config.band
+    assert results[2].keys_exact > 12 * results[0].keys_exact
+
+
+@pytest.mark.parametrize("context", [0, 3, 9, 33])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_rows_of_a_prompt_equal_rows_of_decoding_it(context: int, pieces: int) -> None:
+    config = replace(SMALL, tau=1.0, sink=2)
+    filled, decoded = made(config, 40, rows=2, start=(0, 4)), made(config, 40, rows=2, start=(0, 4))
+    for m in range(context):
+        decoded.step(m)
+    for piece in torch.arange(context).chunk(pieces) if context else ():
+        filled.fill(int(piece[-1]) + 1)
+    for row in range(2):
+        for slot in range(8):
+            p = int(filled.state.pos[row, slot])
+            assert p == max(int(decoded.state.pos[row, slot]), -1)
+            if p >= 0:
+                assert torch.allclose(filled.state.lse[row, slot], decoded.state.lse[row, slot], atol=1e-12)
+                assert error(filled.state.o[row, slot], decoded.state.o[row, slot]) < 1e-12
+
+
+# --- M13: what fidelity rests on ------------------------------------------------------------------------------------
+
+
+def test_a_wider_band_reduces_the_error() -> None:
+    stream = make_stream(StreamSpec(1024, 60, heads=4, recency=9.0, content=1.0))
+    errors = [
+        run_stream(stream, MacConfig(window=128, band=band, tau=0.75, min_length=0)).error_mean for band in (2, 16, 64)
+    ]
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+
+
+# --- configuration and the break-even rule --------------------------------------------------------------------------
+
+
+def test_presets_and_parsing() -> None:
+    assert MacConfig.parse("generation") == MacConfig.generation()
+    assert (MacConfig.context().tau, MacConfig.context().window, MacConfig.context().band) == (0.45, 1024, 256)
+    parsed = MacConfig.parse("context:tau=0.6,max_chain=none,max_drift=false,ring_dtype=bfloat16")
+    assert (parsed.tau, parsed.max_chain, parsed.max_drift, parsed.ring_dtype) == (0.6, None, False, "bfloat16")
+    layered = MacConfig(layers={3: {"tau": 0.9}, 5: {"enabled": False}})
+    assert layered.for_layer(3).tau == 0.9  # type: ignore[union-attr]
+    assert layered.for_layer(4).tau == 0.45  # type: ignore[union-attr]
+    assert layered.for_layer(5) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "presets"),
+        ("context:speed=3", "no parameter"),
+        ("context:band=x", "takes a number"),
+        ("context:tau=2", "tau must lie"),
+        ("context:band=0", "band must be"),
+        ("context:max_drift=1", "true or false"),
+        ("context:ring_dtype=int8", "ring_dtype"),
+    ],
+)
+def test_bad_configurations_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MacConfig.parse(text)
+
+
+@pytest.mark.parametrize("values", [{"taus": 1}, {"audit_every": 3}, {"tau": 7}])
+def test_bad_layer_overrides_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"layer 2 has no|tau must lie"):
+        MacConfig(layers={2: values})
+
+
+def test_chance_tau_hits_its_rate() -> None:
+    for rate in (0.01, 0.2):
+        difference = math.sqrt(2) * noise(20000, 32)
+        limit = MacConfig(tau=chance_tau(rate, 32)).threshold(32)
+        assert float((difference.square().sum(-1) < limit).double().mean()) == pytest.approx(rate, rel=0.15)
+
+
+def test_break_even() -> None:
+    shape, config = AttentionShape(32, 8, 128), MacConfig.context(window=512)
+    # the paper's own table: no gain at 32K for one request, a large one at 120K
+    exact, reused = step_seconds(120_000, 1, 1.0, shape, config, PAPER_H100)
+    assert exact == pytest.approx(234e-6, rel=0.1)
+    assert exact > 3 * reused
+    least = least_context(1, 1.0, shape, config, PAPER_H100)
+    assert least is not None
+    assert pays(least, 1, 1.0, shape, config, PAPER_H100)
+    assert not pays(least - 1, 1, 1.0, shape, config, PAPER_H100)
+    assert least_context(16, 1.0, shape, config, PAPER_H100) < least  # type: ignore[operator]
+    # a group reads for its worst head: misses cost more the more heads share keys
+    grouped = [least_context(1, 0.9, replace(shape, kv_heads=count), config, PAPER_H100) for count in (32, 4)]
+    assert grouped[0] is not None
+    assert grouped[1] is not None
+    assert grouped[0] < grouped[1]
+    assert least_context(1, 0.0, shape, config, PAPER_H100) is None
+    with pytest.raises(ValueError, match="bandwidth"):
+        Costs(0, 0, 0)
