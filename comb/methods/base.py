@@ -286,6 +286,21 @@ class Method(ABC):
                 + ("" if self.uses_encoder else ", or method='comb', which keeps documents out of the prompt")
             )
 
+    def check_segments(self, segments: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError for a segment that can't be compiled: empty, too long, or ids outside the vocabulary."""
+        limit = self.max_segment_tokens
+        vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
+        for segment in segments:
+            if any(not 0 <= token < vocabulary for token in segment):
+                raise ValueError(f"a segment holds token ids outside of the model's 0..{vocabulary - 1}")
+            if not segment:
+                raise ValueError("an empty segment can't be compiled: leave empty documents out")
+            if limit is not None and len(segment) > limit:
+                raise ValueError(
+                    f"a segment has {len(segment)} tokens, but this model compiles at most {limit} at once: "
+                    "split it, for example with splitter='paragraphs:512'"
+                )
+
     def tensors(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and attention mask, both [rows, longest row], left-padded, on the model's device."""
         width = max(len(row) for row in rows)
