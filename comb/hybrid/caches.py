@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from comb.linking.cache import ROOM, RoomyLayer
 from comb.linking.forward import decoder_of, run_decoder, takes_positions
@@ -105,7 +112,7 @@ def run(model: Any, token_ids: list[int], cache: Cache, start: int, *, step: int
     return torch.cat(hidden)
 
 
-def _own_cache(model: Any) -> type[Any] | None:
+def _own_cache(model: Any) -> Any:
     """The cache class that a model's module brings along for its linear layers, if it does (MiniMax)."""
     namespace = vars(sys.modules[type(decoder_of(model)).__module__])
     own = [
@@ -117,10 +124,10 @@ def _own_cache(model: Any) -> type[Any] | None:
 
 
 @functools.cache
-def _continued(own: type[Any]) -> type[Any]:
+def _continued(own: Hashable) -> Any:
     """`own` with lengths taken from a layer that has keys: the model asks layer 0, which is linear in MiniMax."""
 
-    class ContinuedCache(own):  # type: ignore[misc]  # a class found at run time
+    class ContinuedCache(own):  # type: ignore[misc, valid-type]  # a class found at run time
         def _counting(self) -> int:
             return next(iter(attention_layers(self)), len(self.layers))
 
@@ -135,5 +142,4 @@ def _continued(own: type[Any]) -> type[Any]:
             state = self.linear_cache[layer_idx] if layer_idx < len(self.linear_cache) else None
             return state if isinstance(state, Tensor) else None
 
-    ContinuedCache.__name__ = own.__name__
     return ContinuedCache

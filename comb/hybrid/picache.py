@@ -87,10 +87,11 @@ class HybridPICache(PICache):
         start, end, leading = tensors["interior"].tolist()
         parts: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            part, dot, layer = name.partition(".")
+            part, dot, number = name.partition(".")
             if dot:
-                parts.setdefault(int(layer), {})[part] = tensor
-        linear, attention = {}, {}
+                parts.setdefault(int(number), {})[part] = tensor
+        linear: dict[int, SegmentState] = {}
+        attention: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, held in sorted(parts.items()):
             if "keys" in held:
                 attention[layer] = held.pop("keys"), held.pop("values")

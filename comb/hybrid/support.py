@@ -176,7 +176,9 @@ def _step(model: Any, whole: Recording) -> int | None:
         assert hidden is not None
         if distance(hidden, whole.hidden[_HEAD:]) <= tolerance_of(model):
             return step
-    raise UnmovableError("its forward pass doesn't continue a cache of states and keys exactly, not even token by token")
+    raise UnmovableError(
+        "its forward pass doesn't continue a cache of states and keys exactly, not even token by token"
+    )
 
 
 def _linear_layer(model: Any, whole: Recording, number: int, positions: PositionMap, step: int | None) -> LinearLayer:

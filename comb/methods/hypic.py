@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 
@@ -42,8 +42,9 @@ class Hypic(Method):
     """
 
     name = "hypic"
-    positional = ("w",)
+    positional: ClassVar[tuple[str, ...]] = ("w",)
     compile_name = "hybrid"
+    unquantizable = "keeps states and transitions, whose errors every later segment inherits (storage=float16 halves them)"
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class Hypic(Method):
                 raise ValueError(f"{self.name}:{name} is a number of tokens, an integer of at least 0, got {width!r}")
         if not is_hybrid(self.backbone):
             raise ValueError(
-                f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention "
-                "layers: use method='attnlink' or 'legolink'"
+                f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention"
+                " layers: use method='attnlink' or 'legolink'"
             )
         self.mode, self.storage = mode, storage
         try:
@@ -109,13 +110,12 @@ class Hypic(Method):
         """
         self.check_segments(segments)
         fingerprint, support = self.fingerprint, self.support
+        widths = {"head": self.head, "tail": self.tail}
+        dtype = _STORAGE[self.storage]
         with exclusive(self.backbone):
             return [
-                compile_segment(
-                    self.backbone, support, fingerprint, segment,
-                    head=self.head, tail=self.tail, leading=leading, dtype=_STORAGE[self.storage],
-                )  # fmt: skip
-                for segment in segments
+                compile_segment(self.backbone, support, fingerprint, ids, **widths, leading=leading, dtype=dtype)
+                for ids in segments
             ]
 
     def link_row(self, row: LinkRow) -> DecodeState:
@@ -126,8 +126,9 @@ class Hypic(Method):
             linked = link_segments(self.backbone, support, picaches, row.fresh, mode=self.mode)
         input_ids, attention_mask = self.tensors([linked.token_ids])
         return DecodeState(
-            self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,)
-        )
+            self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,),
+            step=support.step,
+        )  # fmt: skip
 
     def _check(self, picache: PICache, fingerprint: str) -> HybridPICache:
         if not isinstance(picache, HybridPICache):

@@ -73,7 +73,7 @@ def slow_decays(model: Any, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("dt_bias") or name.endswith("dt_proj.bias"):
+            if name.endswith(("dt_bias", "dt_proj.bias")):
                 parameter.copy_(-4 + 0.3 * torch.randn(parameter.shape, generator=generator))
             elif name.endswith("A_log"):
                 parameter.copy_(-torch.rand(parameter.shape, generator=generator))
