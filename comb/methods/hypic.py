@@ -44,7 +44,9 @@ class Hypic(Method):
     name = "hypic"
     positional: ClassVar[tuple[str, ...]] = ("w",)
     compile_name = "hybrid"
-    unquantizable = "keeps states and transitions, whose errors every later segment inherits (storage=float16 halves them)"
+    unquantizable = (
+        "keeps states and transitions, whose errors every later segment inherits (storage=float16 halves them)"
+    )
 
     def __init__(
         self,

@@ -172,9 +172,7 @@ def rotated_run(family: str, offset: int, tokens: int = 40) -> Any:
     return dense.of_gates(gates, betas, keys), dense.recurrence(gates, betas, keys, values, zeros)
 
 
-@pytest.mark.parametrize(
-    ("family", "exact"), [("scalar", True), ("gdn", True), ("kda", False), ("diagonal", False)]
-)
+@pytest.mark.parametrize(("family", "exact"), [("scalar", True), ("gdn", True), ("kda", False), ("diagonal", False)])
 def test_states_turn_with_their_keys(family: str, exact: bool) -> None:
     """S_b = R(b-a) S_a and T_b = R T_a R^T: exact for one gate per head, refused or wrong for one per channel."""
     (here, state), (there, expected) = rotated_run(family, 3), rotated_run(family, 120)
