@@ -6,7 +6,8 @@ kept: they would depend on who asked first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +49,10 @@ def compile_segment(
     start, end = (0, len(ids)) if leading else (head, len(ids) - tail)
     if start >= end:
         return HybridPICache(fingerprint, torch.tensor(ids), len(ids), len(ids))
-    recording = record(model, ids[:end])  # causal: what stands behind the interior can't change it
-    before = new_cache(model)
-    run(model, ids[:start], before, 0)
+    recording = record(model, ids[:end], start)  # causal: what stands behind the interior can't change it
+    head_states = functools.cache(functools.partial(_head_states, model, recording))
     linear = {
-        number: _interior(model, support, recording, before, number, layer, start, dtype)
+        number: _interior(model, support, recording, head_states, number, layer, dtype)
         for number, layer in support.linear.items()
     }
     attention = {
@@ -73,25 +73,32 @@ def compile_segment(
     return picache
 
 
+def _head_states(model: Any, recording: Recording) -> Any:
+    """A cache behind the tokens in front of the interior."""
+    cache = new_cache(model)
+    run(model, recording.token_ids[: recording.start], cache, 0)
+    return cache
+
+
 def _interior(
     model: Any,
     support: HybridSupport,
     recording: Recording,
-    before: Any,
+    head_states: Callable[[], Any],
     number: int,
     layer: LinearLayer,
-    start: int,
     dtype: torch.dtype,
 ) -> SegmentState:
     columns, last = read_state(recording.cache, number)
-    kept = None if columns is None else convolution.tail(columns, len(recording.token_ids) - start)
+    kept = None if columns is None else convolution.tail(columns, len(recording.token_ids) - recording.start)
     if last is None:
         return SegmentState(columns=kept)
-    transition, state = transition_of(model, recording, number, layer, start, support.step)
+    transition, state = transition_of(model, recording, number, layer, support.step)
     if state is None:
         state = last.float()
-        _, earlier = read_state(before, number)
-        if earlier is not None:
+        if recording.start:
+            _, earlier = read_state(head_states(), number)
+            assert earlier is not None
             state = state - transition.apply(earlier.float())
     try:
         transition.check()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -35,6 +35,8 @@ ScanReader = Callable[[ScanCall, int], "tuple[Transition, Tensor | None]"]
 S is None where subtracting T S_before from the layer's own final state is as good.
 """
 
+Heard = TypeVar("Heard")
+
 _READERS: dict[str, ScanReader] = {}
 # names in a module are shared by all threads: one listener at a time, and it hears its own thread only
 _listening = threading.Lock()
@@ -50,15 +52,18 @@ def reads_scan(*names: str) -> Callable[[ScanReader], ScanReader]:
     return add
 
 
-def reader_of(name: str) -> ScanReader:
-    """The reader of a scan that `listen` has heard."""
-    return _readers()[name]
+def read_scan(call: ScanCall, start: int) -> tuple[Transition, Tensor | None]:
+    """T, and perhaps S, of a call's tokens from `start` on."""
+    return _readers()[call.name](call, start)
 
 
 @contextmanager
-def listen(model: nn.Module) -> Iterator[list[ScanCall]]:
-    """Calls of known scans by this thread's forward pass over `model`, in order, in the list that is given."""
-    calls: list[ScanCall] = []
+def listen(model: nn.Module, hear: Callable[[ScanCall], Heard]) -> Iterator[list[Heard]]:
+    """What `hear` makes of every call of a known scan by this thread's forward pass over `model`, in order.
+
+    It is called at once, so that nothing keeps the keys and values of all layers alive.
+    """
+    heard: list[Heard] = []
     thread = threading.get_ident()
 
     def listener(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +71,7 @@ def listen(model: nn.Module) -> Iterator[list[ScanCall]]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
-                calls.append(ScanCall(name, function, _by_name(signature, args, kwargs)))
+                heard.append(hear(ScanCall(name, function, _by_name(signature, args, kwargs))))
             return function(*args, **kwargs)
 
         return call
@@ -81,7 +86,7 @@ def listen(model: nn.Module) -> Iterator[list[ScanCall]]:
         try:
             for namespace, name, function in places:
                 namespace[name] = listener(name, function)
-            yield calls
+            yield heard
         finally:
             for namespace, name, function in places:
                 namespace[name] = function

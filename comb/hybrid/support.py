@@ -17,7 +17,7 @@ from torch import Tensor
 from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run
 from comb.hybrid.probe import LayerRun, Probe, apply_on, watch_layers
 from comb.hybrid.scalar import constant_decay
-from comb.hybrid.scans import ScanCall, listen, reader_of
+from comb.hybrid.scans import listen, read_scan
 from comb.hybrid.transition import Transition, TransitionError
 from comb.linking.positions import PositionMap, Rotation, UnmovableError, find_positions, find_state_rotation
 from comb.linking.support import distance, tolerance_of
@@ -100,42 +100,47 @@ def find_hybrid_support(model: Any) -> HybridSupport:
 
 @dataclass
 class Recording:
-    """A forward pass over one row in an empty cache, and everything that was heard of it."""
+    """A forward pass over one row in an empty cache, and everything that was heard of it.
+
+    Args:
+        start: transitions were read of the tokens from here on.
+        readings: of the scans that were called, in order.
+    """
 
     token_ids: list[int]
+    start: int
     cache: Any
     hidden: Tensor
-    calls: list[ScanCall]
+    readings: list[tuple[Transition, Tensor | None]]
     layers: dict[int, LayerRun]
 
     @property
-    def scans(self) -> dict[int, ScanCall]:
-        """Scan calls by cache layer; empty when not every recurrent layer called one that is known."""
+    def scans(self) -> dict[int, tuple[Transition, Tensor | None]]:
+        """Readings by cache layer; empty when not every recurrent layer called a scan that is known."""
         recurrent = [number for number in sorted(self.layers) if read_state(self.cache, number)[1] is not None]
-        return dict(zip(recurrent, self.calls, strict=True)) if len(recurrent) == len(self.calls) else {}
+        return dict(zip(recurrent, self.readings, strict=True)) if len(recurrent) == len(self.readings) else {}
 
 
-def record(model: Any, token_ids: list[int]) -> Recording:
+def record(model: Any, token_ids: list[int], start: int) -> Recording:
     """Runs `token_ids` from position zero in an empty cache, listening."""
     cache = new_cache(model)
-    with listen(model) as calls, watch_layers(model, cache) as layers:
+    with listen(model, lambda call: read_scan(call, start)) as readings, watch_layers(model, cache) as layers:
         hidden = run(model, token_ids, cache, 0)
     assert hidden is not None
-    return Recording(token_ids, cache, hidden, calls, layers)
+    return Recording(token_ids, start, cache, hidden, readings, layers)
 
 
 def transition_of(
-    model: Any, recording: Recording, number: int, layer: LinearLayer, start: int, step: int | None
+    model: Any, recording: Recording, number: int, layer: LinearLayer, step: int | None
 ) -> tuple[Transition, Tensor | None]:
     """T of the recorded tokens from `start` on in one linear layer, and S where reading T gives it as well."""
     if layer.source == "scan":
-        call = recording.scans[number]
-        return reader_of(call.name)(call, start)
+        return recording.scans[number]
     if layer.source == "decay":
-        found = constant_decay(recording.layers[number].module, len(recording.token_ids) - start)
+        found = constant_decay(recording.layers[number].module, len(recording.token_ids) - recording.start)
         assert found is not None
         return found, None
-    probe = Probe(model, recording.layers[number], recording.cache, start, step=step)
+    probe = Probe(model, recording.layers[number], recording.cache, recording.start, step=step)
     return probe.transition(layer.family, layer.axis)
 
 
@@ -151,7 +156,7 @@ def _try(model: Any) -> HybridSupport:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_TOKENS,), generator=generator).tolist()
-    whole = record(model, token_ids)
+    whole = record(model, token_ids, _HEAD)
     if not whole.layers:
         raise UnmovableError("no layer of it leaves a state in its cache: it isn't a hybrid")
     attention = tuple(attention_layers(whole.cache))
@@ -203,7 +208,7 @@ def _linear_layer(model: Any, whole: Recording, number: int, positions: Position
         sources.append("decay")
     for source in sources:
         candidate = LinearLayer(family, source, axis, kernel, rotation)
-        transition, _ = transition_of(model, whole, number, candidate, _HEAD, step)
+        transition, _ = transition_of(model, whole, number, candidate, step)
         if transition.family == family and _agrees(transition, probe, axis, model):
             return candidate
     return found

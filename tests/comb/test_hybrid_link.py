@@ -25,6 +25,7 @@ from comb.hybrid.link import Linked, link_segments
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.probe import Probe
 from comb.hybrid.scalar import ScalarTransition
+from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, record, transition_of
 from comb.methods.base import exclusive
 
@@ -235,17 +236,17 @@ def test_scan_and_probe_agree(name: str) -> None:
     model = model_of(name)
     with exclusive(model):
         support = find_hybrid_support(model)
-        recording, other = record(model, B), record(model, C[:2] + B[2:])
+        recording, other = record(model, B, 4), record(model, B[:6] + C[6:], 4)
         for number, layer in support.linear.items():
-            fast, state = transition_of(model, recording, number, layer, 4, support.step)
+            fast, state = transition_of(model, recording, number, layer, support.step)
             slow, end = Probe(model, recording.layers[number], recording.cache, 4, step=support.step).transition(
                 layer.family, layer.axis
             )
             assert error(fast.apply(some := torch.randn(end.shape)), slow.apply(some)) < 1e-5
             assert state is None or error(state, end) < 1e-5
         number = max(support.linear)
-        changed, _ = transition_of(model, other, number, support.linear[number], 4, support.step)
-        fast, _ = transition_of(model, recording, number, support.linear[number], 4, support.step)
+        changed, _ = transition_of(model, other, number, support.linear[number], support.step)
+        fast, _ = transition_of(model, recording, number, support.linear[number], support.step)
         if name not in ("minimax", "ring"):  # their decays don't depend on the tokens
             assert error(changed.tensor, fast.tensor) > 1e-4
 
@@ -258,10 +259,12 @@ def test_dense_transitions_are_the_product_of_the_tokens(name: str, tokens: int)
     start = 3
     with exclusive(model):
         support = find_hybrid_support(model)
-        recording = record(model, ids(start + tokens, 9))
+        recording = record(model, ids(start + tokens, 9), start)
         number = min(support.linear)
-        fast, state = transition_of(model, recording, number, support.linear[number], start, None)
-    arguments = recording.scans[number].arguments
+        fast, state = transition_of(model, recording, number, support.linear[number], None)
+        with listen(model, lambda call: call.arguments) as heard:
+            run(model, ids(start + tokens, 9), new_cache(model), 0)
+    arguments = heard[0]
     gates, betas, keys, values = (arguments[key][0, start:].double() for key in ("g", "beta", "key", "value"))
     keys = keys / (keys.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
     naive = of_gates(gates, betas, keys)
