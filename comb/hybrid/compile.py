@@ -46,9 +46,10 @@ def compile_segment(
     ids = list(token_ids)
     if not ids:
         raise ValueError("an empty segment can't be compiled: leave empty documents out")
+    held = torch.tensor(ids, device=model.get_input_embeddings().weight.device)
     start, end = (0, len(ids)) if leading else (head, len(ids) - tail)
     if start >= end:
-        return HybridPICache(fingerprint, torch.tensor(ids), len(ids), len(ids))
+        return HybridPICache(fingerprint, held, len(ids), len(ids))
     recording = record(model, ids[:end], start)  # causal: what stands behind the interior can't change it
     head_states = functools.cache(functools.partial(_head_states, model, recording))
     linear = {
@@ -59,7 +60,7 @@ def compile_segment(
         number: (layer.keys[0, :, start:end].clone(), layer.values[0, :, start:end].clone())
         for number, layer in attention_layers(recording.cache).items()
     }
-    picache = HybridPICache(fingerprint, torch.tensor(ids), start, end, linear, attention, leading)
+    picache = HybridPICache(fingerprint, held, start, end, linear, attention, leading)
     broken = [
         name
         for name, tensor in picache.tensors().items()

@@ -8,6 +8,7 @@ Every later token sees all of it by plain causality, so there is no mask, and th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,11 +36,13 @@ class Linked:
         token_ids: the whole prompt.
         cache: covers all of it but the last token; None for a prompt of one token.
         recomputed: document tokens that were computed again.
+        seconds: that composing states and keys, and computing tokens, took.
     """
 
     token_ids: list[int]
     cache: Any
     recomputed: int
+    seconds: dict[str, float]
 
 
 class Linker:
@@ -55,6 +58,7 @@ class Linker:
         self.cache: Any = new_cache(model)
         self.length = length
         self.token_ids: list[int] = []
+        self.seconds = {"compose": 0.0, "recompute": 0.0}
         self._pending: list[int] = []
 
     def tokens(self, token_ids: Sequence[int]) -> None:
@@ -65,7 +69,8 @@ class Linker:
     def interior(self, picache: HybridPICache) -> None:
         """Jumps over the compiled interior of a segment."""
         self._compute(len(self.token_ids))
-        place = len(self.token_ids)
+        begun, place = time.perf_counter(), len(self.token_ids)
+        picache = picache.to(self.model.get_input_embeddings().weight.device)
         self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
         # states and keys were compiled at the segment's own positions, with the interior from picache.start on
         turns = self._turns(place - picache.start)
@@ -78,6 +83,7 @@ class Linker:
             ]
             self.cache.update(moved[0], moved[1], number)
         give_room(self.cache, self.length)
+        self.seconds["compose"] += time.perf_counter() - begun
 
     def finish(self) -> Any:
         """Computes all that is left but the last token; the cache, or None when there is nothing in front of it."""
@@ -85,9 +91,10 @@ class Linker:
         return self.cache if len(self.token_ids) > 1 else None
 
     def _compute(self, end: int) -> None:
-        start = len(self.token_ids) - len(self._pending)
+        begun, start = time.perf_counter(), len(self.token_ids) - len(self._pending)
         run(self.model, self._pending[: end - start], self.cache, start, step=self.support.step if start else None)
         self._pending = []
+        self.seconds["recompute"] += time.perf_counter() - begun
 
     def _turns(self, shift: int) -> Turns | None:
         if self.mode in ("addition", "transition") or shift == 0:
@@ -169,4 +176,4 @@ def link_segments(
         linker.tokens(ids[picache.end :])
         recomputed += len(ids) - (picache.end - picache.start)
     linker.tokens(fresh[-1])
-    return Linked(linker.token_ids, linker.finish(), recomputed)
+    return Linked(linker.token_ids, linker.finish(), recomputed, linker.seconds)

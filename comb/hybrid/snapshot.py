@@ -31,7 +31,8 @@ def extend(
         number: (layer.keys[0, :, start:].clone(), layer.values[0, :, start:].clone())
         for number, layer in attention_layers(cache).items()
     }
-    return HybridPICache(fingerprint, torch.tensor(list(piece)), 0, len(piece), linear, attention, leading=not before)
+    held = torch.tensor(list(piece), device=model.get_input_embeddings().weight.device)
+    return HybridPICache(fingerprint, held, 0, len(piece), linear, attention, leading=not before)
 
 
 def restore(model: Any, pieces: Sequence[HybridPICache], length: int) -> Any:

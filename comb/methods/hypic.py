@@ -129,7 +129,7 @@ class Hypic(Method):
         input_ids, attention_mask = self.tensors([linked.token_ids])
         return DecodeState(
             self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,),
-            step=support.step,
+            seconds=linked.seconds, step=support.step,
         )  # fmt: skip
 
     def _check(self, picache: PICache, fingerprint: str) -> HybridPICache:
