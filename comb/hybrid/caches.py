@@ -36,6 +36,11 @@ def new_cache(model: Any) -> Cache:
     return DynamicCache(config=model.config) if own is None else _continued(own)()
 
 
+def continued_cache(model: Any) -> Cache | None:
+    """An empty cache for a model whose own can't be continued under a mask (MiniMax); None for all others."""
+    return None if _own_cache(model) is None else new_cache(model)
+
+
 def odd_layers(model: Any) -> list[str]:
     """Names of the cache layers that states and keys can't be read from and written to; none for most models."""
     layers: list[Any] = new_cache(model).layers

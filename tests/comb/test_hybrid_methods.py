@@ -18,9 +18,11 @@ from torch import nn
 from comb import CombForCausalLM, PICEngine, methods
 from comb.backbone import inspect_backbone
 from comb.doctor import check_methods
+from comb.hybrid.drift import state_drift
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.inspection import describe
+from comb.methods.base import LinkRow
 from comb.picache import PICacheError, deserialize, serialize
 from comb.store import PICacheStore
 
@@ -48,6 +50,35 @@ def test_prefix_is_exact_and_hits(name: str) -> None:
     full = methods.create("full", model_of(name))
     expected = full.link(full.compile([A, B]), QUERY).answer_logits(answer)
     assert error(again.answer_logits(answer), expected) < EXACT
+
+
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_full_in_a_batch(name: str) -> None:
+    """Rows of different lengths, and with MiniMax a cache whose length transformers reads from a linear layer."""
+    full = methods.create("full", model_of(name))
+    rows = [LinkRow(full.compile([A]), QUERY), LinkRow(full.compile([A, B]), QUERY), LinkRow([], QUERY)]
+    batch = full.link_batch(rows)
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    generated = batch.generate(**settings)
+    for index, row in enumerate(rows):
+        alone = full.link_batch([row])
+        assert error(batch.logits[index], alone.logits[0]) < EXACT
+        assert torch.equal(generated[index, -4:], alone.generate(**settings)[0, -4:])
+    assert error(batch.logits[0], batch.logits[1]) > 20 * EXACT
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "zamba2", "jamba", "minimax"])
+def test_drift_grows_from_an_exact_first_layer(name: str) -> None:
+    model = model_of(name)
+    drifts = {spec: state_drift(methods.create(spec, model), [A, B, C], QUERY)
+              for spec in ("hypic", "addition", "hypic:100")}  # fmt: skip
+    assert drifts["hypic"][0].error < EXACT
+    assert drifts["hypic"][0].degrees < 1e-3
+    assert drifts["hypic"][-1].error > 1e-3
+    assert all(ours.error < naive.error for ours, naive in zip(drifts["hypic"], drifts["addition"], strict=True))
+    assert all(drift.error < EXACT for drift in drifts["hypic:100"])
+    with pytest.raises(ValueError, match="at least two tokens"):
+        state_drift(methods.create("hypic", model), [A], [5])
 
 
 def test_modes_leave_out_what_their_names_say() -> None:
