@@ -118,10 +118,10 @@ class Linker:
             state = turn(state) if layer.axis == -1 else turn(state.transpose(-1, -2)).transpose(-1, -2)
             transition = None if transition is None else transition.turned(turn)
         if before is None or transition is None:
-            return state
+            return state.to(layer.dtype)
         earlier = before.float()
         kept = earlier if self.mode == "addition" else apply_on(transition, earlier, layer.axis)
-        return (state.to(kept.device) + kept).to(before.dtype)
+        return (state.to(kept.device) + kept).to(layer.dtype)
 
 
 def _turn(rotation: Rotation, turns: Turns) -> Turn:

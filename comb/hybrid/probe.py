@@ -52,6 +52,17 @@ class LayerRun:
 
         self.module(*map(change, self.args), **{name: change(value) for name, value in self.kwargs.items()})
 
+    def in_float32(self) -> LayerRun:
+        """The same call of a copy of the layer in float32."""
+
+        def change(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value.float()
+            return tuple(map(change, value)) if isinstance(value, tuple) else value
+
+        kwargs = {name: change(value) for name, value in self.kwargs.items()}
+        return LayerRun(copy.deepcopy(self.module).float(), self.number, change(self.args), kwargs)
+
     @property
     def tokens(self) -> int:
         """Tokens of the call."""
@@ -94,10 +105,13 @@ class Probe:
     """
 
     def __init__(self, model: Any, call: LayerRun, seen: Any, start: int, *, step: int | None = None) -> None:
-        self.call, self.seen, self.start, self.step = call, seen, start, step
+        _, state = read_state(seen, call.number)
+        # a state of 16 bits (MiniMax) is too coarse to tell one family from another
+        self.call = call.in_float32() if state is not None and state.itemsize < 4 else call
+        self.seen, self.start, self.step = seen, start, step
         self._before = new_cache(model)
         if start:
-            call.again(self._before, seen, 0, start)
+            self.call.again(self._before, seen, 0, start)
 
     def ends(self, states: Tensor) -> Tensor:
         """States [rows, ...] after the tokens, for states [rows, ...] before them."""

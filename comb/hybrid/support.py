@@ -7,7 +7,7 @@ and where rotary positions are, is tried out; what doesn't hold is refused with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ class LinearLayer:
         axis: -2 or -1, where the state has its key channels.
         kernel: raw columns kept in front of its convolution, 0 without one.
         rotation: of the state's key channels, where the layer rotates keys by their position.
+        dtype: of the state in the model's own cache.
     """
 
     family: str
@@ -43,6 +44,7 @@ class LinearLayer:
     axis: int = -2
     kernel: int = 0
     rotation: Rotation | None = None
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -201,13 +203,13 @@ def _linear_layer(model: Any, whole: Recording, number: int, positions: Position
             f"layer {number} rotates keys by their position inside of a {family} linear layer: the state of a segment "
             "can't be moved to another position"
         )
-    found = LinearLayer(family, "probe", axis, kernel, rotation)
+    found = LinearLayer(family, "probe", axis, kernel, rotation, state.dtype)
     scanned = whole.scans.get(number)
     sources: list[Source] = ["scan"] if scanned else []
     if constant_decay(whole.layers[number].module, 1) is not None:
         sources.append("decay")
     for source in sources:
-        candidate = LinearLayer(family, source, axis, kernel, rotation)
+        candidate = replace(found, source=source)
         transition, _ = transition_of(model, whole, number, candidate, step)
         if transition.family == family and _agrees(transition, probe, axis, model):
             return candidate
