@@ -52,7 +52,11 @@ class DenseTransition(Transition):
         vector = torch.randn(matrix.shape[-1], 1, generator=generator).to(matrix).expand(len(matrix), -1, 1)
         growth = torch.zeros(len(matrix), device=matrix.device, dtype=matrix.dtype)
         for _ in range(_POWER_STEPS):
-            vector = vector / vector.norm(dim=-2, keepdim=True).clamp_min(1e-30)
+            # by the largest entry first: the squares of a long segment's transition underflow
+            largest = vector.abs().amax(dim=-2, keepdim=True)
+            seen = largest > torch.finfo(matrix.dtype).tiny
+            vector = torch.where(seen, vector / largest.where(seen, torch.ones_like(largest)), torch.zeros_like(vector))
+            vector = vector / vector.norm(dim=-2, keepdim=True).clamp_min(1)
             after = matrix @ vector
             growth = torch.maximum(growth, after.norm(dim=-2)[:, 0])
             vector = matrix.transpose(-1, -2) @ after

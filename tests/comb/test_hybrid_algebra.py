@@ -119,6 +119,18 @@ def test_dense_transitions_never_amplify(family: str) -> None:
         dense.DenseTransition(torch.eye(KEYS).expand(HEADS, -1, -1) * 1.02).check()
 
 
+@pytest.mark.parametrize("exponent", [0, -8, -13, -18, -25, -37, -44])
+def test_transitions_that_have_forgotten_everything_pass(exponent: int) -> None:
+    """Long segments: squares of their entries underflow in float32, which must not look like growth."""
+    tensor = torch.randn(HEADS, KEYS, KEYS, generator=torch.Generator().manual_seed(5)) * 0.1
+    tensor = (tensor.double() * 10.0**exponent).float()
+    transition = dense.DenseTransition(tensor)
+    transition.check()
+    exact = torch.linalg.matrix_norm(tensor.double(), 2)
+    assert bool((transition.norm_bound().double() <= exact * (1 + 1e-5) + 1e-37).all())
+    dense.DenseTransition(torch.zeros(HEADS, KEYS, KEYS)).check()
+
+
 @pytest.mark.parametrize("family", ["scalar", "diagonal", "elementwise", "dense"])
 def test_damaged_transitions_are_noticed(family: str) -> None:
     cls = TRANSITIONS.get(family)
