@@ -196,7 +196,15 @@ def find_child(layer: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
     return None
 
 
+_HYBRID_KINDS = {"linear_attention": "linear", "conv": "linear", "hybrid": "both", "moe": "none", "mlp": "none",
+                 "full_attention": "full", "sliding_attention": "sliding"}  # fmt: skip
+
+
 def _layer_kind(config: Any, index: int, layer: nn.Module) -> str:
+    declared = getattr(config, "layer_types", None) or ()
+    if index < len(declared) and {"linear_attention", "conv", "hybrid"}.intersection(declared):
+        # a hybrid's configuration says it, and its modules mislead: KDA has a `q_proj` too, Lightning is `self_attn`
+        return _HYBRID_KINDS.get(declared[index], str(declared[index]))
     has_attention = _is_attention(find_child(layer, ATTENTION_NAMES))
     # `conv` and `mixer` also name things inside attention layers, so ask for state only where it is a child
     linear = find_child(layer, LINEAR_NAMES)

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from rich.table import Table
 
+from comb.hybrid.inspection import describe_hybrid
 from comb.model import CombForCausalLM
 
 
@@ -32,6 +33,7 @@ def describe(model: CombForCausalLM) -> Table:
         f"reading encoder layers {model.config.cross_encoder_layers}",
         "parameters": f"{total:,d}, of them {trainable:,d} ({100 * trainable / total:.1f}%) in the adapter",
         "cache per document token": _bytes(model),
+        **describe_hybrid(model.backbone),
         "fingerprint": model.fingerprint,
     }
     for name, value in rows.items():
@@ -56,6 +58,6 @@ def _bytes(model: CombForCausalLM) -> str:
     ours = 2 * len(model.cross_blocks) * encoder.num_key_value_heads * encoder.head_dim * size
     if info.latent_attention:
         return f"{ours} bytes"
-    attending = sum(kind != "linear" for kind in info.layer_kinds)
+    attending = sum(kind not in ("linear", "none") for kind in info.layer_kinds)
     full = 2 * attending * info.num_key_value_heads * info.head_dim * model.backbone.dtype.itemsize
     return f"{ours} bytes ({100 * ours / full:.0f}% of the backbone's {full})" if full else f"{ours} bytes"

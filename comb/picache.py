@@ -94,6 +94,7 @@ class PICache(ABC):
 
 
 PICACHE_KINDS: Registry[type[PICache]] = Registry("PICache kind")
+PICACHE_KINDS.register_lazy("hybrid", "comb.hybrid.picache:HybridPICache")
 P = TypeVar("P", bound=PICache)
 
 

@@ -153,7 +153,9 @@ def async_command(
 
 @bench.command("context-length")
 def context_length_command(
-    model: Annotated[str, typer.Option(help="as elsewhere, or `random`: a Llama with random weights")] = "random",
+    model: Annotated[
+        str, typer.Option(help="as elsewhere, or `random`: a Llama with random weights, or `random-hybrid`: a Qwen3.5")
+    ] = "random",
     methods: Methods = "full,naive,legolink:16,cacheblend:0.15",
     lengths: Annotated[str, typer.Option(help="tokens of context, separated by commas")] = "512,1024,2048,4096",
     segment_tokens: Annotated[int, typer.Option(min=1, help="tokens per segment")] = 512,
@@ -181,8 +183,10 @@ def context_length_command(
     specs = without_control(split_methods(methods), "context-length")
     wanted = integers(lengths, "--lengths")
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
-    if model == "random":
-        made = random_model(**sizes, positions=max(wanted[-1] + query_tokens + 1, LEAST_POSITIONS), seed=seed)
+    kind = {"random": "Llama", "random-hybrid": "hybrid"}.get(model)
+    if kind:
+        positions = max(wanted[-1] + query_tokens + 1, LEAST_POSITIONS)
+        made = random_model(**sizes, positions=positions, hybrid=kind == "hybrid", seed=seed)
         loaded = _placed(made, dtype, device)
     else:
         loaded = _load(model, backbone, dtype, device)
@@ -190,14 +194,14 @@ def context_length_command(
         loaded, specs, wanted,
         segment_tokens=segment_tokens, query_tokens=query_tokens, repeats=repeats, memory=memory, seed=seed,
     )  # fmt: skip
-    name = f"random Llama, {layers} layers, hidden {hidden}" if model == "random" else model
+    name = f"random {kind}, {layers} layers, hidden {hidden}" if kind else model
     title = f"{name}: segments of {segment_tokens}, query of {query_tokens} tokens"
     drawn = any(not result.refused for result in results)
     _show(
         out, results, length_tables(results),
         (lambda file: plot_context_length(results, file, title=title)) if drawn else None,
         heading=title, benchmark="context-length", model=model, seed=seed, segment_tokens=segment_tokens,
-        query_tokens=query_tokens, repeats=repeats, **({"sizes": sizes} if model == "random" else {}),
+        query_tokens=query_tokens, repeats=repeats, **({"sizes": sizes} if kind else {}),
         threads=_threads(), dtype=str(loaded.dtype), device=str(loaded.device),
     )  # fmt: skip
 

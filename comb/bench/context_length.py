@@ -61,25 +61,46 @@ class LengthResult:
 
 
 def random_model(
-    *, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, positions: int, seed: int = 0
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    positions: int,
+    hybrid: bool = False,
+    seed: int = 0,
 ) -> Any:
     """A Llama with random weights, the same for the same seed.
+
+    Args:
+        hybrid: a Qwen3.5 instead, three gated DeltaNet layers to each full one.
 
     Raises:
         ValueError: if the sizes don't go together.
     """
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig
 
     if min(layers, hidden, heads, kv_heads, vocab) < 1 or hidden % heads or heads % kv_heads or (hidden // heads) % 2:
         raise ValueError(
             f"no Llama has hidden={hidden}, heads={heads}, kv_heads={kv_heads}: heads must divide hidden into an even "
             "size, and kv_heads must divide heads"
         )
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=positions,
-        bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": positions,
+        "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    if hybrid:
+        width = hidden // heads
+        kinds = ["full_attention" if index % 4 == 3 or index == layers - 1 else "linear_attention"
+                 for index in range(layers)]  # fmt: skip
+        config: Any = Qwen3_5TextConfig(
+            **sizes, head_dim=width, layer_types=kinds, linear_num_key_heads=heads, linear_num_value_heads=heads,
+            linear_key_head_dim=width, linear_value_head_dim=width,
+        )  # fmt: skip
+    else:
+        config = LlamaConfig(**sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).eval()

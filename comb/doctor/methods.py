@@ -18,6 +18,7 @@ from comb.doctor.check import Check, gap, tolerance_for
 from comb.linking.cache import LinkCache
 from comb.methods.base import DecodeState, Method, backbone_of
 from comb.methods.decoder import Decoder
+from comb.methods.hypic import Hypic
 
 _DOCUMENTS = (11, 7, 13)
 _HEAD, _GAPS, _QUERY = 3, (2, 0), 5
@@ -89,6 +90,8 @@ class _Trial:
             verdict.checks = self._exact(method)
         elif isinstance(method, Decoder):
             verdict.checks = self._decoder(name, method)
+        elif isinstance(method, Hypic):
+            verdict.checks = self._hybrid(method)
         else:
             verdict.checks = [self._finite(method)]
         return verdict
@@ -121,6 +124,17 @@ class _Trial:
             checks.append(Check("several documents differ (control)", effect > floor, f"max |diff| {effect:.1e}"))
         return checks
 
+    def _hybrid(self, method: Hypic) -> list[Check]:
+        checks = [
+            self._finite(method),
+            self._close("one document == full", self._alone(method).logits, self.reference_alone),
+            self._pure(method),
+        ]
+        if method.mode == "seam":
+            whole = methods.create("hypic", self.model, w=max(_DOCUMENTS))
+            checks.append(self._close("everything recomputed == full", self._link(whole).logits, self.reference))
+        return checks
+
     def _no_future(self, method: Decoder) -> Check:
         """Another query: what the cache holds in front of it must stay the same."""
         end = _HEAD + sum(_DOCUMENTS) + sum(_GAPS)
@@ -147,7 +161,7 @@ class _Trial:
             return None
         return [t[:, :, :end] for layer in seen[-1].layers for t in (layer.keys, layer.values) if t is not None]
 
-    def _pure(self, method: Decoder) -> Check:
+    def _pure(self, method: Method) -> Check:
         alone = method.compile(self.documents[1:2])[0].tensors()
         among = method.compile(self.documents)[1].tensors()
         same = all(torch.equal(among[name], tensor) for name, tensor in alone.items())

@@ -112,7 +112,8 @@ def cache_kinds(model: Any) -> list[Any]:
     other = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
     if other:
         raise UnmovableError(
-            f"its cache has layers of type {', '.join(other)}, which keep a state, not keys and values per token"
+            f"its cache has layers of type {', '.join(other)}, which keep a state, not keys and values per token (the "
+            "method for hybrids is 'hypic')"
         )
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if "chunked_attention" in kinds:

@@ -10,7 +10,7 @@ Shapes: H cached heads, T tokens, D channels, m rotated pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,13 +153,16 @@ class Turns:
 
 
 @torch.no_grad()
-def find_positions(model: Any) -> PositionMap:
+def find_positions(model: Any, new_cache: Callable[[], Any] = DynamicCache) -> PositionMap:
     """Asks `model` where its cached keys and values hold positions. The caller holds its lock (`exclusive`).
+
+    Args:
+        new_cache: makes an empty cache; layers of it without keys (linear ones) are passed over.
 
     Raises:
         UnmovableError: when no rotation explains how they change with the position.
     """
-    return _with_position_ids(model) if takes_positions(model) else _without_position_ids(model)
+    return _with_position_ids(model, new_cache) if takes_positions(model) else _without_position_ids(model, new_cache)
 
 
 class Probe:
@@ -193,10 +196,49 @@ class Probe:
         return _explain(seen, self.positions, candidates, self._tolerance)
 
 
-def _with_position_ids(model: Any) -> PositionMap:
+@torch.no_grad()
+def find_state_rotation(
+    model: Any,
+    positions: PositionMap,
+    number: int,
+    new_cache: Callable[[], Any],
+    read_states: Callable[[Any, int], Tensor | None],
+) -> tuple[Rotation | None, int]:
+    """How the recurrent state of linear layer `number` turns with the position of a token, and its axis (-2 or -1).
+
+    None where it doesn't turn, or where the layer has no state of heads and key channels.
+
+    Raises:
+        UnmovableError: when no rotation explains how the state changes with the position.
+    """
+    if not takes_positions(model):
+        return None, -2
+    where = _probe_positions(model, None)
+    ids = _probe_ids(model)[:2]
+    tokens = torch.tensor(ids).repeat_interleave(len(where))[:, None]
+    cache = new_cache()
+    run_decoder(model, tokens, cache, position_ids=torch.tensor(where).repeat(len(ids))[:, None])
+    states = read_states(cache, number)
+    if states is None:
+        return None, -2
+    seen = states.double().reshape(len(ids), len(where), *states.shape[1:])
+    candidates = [(index, source.at(1).to(seen.device)) for index, source in enumerate(positions.sources)]
+    for axis in (-2, -1):
+        channels_last = seen.transpose(-1, -2) if axis == -2 else seen
+        flat = channels_last.reshape(*seen.shape[:2], -1, channels_last.shape[-1])
+        found = _explain(flat, where, candidates, _EXPLAINS.get(model.dtype, _EXPLAINS_16_BIT))
+        if found is not None:
+            return (None if isinstance(found, str) else found), axis
+    raise UnmovableError(
+        f"the state of linear layer {number} changes with the position in a way that no rotary embedding explains, so "
+        "a compiled document can't be moved to another place"
+    )
+
+
+def _with_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
     probe = Probe(model)
     layers = []
-    for number, tensors in enumerate(_single_tokens(model, probe)):
+    for number, tensors in enumerate(_single_tokens(model, probe, new_cache)):
         found = [probe.explain(tensor) for tensor in tensors]
         if any(explanation is None for explanation in found):
             part = "keys" if found[0] is None else "values"
@@ -204,22 +246,23 @@ def _with_position_ids(model: Any) -> PositionMap:
                 f"the cached {part} of layer {number} change with the position in a way that no rotary embedding "
                 "explains (learned absolute positions?), so a compiled document can't be moved to another place"
             )
-        layers.append(tuple(None if item == "still" else item for item in found))
+        layers.append(tuple(None if item == "still" else item for item in found) or (None, None))
     turning = probe.scaled and any(rotation is not None for layer in layers for rotation in layer)
     limit = probe.limit if turning else None
     return PositionMap(tuple(layers), tuple(probe.sources), turning, limit)  # type: ignore[arg-type]
 
 
-def _without_position_ids(model: Any) -> PositionMap:
+def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
     """ALiBi models take no positions: their layer 0 must cache the same for a token wherever it stands."""
     ids = _probe_ids(model)[:2]
     caches = []
     for tokens in (ids, ids[1:]):
-        cache = DynamicCache()
+        cache = new_cache()
         run_decoder(model, torch.tensor([tokens]), cache, attention_mask=torch.ones(1, len(tokens), dtype=torch.long))
         caches.append(cache)
+    first = next(number for number, layer in enumerate(caches[0].layers) if getattr(layer, "keys", None) is not None)
     for name in ("keys", "values"):
-        second, alone = (getattr(cache.layers[0], name)[:, :, -1] for cache in caches)
+        second, alone = (getattr(cache.layers[first], name)[:, :, -1] for cache in caches)
         if not _close(second, alone):
             raise UnmovableError(
                 f"the model takes no position_ids, and the cached {name} of its first layer depend on where a token "
@@ -228,13 +271,21 @@ def _without_position_ids(model: Any) -> PositionMap:
     return PositionMap(((None, None),) * len(caches[0].layers), ())
 
 
-def _single_tokens(model: Any, probe: Probe) -> list[tuple[Tensor, Tensor]]:
-    """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves."""
+def _single_tokens(model: Any, probe: Probe, new_cache: Callable[[], Any]) -> list[tuple[Tensor, Tensor] | tuple[()]]:
+    """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves.
+
+    Layers that keep a state have none.
+    """
     tokens, where = probe.inputs()
-    cache = DynamicCache()
+    cache = new_cache()
     run_decoder(model, tokens, cache, position_ids=where)
-    shots = []
-    for layer in cache.layers:
+    shots: list[Any] = []
+    linear = getattr(cache, "linear_cache", ())  # MiniMax has empty layers in the places of linear ones
+    for number, layer in enumerate(cache.layers):
+        state = number < len(linear) and isinstance(linear[number], Tensor)
+        if state or (hasattr(layer, "recurrent_states") and getattr(layer, "keys", None) is None):
+            shots.append(())
+            continue
         if layer.keys is None or layer.values is None or layer.keys.ndim != 4:
             raise UnmovableError(f"a cache layer holds {type(layer).__name__} without keys and values per token")
         shots.append((probe.by_position(layer.keys), probe.by_position(layer.values)))

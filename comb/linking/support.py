@@ -74,7 +74,7 @@ def _try(model: Any) -> Support:
     every = torch.arange(prompt.length)
     reference = prompt.plain()
     ordered = recompute_in_order(model, prompt.cache(), prompt.token_ids, every)
-    if ordered is None or _distance(ordered, reference) > prompt.tolerance:
+    if ordered is None or distance(ordered, reference) > prompt.tolerance:
         raise UnmovableError("its forward pass doesn't continue a cache of ordinary keys and values exactly")
     masks = _understood(model, prompt)
     if masks is None and positions.length_dependent:
@@ -97,7 +97,7 @@ def _understood(model: Any, prompt: _Prompt) -> Masks | None:
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
             continue  # it doesn't take this form; the next one, or run by run
         pairs = zip(_tensors(cache), _tensors(expected), strict=True)
-        if all(_distance(left, right) <= prompt.tolerance for left, right in pairs):
+        if all(distance(left, right) <= prompt.tolerance for left, right in pairs):
             return masks
     return None
 
@@ -109,7 +109,7 @@ class _Prompt:
         self.model = model
         self.positions = positions
         self.length = sum(_SEGMENTS) + _QUERY
-        self.tolerance = TOLERANCES.get(model.dtype, _TOLERANCE_16_BIT)
+        self.tolerance = tolerance_of(model)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         generator = torch.Generator().manual_seed(0)
         self.token_ids = torch.randint(min(3, vocabulary - 1), vocabulary, (self.length,), generator=generator)
@@ -136,6 +136,12 @@ def _tensors(cache: LinkCache) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
-def _distance(left: Tensor, right: Tensor) -> float:
+def tolerance_of(model: Any) -> float:
+    """Relative error up to which two ways of computing the same count as equal in the model's dtype."""
+    return TOLERANCES.get(model.dtype, _TOLERANCE_16_BIT)
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    """Frobenius norm of the difference, relative to `right`'s."""
     left, right = left.float(), right.float()
     return float((left - right).norm() / right.norm().clamp_min(1e-30))

@@ -46,6 +46,8 @@ registry.register_lazy("legolink", "comb.methods.legolink:LegoLink")
 registry.register_lazy("legolink-0", "comb.methods.legolink_zero:LegoLinkZero")
 registry.register_lazy("attnlink", "comb.methods.attnlink:AttnLink")
 registry.register_lazy("cacheblend", "comb.methods.cacheblend:CacheBlend")
+registry.register_lazy("hypic", "comb.methods.hypic:Hypic")
+registry.register_lazy("addition", "comb.methods.addition:Addition")
 
 
 def names() -> list[str]:

@@ -10,9 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from comb.linking.cache import RoomyLayer
+from comb.linking.forward import takes_positions
 from comb.locks import lock_of
 from comb.picache import PICache
 
@@ -73,6 +80,8 @@ class DecodeState:
         uses: per row and segment, what the method did with it; None where the store's word stands.
         seconds: that stages of `link` took, where the method measures them.
         prepare: called before every run of the model, under its lock.
+        step: tokens that the model may take at once behind its cache, for scans that can't start from a state; None
+            is any number.
     """
 
     model: Any
@@ -85,6 +94,7 @@ class DecodeState:
     on_release: list[Callable[[], None]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     prepare: Callable[[], object] = lambda: None
+    step: int | None = None
 
     @property
     def recomputed_tokens(self) -> int:
@@ -134,12 +144,19 @@ class DecodeState:
         start = 0 if past is None else past.get_seq_length()
         ids = torch.cat([self.input_ids[:, start:], answer[:, :-1]], dim=1)
         mask = torch.cat([self.attention_mask, torch.ones_like(answer[:, :-1])], dim=1)
-        extra = {} if self.documents is None else {"documents": self.documents}
+        extra: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
+        outputs = []
+        size = ids.shape[1] if past is None or self.step is None else self.step
         with exclusive(self.model):
             self.prepare()
-            output = self.model(input_ids=ids, attention_mask=mask, past_key_values=past, **extra)
-        logits: torch.Tensor = output.logits[0, -len(answer_ids) :].float()
-        return logits
+            for first in range(0, ids.shape[1], size):
+                part, end = ids[:, first : first + size], start + min(first + size, ids.shape[1])
+                if past is not None and takes_positions(self.model):
+                    # Bamba counts from zero in every call unless it is told the positions
+                    extra["position_ids"] = torch.arange(start + first, end, device=ids.device)[None]
+                outputs.append(self.model(input_ids=part, attention_mask=mask[:, :end], past_key_values=past, **extra))
+        logits = torch.cat([output.logits[0].float() for output in outputs])
+        return logits[-len(answer_ids) :]
 
     def release(self) -> None:
         """Gives back what `link` borrowed from a store; harmless when called again."""
@@ -156,7 +173,7 @@ class DecodeState:
             names = ("num_beams", "num_return_sequences")
             copies = max(int(self._setting(name, generate_kwargs) or 1) for name in names)
             if copies > 1:
-                past.batch_repeat_interleave(copies)
+                repeat_rows(past, copies)
         if self.documents is not None:
             generate_kwargs["documents"] = self.documents
         with exclusive(self.model):
@@ -189,6 +206,7 @@ class Method(ABC):
         needs_store: the constructor takes ``store=`` and ``salt=`` (it keeps more than one PICache per segment).
         uses_encoder: COMB's encoder takes part.
         compile_name: what `compile` makes, for methods that share it; the method's own name by default.
+        unquantizable: why its PICaches can't be kept in eight bits; empty where they can.
 
     A subclass implements `compile`, `fingerprint`, and either `link_row` or `link_batch`; with the latter the engine
     hands over real batches, otherwise it goes row by row.
@@ -199,6 +217,7 @@ class Method(ABC):
     needs_store: ClassVar[bool] = False
     uses_encoder: ClassVar[bool] = False
     compile_name: ClassVar[str] = ""
+    unquantizable: ClassVar[str] = ""
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         if parameters:
@@ -286,6 +305,21 @@ class Method(ABC):
                 + ("" if self.uses_encoder else ", or method='comb', which keeps documents out of the prompt")
             )
 
+    def check_segments(self, segments: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError for a segment that can't be compiled: empty, too long, or ids outside the vocabulary."""
+        limit = self.max_segment_tokens
+        vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
+        for segment in segments:
+            if any(not 0 <= token < vocabulary for token in segment):
+                raise ValueError(f"a segment holds token ids outside of the model's 0..{vocabulary - 1}")
+            if not segment:
+                raise ValueError("an empty segment can't be compiled: leave empty documents out")
+            if limit is not None and len(segment) > limit:
+                raise ValueError(
+                    f"a segment has {len(segment)} tokens, but this model compiles at most {limit} at once: "
+                    "split it, for example with splitter='paragraphs:512'"
+                )
+
     def tensors(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and attention mask, both [rows, longest row], left-padded, on the model's device."""
         width = max(len(row) for row in rows)
@@ -306,15 +340,43 @@ def backbone_of(model: Any) -> Any:
 def fork_cache(cache: Cache) -> Cache:
     """A cache that can grow without changing `cache`.
 
-    Dynamic layers replace their tensors when they grow, so they share them; other kinds write in place and are
-    copied whole.
+    Dynamic layers replace their tensors when they grow, so they share them; linear layers write in place into states
+    of a fixed size, which are copied; other kinds are copied whole.
     """
-    shared = (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
-    if all(type(layer) in shared for layer in cache.layers):
-        fork = copy.copy(cache)
-        fork.layers = [layer.fork() if isinstance(layer, RoomyLayer) else copy.copy(layer) for layer in cache.layers]
+    if type(cache) is not DynamicCache:
+        return copy.deepcopy(cache)
+    fork = copy.copy(cache)
+    fork.layers = [_fork_layer(layer) for layer in cache.layers]
+    return fork
+
+
+def _fork_layer(layer: Any) -> Any:
+    if isinstance(layer, RoomyLayer):
+        return layer.fork()
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        return copy.copy(layer)
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicSlidingWindowLayer):
+        fork = copy.copy(layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):  # per state: tensors, and what is known of them
+                copies = {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
+                setattr(fork, name, copies)
         return fork
-    return copy.deepcopy(cache)
+    return copy.deepcopy(layer)
+
+
+def repeat_rows(cache: Cache, copies: int) -> None:
+    """Repeats every row of `cache`; transformers leaves the states of linear layers as they are."""
+    linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    for layer in linear:
+        for states in (layer.conv_states, layer.recurrent_states):
+            states.update({key: None if t is None else t.repeat_interleave(copies, 0) for key, t in states.items()})
+    if not linear:
+        cache.batch_repeat_interleave(copies)
+        return
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            layer.batch_repeat_interleave(copies)
 
 
 @contextmanager

@@ -109,18 +109,7 @@ class Decoder(Method):
         Raises:
             ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
         """
-        limit = self.max_segment_tokens
-        vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
-        for segment in segments:
-            if any(not 0 <= token < vocabulary for token in segment):
-                raise ValueError(f"a segment holds token ids outside of the model's 0..{vocabulary - 1}")
-            if not segment:
-                raise ValueError("an empty segment can't be compiled: leave empty documents out")
-            if limit is not None and len(segment) > limit:
-                raise ValueError(
-                    f"a segment has {len(segment)} tokens, but this model compiles at most {limit} at once: "
-                    "split it, for example with splitter='paragraphs:512'"
-                )
+        self.check_segments(segments)
         fingerprint = self.fingerprint
         return [self._compile(fingerprint, list(segment)) for segment in segments]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from comb.fingerprint import backbone_fingerprint
+from comb.hybrid.caches import continued_cache
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
 from comb.picache import PICache, TokenPICache
@@ -19,6 +20,7 @@ class Full(Method):
     """Prefills head + documents + query on the plain backbone; a PICache holds a segment's token ids only."""
 
     name = "full"
+    unquantizable = "keeps token ids only"
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
@@ -46,6 +48,7 @@ class Full(Method):
             self.backbone,
             input_ids,
             attention_mask,
+            past_key_values=continued_cache(self.backbone),
             recomputed=tuple(recomputed),
             uses=[[SegmentUse("inlined") for _ in row.picaches] for row in rows],
         )

@@ -2,7 +2,8 @@
 
 The backbone's keys and values of each document are kept under a key of *everything before and including it*, so a
 document is reused only behind the same head and the same documents in the same order. Each entry holds the
-document's own tokens only: a prompt of N documents costs N entries of one document each, not N prefixes.
+document's own tokens only: a prompt of N documents costs N entries of one document each, not N prefixes. On a hybrid
+backbone an entry also holds the states of the linear layers at its end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from comb.hybrid.caches import run
+from comb.hybrid.picache import HybridPICache
+from comb.hybrid.snapshot import extend, restore
+from comb.hybrid.support import find_hybrid_support, is_hybrid
+from comb.linking.positions import UnmovableError
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, exclusive
 from comb.methods.full import token_ids, token_picache
@@ -39,16 +45,18 @@ class Prefix(Method):
         salt: separates tenants that must not share prefixes.
 
     Raises:
-        ValueError: when the model's cache can't be cut at a token (linear layers, sliding windows) or its keys
-            depend on the length of the prompt.
+        ValueError: when the model's cache can't be cut at a token (sliding windows) or its keys depend on the length
+            of the prompt.
     """
 
     name = "prefix"
     needs_store = True
+    unquantizable = "promises what full recompute gives, bit for bit"
 
     def __init__(self, model: Any, *, store: PICacheStore | None = None, salt: str = "", **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        reason = why_not(self.backbone)
+        self._hybrid = is_hybrid(self.backbone)
+        reason = self._why_not_hybrid() if self._hybrid else why_not(self.backbone)
         if reason is not None:
             raise ValueError(f"method 'prefix' can't be used with this model: {reason}; use method='full'")
         self.store = PICacheStore() if store is None else store
@@ -81,14 +89,35 @@ class Prefix(Method):
         state.recomputed = (
             sum(len(segment) for segment, use in zip(segments, uses, strict=True) if use.state != "hit"),
         )
-        if kept:
-            state.past_key_values = _cache(self.backbone, kept)
+        if kept and self._hybrid:
+            self._restore(state, [piece for piece in kept if isinstance(piece, HybridPICache)])
+        elif kept:
+            state.past_key_values = _cache(
+                self.backbone, [piece for piece in kept if isinstance(piece, DecoderPICache)]
+            )
         return state
 
-    def _prefix(self, pieces: Sequence[list[int]], state: DecodeState) -> list[DecoderPICache]:
+    def _why_not_hybrid(self) -> str | None:
+        try:
+            with exclusive(self.backbone):
+                find_hybrid_support(self.backbone)
+        except UnmovableError as reason:
+            return str(reason)
+        return None
+
+    def _restore(self, state: DecodeState, kept: Sequence[Any]) -> None:
+        token_ids: list[int] = state.input_ids[0].tolist()
+        start = sum(piece.num_tokens for piece in kept)
+        with exclusive(self.backbone):
+            state.past_key_values = restore(self.backbone, kept, len(token_ids))
+            state.step = find_hybrid_support(self.backbone).step
+            if state.step is not None:  # `generate` would take the rest of the prompt at once
+                run(self.backbone, token_ids[start:-1], state.past_key_values, start, step=state.step)
+
+    def _prefix(self, pieces: Sequence[list[int]], state: DecodeState) -> list[Any]:
         """Stored or newly computed keys and values of every piece (fresh tokens + segment) in order."""
         fingerprint = self.fingerprint
-        kept: list[DecoderPICache] = []
+        kept: list[DecoderPICache | HybridPICache] = []
         uses: list[SegmentUse] = []
         tokens: list[int] = []
         for piece in pieces:
@@ -99,7 +128,8 @@ class Prefix(Method):
             )
             handle = self.store.acquire([key], partial(self._extend, fingerprint, tuple(kept), piece))[0]
             state.on_release.append(handle.release)
-            if not isinstance(handle.picache, DecoderPICache) or handle.picache.num_tokens != len(piece):
+            expected = HybridPICache if self._hybrid else DecoderPICache
+            if not isinstance(handle.picache, expected) or handle.picache.num_tokens != len(piece):
                 raise ValueError(f"the store holds something else under {key[:12]}: {handle.picache!r}")
             kept.append(handle.picache)
             uses.append(SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes))
@@ -107,9 +137,13 @@ class Prefix(Method):
         return kept
 
     def _extend(
-        self, fingerprint: str, before: Sequence[DecoderPICache], piece: Sequence[int], missing: Sequence[int]
+        self, fingerprint: str, before: Sequence[Any], piece: Sequence[int], missing: Sequence[int]
     ) -> list[PICache]:
         """Keys and values of `piece` behind `before`, by a forward pass of the backbone over `piece` alone."""
+        if self._hybrid:
+            with exclusive(self.backbone):
+                support = find_hybrid_support(self.backbone)
+                return [extend(self.backbone, support, fingerprint, before, piece)]
         start = sum(picache.num_tokens for picache in before)
         cache = _cache(self.backbone, before) if before else DynamicCache(config=self.backbone.config)
         input_ids, _ = self.tensors([piece])

@@ -24,11 +24,10 @@ class Quantized(Method):
     def __init__(self, method: Method, scheme: str) -> None:
         super().__init__(method.model)
         self.scheme = check_scheme(scheme)
-        if method.name in ("full", "prefix"):
-            what = (
-                "keeps token ids only" if method.name == "full" else "promises what full recompute gives, bit for bit"
+        if method.unquantizable:
+            raise ValueError(
+                f"method {method.name!r} can't be quantised: it {method.unquantizable}; leave out quantize={scheme}"
             )
-            raise ValueError(f"method {method.name!r} can't be quantised: it {what}; leave out quantize={scheme}")
         self.method = method
         self.name = method.name  # type: ignore[misc]  # a wrapper has its method's name and traits
         self.uses_encoder = method.uses_encoder  # type: ignore[misc]

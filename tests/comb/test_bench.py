@@ -348,6 +348,16 @@ def test_no_ratio_is_printed_over_a_failing_check(monkeypatch: pytest.MonkeyPatc
     assert "not finite" in found.refused
 
 
+def test_a_random_hybrid_is_measured() -> None:
+    model = random_model(layers=4, hidden=32, heads=2, kv_heads=1, vocab=64, positions=128, hybrid=True)
+    specs = ["full", "prefix", "hypic:4", "addition", "naive"]
+    found = {r.method: r for r in measure_context_length(model, specs, [60], segment_tokens=20, query_tokens=6,
+                                                         repeats=1, memory=False, progress=False)}  # fmt: skip
+    assert {name for name, result in found.items() if result.refused} == {"naive"}
+    assert (found["hypic:4"].recomputed_tokens, found["addition"].recomputed_tokens) == (24, 0)
+    assert {"compose", "recompute"} <= set(found["hypic:4"].stages_s)
+
+
 def test_random_models_are_seeded_and_checked() -> None:
     sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "vocab": 20, "positions": 8}
     first, again = random_model(**sizes), random_model(**sizes)

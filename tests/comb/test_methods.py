@@ -9,8 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -274,13 +272,6 @@ def test_prefix_refuses_what_it_cannot_store() -> None:
         Prefix(sliding)
     whole = MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None))
     assert why_not(whole) is None
-    hybrid = BambaForCausalLM(
-        BambaConfig(
-            **SIZES, num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8
-        )
-    )
-    with pytest.raises(ValueError, match=r"recurrent.*method='full'"):
-        Prefix(hybrid)
     dynamic = make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match="length of the prompt"):
         Prefix(dynamic)

@@ -93,7 +93,7 @@ def test_cross_picaches() -> None:
     assert float((opened.values - 2 * keys).abs().max()) < 0.1
 
 
-@pytest.mark.parametrize("name", [name for name in methods.names() if name not in ("full", "prefix")])
+@pytest.mark.parametrize("name", [name for name in methods.names() if not methods.get(name).unquantizable])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_method(name: str, scheme: str) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,150 @@
+"""Reads and writes the states in a transformers cache, whatever kind of cache a hybrid backbone takes.
+
+Three places exist: `LinearAttentionLayer` (conv_states, recurrent_states, has_previous_state), the same combined with
+keys and values in one layer (Falcon-H1, Zamba2), and MiniMax's cache of its own with a list `linear_cache`.
+
+Shapes: one row; a recurrent state [H, ., .] or [channels, state], raw columns in front of a convolution [C, kernel].
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from comb.linking.cache import ROOM, RoomyLayer
+from comb.linking.forward import decoder_of, run_decoder, takes_positions
+
+_KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+
+
+def new_cache(model: Any) -> Cache:
+    """An empty cache of the kind that `model` takes."""
+    own = _own_cache(model)
+    return DynamicCache(config=model.config) if own is None else _continued(own)()
+
+
+def continued_cache(model: Any) -> Cache | None:
+    """An empty cache for a model whose own can't be continued under a mask (MiniMax); None for all others."""
+    return None if _own_cache(model) is None else new_cache(model)
+
+
+def odd_layers(model: Any) -> list[str]:
+    """Names of the cache layers that states and keys can't be read from and written to; none for most models."""
+    layers: list[Any] = new_cache(model).layers
+    several = [layer for layer in layers if getattr(layer, "number_of_states", 1) != 1]
+    return sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS}) + (
+        ["several states in one layer"] if several else []
+    )
+
+
+def read_state(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    """Copies of the raw columns [C, kernel] and of the recurrent state of the only row; None where there is none."""
+    own = getattr(cache, "linear_cache", None)
+    if own is not None:
+        state = own[layer] if layer < len(own) and isinstance(own[layer], Tensor) else None
+        return None, None if state is None else state[0].clone()
+    if layer >= len(cache.layers) or not isinstance(cache.layers[layer], LinearAttentionCacheLayerMixin):
+        return None, None
+    states = cache.layers[layer].conv_states[0], cache.layers[layer].recurrent_states[0]
+    columns, state = (None if tensor is None else tensor[0].clone() for tensor in states)
+    return columns, state
+
+
+def write_state(cache: Any, layer: int, columns: Tensor | None, state: Tensor | None) -> None:
+    """Puts states [rows, ...] into a linear layer; tokens that follow continue from there."""
+    if getattr(cache, "linear_cache", None) is not None:
+        cache.set_linear_cache(layer, state)
+        return
+    target = cache.layers[layer]
+    if columns is not None:
+        target.lazy_initialization(conv_states=columns)
+        target.conv_states[0].copy_(columns)
+    if state is not None:
+        target.lazy_initialization(recurrent_states=state)
+        target.recurrent_states[0].copy_(state)
+    target.has_previous_state[0] = True
+
+
+def attention_layers(cache: Any) -> dict[int, Any]:
+    """The layers that hold keys and values of tokens seen so far, by number."""
+    return {
+        number: layer
+        for number, layer in enumerate(cache.layers)
+        if isinstance(layer, DynamicLayer) and layer.is_initialized and layer.keys is not None
+    }
+
+
+def give_room(cache: Any, length: int) -> None:
+    """Room for `length` tokens and a little more behind the keys and values, so that nothing copies them again."""
+    for number, layer in attention_layers(cache).items():
+        if type(layer) is DynamicLayer:
+            buffers = []
+            for tensor in (layer.keys, layer.values):
+                buffer = tensor.new_empty(*tensor.shape[:2], max(length, tensor.shape[2]) + ROOM, tensor.shape[3])
+                buffer[:, :, : tensor.shape[2]] = tensor
+                buffers.append(buffer)
+            cache.layers[number] = RoomyLayer(buffers[0], buffers[1], layer.keys.shape[2])
+
+
+def run(model: Any, token_ids: list[int], cache: Cache, start: int, *, step: int | None = None) -> Tensor | None:
+    """Computes tokens at positions from `start` on behind what `cache` holds; their last hidden states [tokens, D].
+
+    Positions are always given: some models (Bamba) count them from zero in every call otherwise.
+
+    Args:
+        step: tokens per pass, for models whose scan can't start from a state (Jamba: 1); None for all at once.
+    """
+    if not token_ids:
+        return None
+    hidden, size = [], step or len(token_ids)
+    for first in range(0, len(token_ids), size):
+        ids = torch.tensor([token_ids[first : first + size]])
+        positions = torch.arange(start + first, start + first + ids.shape[1])[None] if takes_positions(model) else None
+        hidden.append(run_decoder(model, ids, cache, position_ids=positions)[0])
+    return torch.cat(hidden)
+
+
+def _own_cache(model: Any) -> Any:
+    """The cache class that a model's module brings along for its linear layers, if it does (MiniMax)."""
+    namespace = vars(sys.modules[type(decoder_of(model)).__module__])
+    own = [
+        value
+        for value in namespace.values()
+        if isinstance(value, type) and issubclass(value, DynamicCache) and hasattr(value, "set_linear_cache")
+    ]
+    return own[0] if own else None
+
+
+@functools.cache
+def _continued(own: Hashable) -> Any:
+    """`own` with lengths taken from a layer that has keys: the model asks layer 0, which is linear in MiniMax."""
+
+    class ContinuedCache(own):  # type: ignore[misc, valid-type]  # a class found at run time
+        def _counting(self) -> int:
+            return next(iter(attention_layers(self)), len(self.layers))
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return int(super().get_seq_length(self._counting()))
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._counting())
+            return sizes
+
+        def get_linear_cache(self, layer_idx: int) -> Any:
+            state = self.linear_cache[layer_idx] if layer_idx < len(self.linear_cache) else None
+            return state if isinstance(state, Tensor) else None
+
+    return ContinuedCache

@@ -1,0 +1,179 @@
+"""Links compiled segments of a hybrid backbone into an ordinary cache of transformers, from left to right.
+
+Tokens to be computed (head, seams, gaps, query) go through all layers behind what the cache holds; a compiled interior
+is jumped over: linear layers take S <- T S + S_C, full layers append its keys, turned to their places, and its values.
+Every later token sees all of it by plain causality, so there is no mask, and the cache can be continued by
+``generate()``. This is the sequential reference: one pass per run of tokens between two interiors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from comb.hybrid import convolution
+from comb.hybrid.caches import give_room, new_cache, read_state, run, write_state
+from comb.hybrid.picache import HybridPICache, SegmentState
+from comb.hybrid.probe import apply_on
+from comb.hybrid.support import HybridSupport, LinearLayer
+from comb.hybrid.transition import Turn
+from comb.linking.positions import Rotation, Turns
+
+Mode = Literal["addition", "transition", "rotation", "seam"]
+"""HYPIC's ablation: states added up | with transitions | and keys turned to their places | and seams recomputed."""
+
+
+@dataclass
+class Linked:
+    """A prompt that is linked up to its last token.
+
+    Args:
+        token_ids: the whole prompt.
+        cache: covers all of it but the last token; None for a prompt of one token.
+        recomputed: document tokens that were computed again.
+        seconds: that composing states and keys, and computing tokens, took.
+    """
+
+    token_ids: list[int]
+    cache: Any
+    recomputed: int
+    seconds: dict[str, float]
+
+
+class Linker:
+    """Builds one cache: `tokens` and `interior` in the order of the prompt, then `finish`.
+
+    Args:
+        mode: less than "seam" leaves out what the paper's ablation leaves out.
+        length: tokens of the whole prompt.
+    """
+
+    def __init__(self, model: Any, support: HybridSupport, mode: Mode, length: int) -> None:
+        self.model, self.support, self.mode = model, support, mode
+        self.cache: Any = new_cache(model)
+        self.length = length
+        self.token_ids: list[int] = []
+        self.seconds = {"compose": 0.0, "recompute": 0.0}
+        self._pending: list[int] = []
+
+    def tokens(self, token_ids: Sequence[int]) -> None:
+        """Tokens to be computed; neighbouring runs are computed together."""
+        self._pending += token_ids
+        self.token_ids += token_ids
+
+    def interior(self, picache: HybridPICache) -> None:
+        """Jumps over the compiled interior of a segment."""
+        self._compute(len(self.token_ids))
+        begun, place = time.perf_counter(), len(self.token_ids)
+        picache = picache.to(self.model.get_input_embeddings().weight.device)
+        self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
+        # states and keys were compiled at the segment's own positions, with the interior from picache.start on
+        turns = self._turns(place - picache.start)
+        for number, part in picache.linear.items():
+            self._jump(number, part, self.support.linear[number], turns)
+        for number, (keys, values) in picache.attention.items():
+            moved = [
+                _turned(tensor[None], rotation, turns)
+                for tensor, rotation in zip((keys, values), self.support.positions.layers[number], strict=True)
+            ]
+            self.cache.update(moved[0], moved[1], number)
+        give_room(self.cache, self.length)
+        self.seconds["compose"] += time.perf_counter() - begun
+
+    def finish(self) -> Any:
+        """Computes all that is left but the last token; the cache, or None when there is nothing in front of it."""
+        self._compute(len(self.token_ids) - 1)
+        return self.cache if len(self.token_ids) > 1 else None
+
+    def _compute(self, end: int) -> None:
+        begun, start = time.perf_counter(), len(self.token_ids) - len(self._pending)
+        run(self.model, self._pending[: end - start], self.cache, start, step=self.support.step if start else None)
+        self._pending = []
+        self.seconds["recompute"] += time.perf_counter() - begun
+
+    def _turns(self, shift: int) -> Turns | None:
+        if self.mode in ("addition", "transition") or shift == 0:
+            return None
+        device = self.model.get_input_embeddings().weight.device
+        return self.support.positions.turns(torch.zeros(1, device=device), torch.full((1,), shift, device=device), 1)
+
+    def _jump(self, number: int, part: SegmentState, layer: LinearLayer, turns: Turns | None) -> None:
+        columns, state = read_state(self.cache, number)
+        if part.columns is not None:
+            columns = convolution.shift_in(columns, part.columns, layer.kernel)
+        if part.state is not None:
+            state = self._composed(part, layer, state, turns)
+        write_state(self.cache, number, _row(columns), _row(state))
+
+    def _composed(self, part: SegmentState, layer: LinearLayer, before: Tensor | None, turns: Turns | None) -> Tensor:
+        assert part.state is not None
+        state, transition = part.state.float(), part.transition
+        if layer.rotation is not None and turns is not None:
+            turn = _turn(layer.rotation, turns)
+            state = turn(state) if layer.axis == -1 else turn(state.transpose(-1, -2)).transpose(-1, -2)
+            transition = None if transition is None else transition.turned(turn)
+        if before is None or transition is None:
+            return state.to(layer.dtype)
+        earlier = before.float()
+        kept = earlier if self.mode == "addition" else apply_on(transition, earlier, layer.axis)
+        return (state.to(kept.device) + kept).to(layer.dtype)
+
+
+def _turn(rotation: Rotation, turns: Turns) -> Turn:
+    return lambda tensor: turns.apply(tensor.clone(memory_format=torch.contiguous_format), rotation)
+
+
+def _turned(tensor: Tensor, rotation: Rotation | None, turns: Turns | None) -> Tensor:
+    # the cache may keep what it is given, and the PICache must stay as it is
+    copy = tensor.clone()
+    return copy if rotation is None or turns is None else turns.apply(copy, rotation)
+
+
+def _row(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor[None].contiguous()
+
+
+@torch.no_grad()
+def link_segments(
+    model: Any,
+    support: HybridSupport,
+    picaches: Sequence[HybridPICache],
+    fresh: Sequence[Sequence[int]],
+    *,
+    mode: Mode = "seam",
+) -> Linked:
+    """The prompt ``fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
+
+    The last token is left to ``generate()``, whose first step gives its logits; a prompt whose last segment is kept up
+    to its end has that segment computed again.
+
+    Raises:
+        ValueError: a leading PICache that doesn't stand at the start of the prompt.
+    """
+    length = sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
+    linker = Linker(model, support, mode, length)
+    recomputed = 0
+    for picache, before in zip(picaches, fresh, strict=False):
+        linker.tokens(before)
+        if picache.leading and linker.token_ids:
+            raise ValueError(
+                f"a leading PICache was made for the start of a prompt, this one would stand at position "
+                f"{len(linker.token_ids)}: compile the document again, without leading=True"
+            )
+        ids = picache.token_ids.tolist()
+        last = len(linker.token_ids) + len(ids) == length
+        if picache.start == picache.end or (last and picache.end == len(ids)):
+            linker.tokens(ids)
+            recomputed += len(ids)
+            continue
+        linker.tokens(ids[: picache.start])
+        linker.interior(picache)
+        linker.tokens(ids[picache.end :])
+        recomputed += len(ids) - (picache.end - picache.start)
+    linker.tokens(fresh[-1])
+    return Linked(linker.token_ids, linker.finish(), recomputed, linker.seconds)

@@ -1,0 +1,111 @@
+"""Listens to the scans of a backbone's linear layers, to read gates and keys off their arguments.
+
+transformers' linear layers call a scan function of their own module (which takes the kernels of flash-linear-attention
+or mamba-ssm where they are installed). For the length of one forward pass those names stand for a listener that
+passes every call on unchanged. A layer that calls no scan known here is probed instead (`comb.hybrid.probe`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from comb.hybrid.transition import Transition
+
+
+@dataclass(frozen=True)
+class ScanCall:
+    """One call of a scan: its name, the function itself, and its arguments by name."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+ScanReader = Callable[[ScanCall, int], "tuple[Transition, Tensor | None]"]
+"""From a call over tokens [0, n) to T over [start, n) and the state S that those leave behind an empty one.
+
+S is None where subtracting T S_before from the layer's own final state is as good.
+"""
+
+Heard = TypeVar("Heard")
+
+_READERS: dict[str, ScanReader] = {}
+# names in a module are shared by all threads: one listener at a time, and it hears its own thread only
+_listening = threading.Lock()
+
+
+def reads_scan(*names: str) -> Callable[[ScanReader], ScanReader]:
+    """Decorator: the function reads calls of the scans with these names."""
+
+    def add(reader: ScanReader) -> ScanReader:
+        _READERS.update(dict.fromkeys(names, reader))
+        return reader
+
+    return add
+
+
+def read_scan(call: ScanCall, start: int) -> tuple[Transition, Tensor | None]:
+    """T, and perhaps S, of a call's tokens from `start` on."""
+    return _readers()[call.name](call, start)
+
+
+@contextmanager
+def listen(model: nn.Module, hear: Callable[[ScanCall], Heard]) -> Iterator[list[Heard]]:
+    """What `hear` makes of every call of a known scan by this thread's forward pass over `model`, in order.
+
+    It is called at once, so that nothing keeps the keys and values of all layers alive.
+    """
+    heard: list[Heard] = []
+    thread = threading.get_ident()
+
+    def listener(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                heard.append(hear(ScanCall(name, function, _by_name(signature, args, kwargs))))
+            return function(*args, **kwargs)
+
+        return call
+
+    with _listening:
+        places = [
+            (namespace, name, namespace[name])
+            for namespace in _namespaces(model)
+            for name in _readers()
+            if callable(namespace.get(name))
+        ]
+        try:
+            for namespace, name, function in places:
+                namespace[name] = listener(name, function)
+            yield heard
+        finally:
+            for namespace, name, function in places:
+                namespace[name] = function
+
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return arguments
+
+
+def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
+    modules = {type(module).__module__ for module in model.modules()}
+    return [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
+
+
+def _readers() -> dict[str, ScanReader]:
+    from comb.hybrid import dense, elementwise, scalar  # noqa: F401  they register their readers
+
+    return _READERS

@@ -1,0 +1,231 @@
+"""How a hybrid backbone is compiled and linked, found on the model in hand with a few made-up tokens.
+
+Nothing here knows a model class. Which cache layers hold states, keys or both, how each state's transition is read
+(from its scan, from a constant decay, or by the black-box probe), whether a multi-token pass may start from a state,
+and where rotary positions are, is tried out; what doesn't hold is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run
+from comb.hybrid.probe import LayerRun, Probe, apply_on, watch_layers
+from comb.hybrid.scalar import constant_decay
+from comb.hybrid.scans import listen, read_scan
+from comb.hybrid.transition import Transition, TransitionError
+from comb.linking.positions import PositionMap, Rotation, UnmovableError, find_positions, find_state_rotation
+from comb.linking.support import distance, tolerance_of
+from comb.weights import weights_stamp
+
+_TOKENS, _HEAD = 11, 5
+
+Source = Literal["scan", "decay", "probe"]
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """One linear layer: `family` of its transition ("convolution": it has no recurrent state) and how it is read.
+
+    Args:
+        axis: -2 or -1, where the state has its key channels.
+        kernel: raw columns kept in front of its convolution, 0 without one.
+        rotation: of the state's key channels, where the layer rotates keys by their position.
+        dtype: of the state in the model's own cache.
+    """
+
+    family: str
+    source: Source | None
+    axis: int = -2
+    kernel: int = 0
+    rotation: Rotation | None = None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class HybridSupport:
+    """How a model is linked.
+
+    Args:
+        positions: how cached keys and values are moved.
+        linear: by number of the cache layer.
+        attention: numbers of the cache layers with keys and values; a layer may have both.
+        step: tokens per pass from a state: None for any number, 1 where the scan can't start from one.
+    """
+
+    positions: PositionMap
+    linear: dict[int, LinearLayer]
+    attention: tuple[int, ...]
+    step: int | None
+
+    @property
+    def kernel(self) -> int:
+        """The widest convolution's columns, 0 where there is none."""
+        return max((layer.kernel for layer in self.linear.values()), default=0)
+
+
+def is_hybrid(model: Any) -> bool:
+    """Whether `model`'s cache has layers that keep a state instead of keys and values per token."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False
+    try:
+        layers = new_cache(model).layers
+    except (AttributeError, KeyError, NotImplementedError, ValueError, TypeError):
+        return False
+    return hasattr(new_cache(model), "linear_cache") or any(hasattr(layer, "recurrent_states") for layer in layers)
+
+
+@torch.no_grad()
+def find_hybrid_support(model: Any) -> HybridSupport:
+    """How `model` is linked, found anew when its weights have changed. The caller holds its lock (`exclusive`).
+
+    Raises:
+        UnmovableError: when it can't be, with the reason.
+    """
+    stamp = weights_stamp(model)
+    known: tuple[int, HybridSupport | str] | None = model.__dict__.get("_comb_hybrid_support")
+    if known is None or known[0] != stamp:
+        try:
+            known = stamp, _try(model)
+        except (UnmovableError, TransitionError) as error:
+            known = stamp, str(error)
+        model.__dict__["_comb_hybrid_support"] = known
+    if isinstance(known[1], str):
+        raise UnmovableError(known[1])
+    return known[1]
+
+
+@dataclass
+class Recording:
+    """A forward pass over one row in an empty cache, and everything that was heard of it.
+
+    Args:
+        start: transitions were read of the tokens from here on.
+        readings: of the scans that were called, in order.
+    """
+
+    token_ids: list[int]
+    start: int
+    cache: Any
+    hidden: Tensor
+    readings: list[tuple[Transition, Tensor | None]]
+    layers: dict[int, LayerRun]
+
+    @property
+    def scans(self) -> dict[int, tuple[Transition, Tensor | None]]:
+        """Readings by cache layer; empty when not every recurrent layer called a scan that is known."""
+        recurrent = [number for number in sorted(self.layers) if read_state(self.cache, number)[1] is not None]
+        return dict(zip(recurrent, self.readings, strict=True)) if len(recurrent) == len(self.readings) else {}
+
+
+def record(model: Any, token_ids: list[int], start: int) -> Recording:
+    """Runs `token_ids` from position zero in an empty cache, listening."""
+    cache = new_cache(model)
+    with listen(model, lambda call: read_scan(call, start)) as readings, watch_layers(model, cache) as layers:
+        hidden = run(model, token_ids, cache, 0)
+    assert hidden is not None
+    return Recording(token_ids, start, cache, hidden, readings, layers)
+
+
+def transition_of(
+    model: Any, recording: Recording, number: int, layer: LinearLayer, step: int | None
+) -> tuple[Transition, Tensor | None]:
+    """T of the recorded tokens from `start` on in one linear layer, and S where reading T gives it as well."""
+    if layer.source == "scan":
+        return recording.scans[number]
+    if layer.source == "decay":
+        found = constant_decay(recording.layers[number].module, len(recording.token_ids) - recording.start)
+        assert found is not None
+        return found, None
+    probe = Probe(model, recording.layers[number], recording.cache, recording.start, step=step)
+    return probe.transition(layer.family, layer.axis)
+
+
+def _try(model: Any) -> HybridSupport:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnmovableError("its weights are on the meta device")
+    odd = odd_layers(model)
+    if odd:
+        raise UnmovableError(
+            f"its cache has layers of kinds that can't be moved or composed: {', '.join(odd)} (sliding windows drop "
+            "early tokens; indexed layers keep keys of their own)"
+        )
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_TOKENS,), generator=generator).tolist()
+    whole = record(model, token_ids, _HEAD)
+    if not whole.layers:
+        raise UnmovableError("no layer of it leaves a state in its cache: it isn't a hybrid")
+    attention = tuple(attention_layers(whole.cache))
+    if not attention:
+        raise UnmovableError("none of its layers has keys and values: transformers can't tell how long its cache is")
+    if not bool(torch.isfinite(whole.hidden).all()):
+        raise UnmovableError(f"the backbone computes NaN or infinite hidden states in {model.dtype}")
+    step = _step(model, whole)
+    positions = find_positions(model, partial(new_cache, model))
+    if positions.length_dependent:
+        raise UnmovableError("its rotary embedding changes all keys with the length of the prompt")
+    linear = {number: _linear_layer(model, whole, number, positions, step) for number in sorted(whole.layers)}
+    return HybridSupport(positions, linear, attention, step)
+
+
+def _step(model: Any, whole: Recording) -> int | None:
+    """The most tokens of a pass that goes on from a state as one pass over everything would."""
+    for step in (None, 1):
+        cache = new_cache(model)
+        for first, last in ((0, _HEAD), (_HEAD, _TOKENS)):
+            hidden = run(model, whole.token_ids[first:last], cache, first, step=step if first else None)
+        assert hidden is not None
+        if distance(hidden, whole.hidden[_HEAD:]) <= tolerance_of(model):
+            return step
+    raise UnmovableError(
+        "its forward pass doesn't continue a cache of states and keys exactly, not even token by token"
+    )
+
+
+def _linear_layer(model: Any, whole: Recording, number: int, positions: PositionMap, step: int | None) -> LinearLayer:
+    columns, state = read_state(whole.cache, number)
+    kernel = 0 if columns is None else columns.shape[-1]
+    if state is None:
+        return LinearLayer("convolution", None, kernel=kernel)
+    probe = Probe(model, whole.layers[number], whole.cache, _HEAD, step=step)
+    family, axis = probe.classify()
+    rotation, turned_axis = find_state_rotation(model, positions, number, partial(new_cache, model), read_states)
+    if rotation is not None and family == "scalar":
+        axis = turned_axis  # a scalar decay doesn't say where the keys are
+    if rotation is not None and (family not in ("scalar", "dense") or axis != turned_axis):
+        raise UnmovableError(
+            f"layer {number} rotates keys by their position inside of a {family} linear layer: the state of a segment "
+            "can't be moved to another position"
+        )
+    found = LinearLayer(family, "probe", axis, kernel, rotation, state.dtype)
+    scanned = whole.scans.get(number)
+    sources: list[Source] = ["scan"] if scanned else []
+    if constant_decay(whole.layers[number].module, 1) is not None:
+        sources.append("decay")
+    for source in sources:
+        candidate = replace(found, source=source)
+        transition, _ = transition_of(model, whole, number, candidate, step)
+        if transition.family == family and _agrees(transition, probe, axis, model):
+            return candidate
+    return found
+
+
+def _agrees(transition: Transition, probe: Probe, axis: int, model: Any) -> bool:
+    zeros = probe.state()
+    random = torch.randn(zeros.shape, generator=torch.Generator().manual_seed(1)).to(zeros)
+    (seen,), _ = probe.response(random[None])
+    # relative to what went in: a layer that forgets everything leaves nothing but rounding to compare
+    return float((seen - apply_on(transition, random, axis)).norm() / random.norm()) <= tolerance_of(model)
+
+
+def read_states(cache: Any, number: int) -> Tensor | None:
+    """Recurrent states [rows, H, ., .] of a layer over all rows, or None."""
+    own = getattr(cache, "linear_cache", None)
+    state = own[number] if own is not None else cache.layers[number].recurrent_states[0]
+    return state if isinstance(state, Tensor) and state.ndim == 4 else None

@@ -1,0 +1,146 @@
+"""HYPIC: segments of a hybrid backbone linked by their states' transitions, with seams recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, get_args
+
+import torch
+
+from comb.hybrid.compile import compile_segment
+from comb.hybrid.link import Mode, link_segments
+from comb.hybrid.picache import HybridPICache
+from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
+from comb.linking.positions import UnmovableError
+from comb.methods import register
+from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.picache import PICache
+from comb.weights import weights_fingerprint
+
+_STORAGE = {"float32": torch.float32, "float16": torch.float16}
+
+
+@register("hypic")
+class Hypic(Method):
+    """Reuses states, keys and values of every segment's interior; both its ends are computed again when it is linked.
+
+    Exact for one document at the start of a prompt, in the first linear layer for any documents, and everywhere when
+    the seams cover the documents. Deeper layers of several documents drift, as their tokens didn't see each other.
+
+    Args:
+        w: seam tokens at either end; `head` and `tail` take precedence.
+        head: tokens recomputed at a segment's start, at least a convolution's kernel - 1 where the model has one.
+        tail: tokens recomputed at a segment's end.
+        mode: the paper's ablation: ``seam`` (all of it) | ``rotation`` (no seams) | ``transition`` (nor are keys
+            turned to their places) | ``addition`` (nor are transitions applied).
+        storage: dtype of states and dense transitions, ``float32`` or the compact ``float16``.
+
+    Source: HYPIC sec. 4.2, eq. 6 to 8, and sec. 4.3.
+
+    Raises:
+        ValueError: when the model is no hybrid, or can't be linked; the message says why.
+    """
+
+    name = "hypic"
+    positional: ClassVar[tuple[str, ...]] = ("w",)
+    compile_name = "hybrid"
+    unquantizable = (
+        "keeps states and transitions, whose errors every later segment inherits (storage=float16 halves them)"
+    )
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        w: int = 8,
+        head: int | None = None,
+        tail: int | None = None,
+        mode: Mode = "seam",
+        storage: str = "float32",
+        **parameters: Any,
+    ) -> None:
+        super().__init__(model, **parameters)
+        if mode not in get_args(Mode):
+            raise ValueError(f"{self.name}:mode is one of {', '.join(get_args(Mode))}, got {mode!r}")
+        if storage not in _STORAGE:
+            raise ValueError(f"{self.name}:storage is one of {', '.join(_STORAGE)}, got {storage!r}")
+        widths = {"w": w, "head": head, "tail": tail}
+        for name, width in widths.items():
+            if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
+                raise ValueError(f"{self.name}:{name} is a number of tokens, an integer of at least 0, got {width!r}")
+        if not is_hybrid(self.backbone):
+            raise ValueError(
+                f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention"
+                " layers: use method='attnlink' or 'legolink'"
+            )
+        self.mode, self.storage = mode, storage
+        try:
+            kernel = self.support.kernel
+        except UnmovableError as reason:
+            raise ValueError(
+                f"method {self.name!r} can't be used with this model: {reason}; use method='full', or 'comb' with a "
+                "trained encoder"
+            ) from reason
+        seams = mode == "seam"
+        self.head = max(w if head is None else head, kernel - 1) if seams else 0
+        self.tail = (w if tail is None else tail) if seams else 0
+
+    @property
+    def support(self) -> HybridSupport:
+        """How this model is linked; asked anew when its weights have changed."""
+        with exclusive(self.backbone):
+            return find_hybrid_support(self.backbone)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{weights_fingerprint(self.backbone)}/{self.head}+{self.tail}/{self.storage}"
+
+    @property
+    def max_segment_tokens(self) -> int | None:
+        limit = self.max_prompt_tokens
+        return None if limit is None else limit - 1
+
+    def compile(self, segments: Sequence[Sequence[int]], *, leading: bool = False) -> list[PICache]:
+        """One HybridPICache per segment, each from a forward pass of its own.
+
+        Args:
+            leading: for documents that only ever stand at the very start of a prompt: all of them is kept, and
+                nothing recomputed. Exact, and refused anywhere else.
+
+        Raises:
+            ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
+        """
+        self.check_segments(segments)
+        fingerprint, support = self.fingerprint, self.support
+        widths = {"head": self.head, "tail": self.tail}
+        dtype = _STORAGE[self.storage]
+        with exclusive(self.backbone):
+            return [
+                compile_segment(self.backbone, support, fingerprint, ids, **widths, leading=leading, dtype=dtype)
+                for ids in segments
+            ]
+
+    def link_row(self, row: LinkRow) -> DecodeState:
+        fingerprint, support = self.fingerprint, self.support
+        picaches = [self._check(picache, fingerprint) for picache in row.picaches]
+        self.check_prompt(sum(picache.num_tokens for picache in picaches), sum(map(len, row.fresh)))
+        with exclusive(self.backbone):
+            linked = link_segments(self.backbone, support, picaches, row.fresh, mode=self.mode)
+        input_ids, attention_mask = self.tensors([linked.token_ids])
+        return DecodeState(
+            self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,),
+            seconds=linked.seconds, step=support.step,
+        )  # fmt: skip
+
+    def _check(self, picache: PICache, fingerprint: str) -> HybridPICache:
+        if not isinstance(picache, HybridPICache):
+            raise ValueError(
+                f"method {self.name!r} links states, keys and values of a hybrid, got a {type(picache).__name__}: "
+                "PICaches can't be linked by another method than the one that compiled them"
+            )
+        if picache.fingerprint != fingerprint:
+            raise ValueError(
+                "this PICache was compiled by another model, or with other seams or another dtype (fingerprint "
+                f"{picache.fingerprint}, method {self.name!r} here has {fingerprint}): compile the document again"
+            )
+        return picache

@@ -1,0 +1,80 @@
+"""A hybrid that transformers doesn't have: linear layers with rotary positions inside, as in Ring and Bailing-linear.
+
+A Llama whose linear layers are of one class that nothing in the library knows, with one of three recurrences: a
+constant scalar decay (Ring), the gated delta rule with rotated keys (dense), or a decay per key channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+PATTERN = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+
+
+class RotaryLinearAttention(nn.Module):
+    """State [rows, heads, head_dim, head_dim], float32."""
+
+    def __init__(self, config: Any, layer_idx: int, recurrence: str) -> None:
+        super().__init__()
+        self.layer_idx, self.recurrence = layer_idx, recurrence
+        self.heads, self.width = config.num_attention_heads, config.head_dim
+        inner = self.heads * self.width
+        self.qkv = nn.Linear(config.hidden_size, 3 * inner, bias=False)
+        self.gate = nn.Linear(config.hidden_size, self.heads * (self.width if recurrence == "diagonal" else 1))
+        self.out = nn.Linear(inner, config.hidden_size, bias=False)
+        self.register_buffer("rate", 0.02 * 2.0 ** torch.arange(self.heads), persistent=False)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        rows, tokens, _width = hidden_states.shape
+        parts = self.qkv(hidden_states).view(rows, tokens, self.heads, 3 * self.width).transpose(1, 2)
+        query, key, value = parts.split(self.width, dim=-1)
+        key = nn.functional.normalize(key, dim=-1)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        gates = torch.sigmoid(self.gate(hidden_states))
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        state = hidden_states.new_zeros(rows, self.heads, self.width, self.width, dtype=torch.float32)
+        if layer is not None and layer.has_previous_state[0]:
+            state = layer.recurrent_states[0]
+        outputs = []
+        for index in range(tokens):
+            k, v = key[:, :, index, :, None], value[:, :, index, None, :]
+            if self.recurrence == "scalar":
+                state = state * torch.exp(-self.rate)[None, :, None, None] + k * v
+            elif self.recurrence == "dense":
+                beta = gates[:, index, :, None, None]
+                state = 0.99 * state
+                state = state + beta * k * (v - (k * state).sum(dim=2, keepdim=True))
+            else:
+                decay = 1 - 0.1 * gates[:, index].view(rows, self.heads, self.width, 1)
+                state = decay * state + k * v
+            outputs.append((query[:, :, index, :, None] * state).sum(dim=2))
+        if layer is not None:
+            past_key_values.update_recurrent_state(state, self.layer_idx)
+            layer.has_previous_state[0] = True
+        mixed = torch.stack(outputs, dim=1).reshape(rows, tokens, -1)
+        return self.out(mixed.to(hidden_states.dtype)), None
+
+
+def tiny_ring(recurrence: str = "scalar", seed: int = 0) -> Any:
+    """Four layers, one of them full, hidden size 48; the same for the same seed."""
+    torch.manual_seed(seed)
+    config = tf.LlamaConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, layer_types=PATTERN,
+    )  # fmt: skip
+    model: Any = tf.LlamaForCausalLM(config)
+    for index, kind in enumerate(PATTERN):
+        if kind == "linear_attention":
+            model.model.layers[index].self_attn = RotaryLinearAttention(config, index, recurrence)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.6 * parameter.shape[1] ** -0.5)
+    return model.eval()

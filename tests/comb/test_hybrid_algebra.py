@@ -1,0 +1,215 @@
+"""Transitions of every family against the plain recurrences, in float64, each with a control that must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comb.hybrid import convolution, dense, diagonal, elementwise, scalar
+from comb.hybrid.compile import compose
+from comb.hybrid.picache import SegmentState
+from comb.hybrid.transition import TRANSITIONS, Transition, TransitionError
+from comb.linking.positions import Frequencies, PositionMap, Rotation
+
+HEADS, KEYS, VALUES = 3, 12, 20
+LENGTHS = (70, 1, 65, 30)
+
+
+@dataclass
+class Run:
+    """A random run of tokens: what it does to a state, token by token, and its transition."""
+
+    recurrence: Callable[[Tensor], Tensor]
+    transition: Transition
+
+    def part(self, state: Tensor | None = None) -> SegmentState:
+        end = self.recurrence(torch.zeros(SHAPES[self.transition.family], dtype=torch.float64))
+        return SegmentState(state=end, transition=self.transition)
+
+
+SHAPES = dict.fromkeys(("scalar", "diagonal", "dense"), (HEADS, KEYS, VALUES)) | {"elementwise": (VALUES, KEYS)}
+
+
+def make(family: str, tokens: int, generator: torch.Generator) -> Run:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def slow(*shape: int) -> Tensor:
+        return -0.02 * torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    keys, values = random(tokens, HEADS, KEYS), random(tokens, HEADS, VALUES)
+    if family == "scalar":
+        gates = slow(tokens, HEADS)
+        return Run(lambda state: scalar.recurrence(gates, keys, values, state), scalar.of_gates(gates))
+    if family == "diagonal":
+        gates = slow(tokens, HEADS, KEYS)
+        return Run(lambda state: diagonal.recurrence(gates, keys, values, state), diagonal.of_gates(gates))
+    if family == "elementwise":
+        steps, rates = -slow(tokens, VALUES), -1 + slow(VALUES, KEYS)
+        one, other = keys[:, 0], values[:, 0]
+        run: Callable[[Tensor], Tensor] = lambda state: elementwise.recurrence(steps, rates, one, other, state)  # noqa: E731
+        return Run(run, elementwise.of_steps(steps, rates))
+    keys = torch.nn.functional.normalize(keys, dim=-1)
+    betas = torch.rand(tokens, HEADS, generator=generator, dtype=torch.float64) * (2 if family == "negative" else 0.3)
+    gates = slow(tokens, HEADS, KEYS) if family == "kda" else slow(tokens, HEADS)
+    if family == "deltanet":
+        gates = torch.zeros_like(gates)
+    return Run(lambda state: dense.recurrence(gates, betas, keys, values, state), dense.of_gates(gates, betas, keys))
+
+
+FAMILIES = ("scalar", "diagonal", "elementwise", "deltanet", "gdn", "negative", "kda")
+
+
+def relative(left: Tensor, right: Tensor) -> float:
+    return float((left - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_composed_states_are_the_sequential_ones(family: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    runs = [make(family, tokens, generator) for tokens in LENGTHS]
+    sequential = torch.zeros(SHAPES[runs[0].transition.family], dtype=torch.float64)
+    composed, added = sequential, sequential
+    for run in runs:
+        sequential = run.recurrence(sequential)
+        part = run.part()
+        assert part.state is not None
+        composed = run.transition.apply(composed) + part.state
+        added = added + part.state
+    assert relative(composed, sequential) < 1e-13
+    # the control: states that are only added up
+    assert relative(added, sequential) > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_segments_are_a_monoid(family: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    one, two, three = (make(family, tokens, generator).part() for tokens in (9, 17, 5))
+    left, right = compose(compose(three, two, 0), one, 0), compose(three, compose(two, one, 0), 0)
+    wrong = compose(compose(two, three, 0), one, 0)
+    for ours in (right, wrong):
+        assert left.state is not None
+        assert ours.state is not None
+        assert left.transition is not None
+        assert ours.transition is not None
+        same = relative(left.state, ours.state) < 1e-13
+        assert same == (ours is right)
+    assert left.transition is not None
+    assert right.transition is not None
+    assert relative(left.transition.tensor, right.transition.tensor) < 1e-13
+
+
+@pytest.mark.parametrize("family", ["deltanet", "gdn", "negative", "kda"])
+def test_dense_transitions_never_amplify(family: str) -> None:
+    transition = make(family, 200, torch.Generator().manual_seed(2)).transition
+    exact = torch.linalg.matrix_norm(transition.tensor, 2)
+    assert float(exact.amax()) <= 1 + 1e-12
+    assert isinstance(transition, dense.DenseTransition)
+    bound = transition.norm_bound()
+    assert bool((bound <= exact + 1e-12).all())
+    assert bool((bound > 0.5 * exact).all())
+    transition.check()
+    transition.stored(torch.float16).check()
+    with pytest.raises(TransitionError, match="amplifies"):
+        dense.DenseTransition(torch.eye(KEYS).expand(HEADS, -1, -1) * 1.02).check()
+
+
+@pytest.mark.parametrize("exponent", [0, -8, -13, -18, -25, -37, -44])
+def test_transitions_that_have_forgotten_everything_pass(exponent: int) -> None:
+    """Long segments: squares of their entries underflow in float32, which must not look like growth."""
+    tensor = torch.randn(HEADS, KEYS, KEYS, generator=torch.Generator().manual_seed(5)) * 0.1
+    tensor = (tensor.double() * 10.0**exponent).float()
+    transition = dense.DenseTransition(tensor)
+    transition.check()
+    exact = torch.linalg.matrix_norm(tensor.double(), 2)
+    assert bool((transition.norm_bound().double() <= exact * (1 + 1e-5) + 1e-37).all())
+    dense.DenseTransition(torch.zeros(HEADS, KEYS, KEYS)).check()
+
+
+@pytest.mark.parametrize("family", ["scalar", "diagonal", "elementwise", "dense"])
+def test_damaged_transitions_are_noticed(family: str) -> None:
+    cls = TRANSITIONS.get(family)
+    assert cls.family == family
+    tensor = make(family, 5, torch.Generator().manual_seed(3)).transition.tensor.clone()
+    tensor.view(-1)[1] = float("nan")
+    with pytest.raises(TransitionError, match="NaN"):
+        cls(tensor).check()
+    if family != "dense":
+        with pytest.raises(TransitionError, match="multiplies the state"):
+            cls(torch.full_like(tensor, 0.5)).check()
+
+
+def test_logarithms_do_not_underflow() -> None:
+    """A hundred segments that each decay by e^-40 and their inverse shares: the sum is exact, a product would be 0."""
+    short = scalar.ScalarTransition(torch.full((2,), -40.0))
+    long = short
+    for _ in range(99):
+        long = short.after(long)
+    assert long.tensor.tolist() == [-4000.0, -4000.0]
+    assert float(torch.exp(torch.tensor(-40.0)) ** 100) == 0.0
+    assert long.stored(torch.float16).tensor.dtype == torch.float32
+
+
+def turn(by: int) -> Callable[[Tensor], Tensor]:
+    frequencies = Frequencies(1.0 / 100 ** (torch.arange(KEYS // 2, dtype=torch.float64) / (KEYS // 2)))
+    positions = PositionMap(((None, None),), (frequencies,))
+
+    def apply(tensor: Tensor) -> Tensor:
+        turns = positions.turns(torch.zeros(tensor.shape[-2], dtype=torch.long),
+                                torch.full((tensor.shape[-2],), by), 1)  # fmt: skip
+        return turns.apply(tensor.clone(memory_format=torch.contiguous_format), Rotation(0, 0, False))
+
+    return apply
+
+
+def rotated_run(family: str, offset: int, tokens: int = 40) -> Any:
+    """T and S of tokens whose keys are rotated to positions from `offset` on."""
+    generator = torch.Generator().manual_seed(4)
+    keys = torch.nn.functional.normalize(torch.randn(tokens, HEADS, KEYS, generator=generator).double(), dim=-1)
+    values = torch.randn(tokens, HEADS, VALUES, generator=generator).double()
+    keys = torch.stack([turn(offset + index)(key) for index, key in enumerate(keys)])
+    wide = -0.05 * torch.rand(tokens, HEADS, KEYS, generator=generator).double()
+    zeros = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64)
+    if family == "scalar":
+        return scalar.of_gates(wide[..., 0]), scalar.recurrence(wide[..., 0], keys, values, zeros)
+    if family == "diagonal":
+        return diagonal.of_gates(wide), diagonal.recurrence(wide, keys, values, zeros)
+    betas = torch.rand(tokens, HEADS, generator=generator).double()
+    gates = wide if family == "kda" else wide[..., 0]
+    return dense.of_gates(gates, betas, keys), dense.recurrence(gates, betas, keys, values, zeros)
+
+
+@pytest.mark.parametrize(("family", "exact"), [("scalar", True), ("gdn", True), ("kda", False), ("diagonal", False)])
+def test_states_turn_with_their_keys(family: str, exact: bool) -> None:
+    """S_b = R(b-a) S_a and T_b = R T_a R^T: exact for one gate per head, refused or wrong for one per channel."""
+    (here, state), (there, expected) = rotated_run(family, 3), rotated_run(family, 120)
+    moved = turn(117)(state.transpose(-1, -2)).transpose(-1, -2)
+    # cosines are float32 in the library, whatever the states are
+    assert (relative(moved, expected) < 1e-6) == exact
+    assert relative(state, expected) > 0.1
+    if family == "diagonal":
+        with pytest.raises(TransitionError, match="can't be moved"):
+            here.turned(turn(117))
+        return
+    assert (relative(here.turned(turn(117)).tensor, there.tensor) < 1e-6) == exact
+    if family == "gdn":
+        assert relative(here.tensor, there.tensor) > 0.01
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
+def test_columns_of_short_segments_move_up(tokens: int) -> None:
+    kernel = 4
+    earlier, later = torch.randn(5, 7), torch.randn(5, tokens)
+    whole = torch.cat([earlier, later], dim=1)[:, -kernel:]
+    alone = torch.cat([torch.zeros(5, kernel), later], dim=1)[:, -kernel:]
+    tail = convolution.tail(alone, tokens)
+    assert tail.shape[1] == min(tokens, kernel)
+    assert torch.equal(convolution.shift_in(earlier[:, -kernel:], tail, kernel), whole)
+    assert torch.equal(convolution.shift_in(None, tail, kernel), alone)
+    if tokens < kernel:  # the control: the tail's own zeros in the place of the left neighbour's columns
+        assert not torch.equal(alone, whole)

@@ -1,0 +1,365 @@
+"""Compiling and linking hybrids of many families: where it is exact, and controls that must not be.
+
+"Full" is one forward pass over the whole prompt. All errors are relative, in the Frobenius norm.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from hybrids import BASE, HYBRIDS, slow_decays, tiny_hybrid
+from ring_model import tiny_ring
+from torch import Tensor
+
+from comb import methods
+from comb.hybrid.caches import new_cache, read_state, run
+from comb.hybrid.compile import compile_segment
+from comb.hybrid.dense import DenseTransition, of_gates, recurrence
+from comb.hybrid.link import Linked, link_segments
+from comb.hybrid.picache import HybridPICache
+from comb.hybrid.probe import Probe
+from comb.hybrid.scalar import ScalarTransition
+from comb.hybrid.scans import listen
+from comb.hybrid.support import find_hybrid_support, record, transition_of
+from comb.methods.base import exclusive
+
+MODELS = (*HYBRIDS, "ring", "ring_dense")
+RECURRENT = tuple(name for name in MODELS if name != "lfm2")
+EXACT = 5e-6
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    if name.startswith("ring"):
+        return tiny_ring("dense" if name.endswith("dense") else "scalar")
+    return tiny_hybrid(name)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+A, B, C = ids(41, 1), ids(30, 2), ids(26, 3)
+QUERY = ids(6, 4)
+
+
+def compiled(model: Any, segments: Sequence[list[int]], head: int, tail: int, **options: Any) -> list[HybridPICache]:
+    with exclusive(model):
+        support = find_hybrid_support(model)
+        return [compile_segment(model, support, "f", s, head=head, tail=tail, **options) for s in segments]
+
+
+def linked(model: Any, picaches: Sequence[HybridPICache], query: list[int] = QUERY, head: Sequence[int] = ()) -> Linked:
+    fresh = [list(head), *([] for _ in picaches[1:]), query]
+    with exclusive(model):
+        return link_segments(model, find_hybrid_support(model), picaches, fresh)
+
+
+def full_states(model: Any, token_ids: list[int]) -> dict[int, Tensor]:
+    """Recurrent states by layer behind one pass over `token_ids`."""
+    with exclusive(model):
+        cache = new_cache(model)
+        run(model, token_ids, cache, 0)
+        return states_in(model, cache)
+
+
+def states_in(model: Any, cache: Any) -> dict[int, Tensor]:
+    found = {number: read_state(cache, number)[1] for number in find_hybrid_support(model).linear}
+    return {number: state for number, state in found.items() if state is not None}
+
+
+def error(left: Tensor, right: Tensor) -> float:
+    return float((left.float() - right.float()).norm() / right.float().norm())
+
+
+def logits(model: Any, spec: str, documents: Sequence[list[int]], query: list[int] = QUERY, **options: Any) -> Tensor:
+    method = methods.create(spec, model)
+    return method.link(method.compile(documents), query, **options).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_found(name: str) -> None:
+    with exclusive(model_of(name)):
+        support = find_hybrid_support(model_of(name))
+    families = {"scalar", "dense", "convolution", "elementwise"}
+    assert {layer.family for layer in support.linear.values()} <= families
+    known = {"minimax": "decay", "lfm2": None, "ring": "probe", "ring_dense": "probe"}
+    assert {layer.source for layer in support.linear.values()} == {known.get(name, "scan")}
+    assert all((layer.rotation is not None) == name.startswith("ring") for layer in support.linear.values())
+    assert support.step == (1 if name == "jamba" else None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_leading_segment_is_full_recompute(name: str) -> None:
+    """P1. The control: another document gives other logits."""
+    model = model_of(name)
+    method: Any = methods.create("hypic", model)
+    reference = logits(model, "full", [A])
+    leading = method.link(method.compile([A], leading=True), QUERY)
+    assert leading.recomputed_tokens == 0
+    assert error(leading.logits, reference) < EXACT
+    assert error(logits(model, "hypic", [A]), reference) < EXACT
+    other = A[:20] + B[:1] + A[21:]
+    assert error(logits(model, "full", [other]), reference) > 20 * EXACT
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_first_layer_states_are_exact_for_any_order(name: str) -> None:
+    """P2 and P7: one set of PICaches, every order and repetition. The control: transitions dropped."""
+    model = model_of(name)
+    a, b, c = compiled(model, [A, B, C], 3, 2)
+    for row in ([b, c], [c, b], [b, b, c], [a, b, c]):
+        prompt = [token for picache in row for token in picache.token_ids.tolist()] + QUERY
+        exact = full_states(model, prompt[:-1])
+        layer = min(exact)
+        assert error(states_in(model, linked(model, row).cache)[layer], exact[layer]) < EXACT
+        dropped = states_in(model, linked(model, [without_transitions(picache) for picache in row]).cache)
+        assert error(dropped[layer], exact[layer]) > 1e3 * EXACT
+
+
+def without_transitions(picache: HybridPICache) -> HybridPICache:
+    """States that are only added up, but behind proper seams."""
+
+    def identity(part: Any) -> Any:
+        if isinstance(part.transition, DenseTransition):
+            eye = torch.eye(part.transition.tensor.shape[-1]).expand_as(part.transition.tensor).clone()
+            return replace(part, transition=DenseTransition(eye))
+        return replace(part, transition=type(part.transition)(torch.zeros_like(part.transition.tensor)))
+
+    return replace(picache, linear={number: identity(part) for number, part in picache.linear.items()})
+
+
+@pytest.mark.parametrize("head", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "kimi_linear", "jamba"])
+def test_the_convolution_needs_its_warm_up(name: str, head: int) -> None:
+    """P2: exact from kernel - 1 = 3 tokens on, and not below."""
+    model = model_of(name)
+    row = compiled(model, [A, B, C], head, 0)
+    exact = full_states(model, A + B + C + QUERY[:-1])[0]
+    found = error(states_in(model, linked(model, row).cache)[0], exact)
+    assert (found < EXACT) == (head >= 3)
+    if head < 3:
+        assert found > 100 * EXACT
+        assert methods.create(f"hypic:head={head}", model).head == 3  # type: ignore[attr-defined]
+
+
+def test_without_a_convolution_there_is_nothing_to_warm_up() -> None:
+    model = model_of("minimax")
+    row = compiled(model, [A, B, C], 0, 0)
+    exact = full_states(model, A + B + C + QUERY[:-1])[0]
+    assert error(states_in(model, linked(model, row).cache)[0], exact) < EXACT
+    assert methods.create("hypic:0", model).head == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_seams_that_cover_the_documents_are_full_recompute(name: str) -> None:
+    """P3, with a head and gaps. The control: seams of 8 tokens are not."""
+    model = model_of(name)
+    extra: dict[str, Any] = {"head_ids": ids(5, 7), "gaps": [ids(2, 8), []]}
+    reference = logits(model, "full", [A, B, C], **extra)
+    assert error(logits(model, "hypic:21", [A, B, C], **extra), reference) < EXACT
+    assert error(logits(model, "hypic", [A, B, C], **extra), reference) > 20 * EXACT
+
+
+def test_a_finite_receptive_field_is_exact() -> None:
+    """P4: two convolutions of kernel 3 below the last attention see four tokens back. The control: a head of two."""
+    torch.manual_seed(0)
+    config = tf.Lfm2Config(**BASE, layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3)
+    model = slow_decays(tf.AutoModelForCausalLM.from_config(config).eval())
+    reference = logits(model, "full", [A, B, C])
+    assert error(logits(model, "hypic:head=4,tail=2", [A, B, C]), reference) < EXACT
+    assert error(logits(model, "hypic:head=3,tail=2", [A, B, C]), reference) > 20 * EXACT
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_every_layer_is_nearer_than_by_addition(name: str) -> None:
+    """P5: deeper layers drift, but less than with the transitions dropped."""
+    model = model_of(name)
+    row = compiled(model, [A, B, C], 8, 8)
+    exact = full_states(model, A + B + C + QUERY[:-1])
+    ours = states_in(model, linked(model, row).cache)
+    dropped = states_in(model, linked(model, [without_transitions(picache) for picache in row]).cache)
+    errors = [(error(ours[layer], exact[layer]), error(dropped[layer], exact[layer])) for layer in sorted(exact)]
+    assert errors[0][0] < 1e-4 * errors[0][1]
+    assert all(our < naive for our, naive in errors)
+    assert max(our for our, _ in errors) > 1e-4  # they do drift
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiling_is_pure(name: str) -> None:
+    """P6: bit-identical when compiled again, after other work. The control: a prefix in front changes it."""
+    model = model_of(name)
+    first = compiled(model, [B], 8, 8)[0].tensors()
+    compiled(model, [A, C], 3, 8)
+    linked(model, compiled(model, [C], 8, 8))
+    again = compiled(model, [B], 8, 8)[0].tensors()
+    assert all(torch.equal(again[key], tensor) for key, tensor in first.items())
+    other = compiled(model, [A[:1] + B[1:]], 8, 8)[0].tensors()
+    assert not all(torch.equal(other[key], tensor) for key, tensor in first.items() if key != "token_ids")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_goes_on_from_the_cache(name: str) -> None:
+    """P9: `generate` from a linked cache is decoding by hand from it, twice. Beams work as in the plain model."""
+    model = model_of(name)
+    method = methods.create("hypic", model)
+    state = method.link(method.compile([A, B]), QUERY)
+    generated = [state.generate(max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, -5:].tolist() for _ in "ab"]
+    assert generated[0] == generated[1]
+    result = linked(model, [p for p in method.compile([A, B]) if isinstance(p, HybridPICache)])
+    token, answer = QUERY[-1], []
+    with exclusive(model):
+        for position in range(len(result.token_ids) - 1, len(result.token_ids) + 4):
+            hidden = run(model, [token], result.cache, position)
+            assert hidden is not None
+            scores = model.lm_head(hidden[-1]).float()
+            scores[model.config.eos_token_id] = -torch.inf
+            token = int(scores.argmax())
+            answer.append(token)
+    assert answer == generated[0]
+    whole = methods.create("hypic:100", model)
+    beams = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False}
+    ours = whole.link(whole.compile([A, B]), QUERY).generate(**beams)
+    full = methods.create("full", model)
+    assert torch.equal(ours, full.link(full.compile([A, B]), QUERY).generate(**beams))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_scan_and_probe_agree(name: str) -> None:
+    """P10: the fast way to a transition and the layer's own response to identity blocks. The control: other tokens."""
+    model = model_of(name)
+    with exclusive(model):
+        support = find_hybrid_support(model)
+        recording, other = record(model, B, 4), record(model, B[:6] + C[6:], 4)
+        for number, layer in support.linear.items():
+            fast, state = transition_of(model, recording, number, layer, support.step)
+            slow, end = Probe(model, recording.layers[number], recording.cache, 4, step=support.step).transition(
+                layer.family, layer.axis
+            )
+            assert error(fast.apply(some := torch.randn(end.shape)), slow.apply(some)) < 1e-5
+            assert state is None or error(state, end) < 1e-5
+        number = max(support.linear)
+        changed, _ = transition_of(model, other, number, support.linear[number], support.step)
+        fast, _ = transition_of(model, recording, number, support.linear[number], support.step)
+        if name not in ("minimax", "ring"):  # their decays don't depend on the tokens
+            assert error(changed.tensor, fast.tensor) > 1e-4
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "kimi_linear"])
+def test_dense_transitions_are_the_product_of_the_tokens(name: str, tokens: int) -> None:
+    """P10, P12 and P14: against I - beta k k^T multiplied up one by one, at lengths around the scan's chunks."""
+    model = model_of(name)
+    start = 3
+    with exclusive(model):
+        support = find_hybrid_support(model)
+        recording = record(model, ids(start + tokens, 9), start)
+        number = min(support.linear)
+        fast, state = transition_of(model, recording, number, support.linear[number], None)
+        with listen(model, lambda call: call.arguments) as heard:
+            run(model, ids(start + tokens, 9), new_cache(model), 0)
+    arguments = heard[0]
+    gates, betas, keys, values = (arguments[key][0, start:].double() for key in ("g", "beta", "key", "value"))
+    keys = keys / (keys.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
+    naive = of_gates(gates, betas, keys)
+    assert fast.tensor.shape == naive.tensor.shape
+    assert error(fast.tensor.double(), naive.tensor) < 1e-5
+    assert state is not None
+    zeros = torch.zeros(keys.shape[1], keys.shape[2], values.shape[2], dtype=torch.float64)
+    assert error(state.double(), recurrence(gates, betas, keys, values, zeros)) < 1e-5
+    assert float(torch.linalg.matrix_norm(fast.tensor, 2).amax()) <= 1 + 1e-5
+    if tokens > 1:  # the control: earlier tokens on the left
+        assert error(of_gates(gates.flip(0), betas.flip(0), keys.flip(0)).tensor, naive.tensor) > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_seams_token_by_token(name: str) -> None:
+    """P15: a scan's recurrent form (one token at a time) and its chunked form give the same link."""
+    model = model_of(name)
+    row = compiled(model, [A, B], 4, 4)
+    with exclusive(model):
+        support = find_hybrid_support(model)
+        fresh = [[], [], QUERY]
+        single = link_segments(model, replace(support, step=1), row, fresh)
+        chunked = link_segments(model, support, row, fresh)
+    for number, state in states_in(model, chunked.cache).items():
+        assert error(states_in(model, single.cache)[number], state) < EXACT
+    for number in support.attention:
+        assert error(single.cache.layers[number].keys, chunked.cache.layers[number].keys) < EXACT
+
+
+def test_one_token_at_a_time_where_the_scan_forgets() -> None:
+    """Jamba's scan starts from zero whatever the cache holds; the control is the pass that it can't do."""
+    model = model_of("jamba")
+    row = compiled(model, [A, B], 20, 20)
+    reference = full_states(model, A + B + QUERY[:-1])[0]
+    with exclusive(model):
+        support = find_hybrid_support(model)
+        row = compiled(model, [A, B], 4, 4)
+        right, wrong = (
+            link_segments(model, replace(support, step=step), row, [[], [], QUERY]).cache for step in (1, None)
+        )
+    assert error(states_in(model, right)[0], reference) < EXACT
+    assert error(states_in(model, wrong)[0], reference) > 0.01
+
+
+@pytest.mark.parametrize("name", ["ring", "ring_dense"])
+def test_states_turn_with_the_positions_inside_of_a_layer(name: str) -> None:
+    """P13, end to end through layer 0. The control: states left at their segment's own positions."""
+    model = model_of(name)
+    exact = full_states(model, A + B + C + QUERY[:-1])[0]
+    row = compiled(model, [A, B, C], 0, 0)
+    with exclusive(model):
+        support = find_hybrid_support(model)
+        still = replace(
+            support, linear={number: replace(layer, rotation=None) for number, layer in support.linear.items()}
+        )
+        left, right = (
+            states_in(model, link_segments(model, found, row, [[], [], [], QUERY]).cache)[0]
+            for found in (still, support)
+        )
+    assert error(right, exact) < EXACT
+    assert error(left, exact) > 0.05
+
+
+def test_positions_inside_of_a_layer_with_a_decay_per_channel_are_refused() -> None:
+    with pytest.raises(ValueError, match="rotates keys by their position inside of a diagonal linear layer"):
+        methods.create("hypic", tiny_ring("diagonal"))
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 18])
+def test_short_segments(count: int) -> None:
+    """Up to both seams there is no interior: the segment is computed again, and alone it is exact at any length."""
+    model = model_of("qwen3_5")
+    (picache,) = compiled(model, [A[:count]], 8, 8)
+    assert picache.num_tokens == count
+    assert (picache.end - picache.start) == max(0, count - 16)
+    assert bool(picache.attention) == (count > 16)
+    assert error(logits(model, "hypic", [A[:count]]), logits(model, "full", [A[:count]])) < EXACT
+    exact = full_states(model, B + A[:count] + QUERY[:-1])
+    row = [*compiled(model, [B], 8, 8), picache]
+    assert error(states_in(model, linked(model, row).cache)[0], exact[0]) < EXACT
+
+
+@pytest.mark.parametrize("tail", [0, 8])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba", "minimax"])
+def test_a_prompt_may_end_with_a_document(name: str, tail: int) -> None:
+    model = model_of(name)
+    method = methods.create(f"hypic:head=8,tail={tail}", model)
+    ours = method.link(method.compile([A]), [])
+    assert error(ours.logits, logits(model, "full", [A], [])) < EXACT
+    assert ours.recomputed_tokens == (16 if tail else len(A))
+
+
+def test_scalar_states_are_kept_small() -> None:
+    """The smallest form of T: a number per head where it is a scalar, nothing dense."""
+    (picache,) = compiled(model_of("bamba"), [A], 8, 8)
+    for part in picache.linear.values():
+        assert isinstance(part.transition, ScalarTransition)
+        assert part.transition.tensor.shape == (6,)

@@ -1,0 +1,362 @@
+"""Hybrids through the methods, the store, the engine and the command line."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from families import open_gates, tiny
+from hybrids import BASE, GDN, HYBRIDS, MAMBA2, slow_decays, tiny_hybrid
+from test_documents import byte_tokenizer
+from test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits
+from torch import nn
+
+from comb import CombForCausalLM, PICEngine, methods
+from comb.backbone import inspect_backbone
+from comb.doctor import check_methods
+from comb.hybrid.drift import state_drift
+from comb.hybrid.inspection import describe_hybrid
+from comb.hybrid.picache import HybridPICache
+from comb.inspection import describe
+from comb.methods.base import LinkRow
+from comb.picache import PICacheError, deserialize, serialize
+from comb.store import PICacheStore
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return tiny_hybrid(name)
+
+
+# ---- the methods ----
+
+
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_prefix_is_exact_and_hits(name: str) -> None:
+    method = methods.create("prefix", model_of(name))
+    reference = logits(model_of(name), "full", [A, B])
+    first, again = (method.link(method.compile([A, B]), QUERY) for _ in range(2))
+    assert error(first.logits, reference) < EXACT
+    assert error(again.logits, reference) < EXACT
+    assert [use.state for use in again.uses[0]] == ["hit", "hit"]  # type: ignore[index]
+    other = method.link(method.compile([B, A]), QUERY)
+    assert [use.state for use in other.uses[0]] == ["compiled", "compiled"]  # type: ignore[index]
+    assert error(other.logits, reference) > 20 * EXACT  # the control: another order is another prompt
+    answer = ids(4, 11)
+    full = methods.create("full", model_of(name))
+    expected = full.link(full.compile([A, B]), QUERY).answer_logits(answer)
+    assert error(again.answer_logits(answer), expected) < EXACT
+
+
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_full_in_a_batch(name: str) -> None:
+    """Rows of different lengths, and with MiniMax a cache whose length transformers reads from a linear layer."""
+    full = methods.create("full", model_of(name))
+    rows = [LinkRow(full.compile([A]), QUERY), LinkRow(full.compile([A, B]), QUERY), LinkRow([], QUERY)]
+    batch = full.link_batch(rows)
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    generated = batch.generate(**settings)
+    for index, row in enumerate(rows):
+        alone = full.link_batch([row])
+        assert error(batch.logits[index], alone.logits[0]) < EXACT
+        assert torch.equal(generated[index, -4:], alone.generate(**settings)[0, -4:])
+    assert error(batch.logits[0], batch.logits[1]) > 20 * EXACT
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "zamba2", "jamba", "minimax"])
+def test_drift_grows_from_an_exact_first_layer(name: str) -> None:
+    model = model_of(name)
+    drifts = {spec: state_drift(methods.create(spec, model), [A, B, C], QUERY)
+              for spec in ("hypic", "addition", "hypic:100")}  # fmt: skip
+    assert drifts["hypic"][0].error < EXACT
+    assert drifts["hypic"][0].degrees < 1e-3
+    assert drifts["hypic"][-1].error > 1e-3
+    assert all(ours.error < naive.error for ours, naive in zip(drifts["hypic"], drifts["addition"], strict=True))
+    assert all(drift.error < EXACT for drift in drifts["hypic:100"])
+    with pytest.raises(ValueError, match="at least two tokens"):
+        state_drift(methods.create("hypic", model), [A], [5])
+
+
+def test_modes_leave_out_what_their_names_say() -> None:
+    """Each step of the ablation changes what it should, from PICaches that differ in seams alone."""
+    model = model_of("qwen3_next")
+    found = {mode: logits(model, f"hypic:mode={mode}", [A, B, C])
+             for mode in ("addition", "transition", "rotation", "seam")}  # fmt: skip
+    reference = logits(model, "full", [A, B, C])
+    assert torch.equal(found["addition"], logits(model, "addition", [A, B, C]))
+    assert len({tuple(value.flatten().tolist()) for value in found.values()}) == 4
+    assert error(found["seam"], reference) < error(found["addition"], reference)
+    fingerprints = {methods.create(f"hypic:mode={mode}", model).fingerprint for mode in found}
+    assert len(fingerprints) == 2
+    # without rotary positions there is nothing to turn
+    still = model_of("nemotron_h")
+    assert torch.equal(*(logits(still, f"hypic:mode={mode}", [A, B]) for mode in ("transition", "rotation")))
+
+
+def test_seam_widths_are_two_parameters() -> None:
+    model = model_of("qwen3_next")
+    widths = {"hypic": (8, 8), "hypic:4": (4, 4), "hypic:0": (3, 0), "hypic:head=16,tail=0": (16, 0),
+              "hypic:2,tail=5": (3, 5), "addition": (0, 0), "hypic:mode=rotation": (0, 0)}  # fmt: skip
+    for spec, expected in widths.items():
+        method: Any = methods.create(spec, model)
+        assert (method.head, method.tail) == expected
+        (picache,) = method.compile([A])
+        assert (picache.start, len(A) - picache.end) == expected
+    state = methods.create("hypic:head=5,tail=2", model)
+    assert state.link(state.compile([A, B]), QUERY).recomputed_tokens == 14
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "kimi_linear", "minimax", "jamba"])
+def test_sixteen_bit_models(name: str, dtype: torch.dtype) -> None:
+    """States stay in float32, also MiniMax's, whose own are not; what is left is the model's own rounding."""
+    model = tiny_hybrid(name).to(dtype)
+    assert error(logits(model, "hypic", [A]), logits(model, "full", [A])) < 3e-2
+    reference = logits(model, "full", [A, B])
+    covered = error(logits(model, "hypic:100", [A, B]), reference)
+    assert covered < 3e-2
+    assert error(logits(model, "addition", [A, B]), reference) > 1.5 * max(covered, 1e-3)  # the control
+    (picache,) = methods.create("hypic", model).compile([A])
+    assert isinstance(picache, HybridPICache)
+    assert {part.state.dtype for part in picache.linear.values() if part.state is not None} == {torch.float32}
+    assert {keys.dtype for keys, _ in picache.attention.values()} == {dtype}
+
+
+def test_compact_storage() -> None:
+    model = model_of("qwen3_next")
+    large, small = methods.create("hypic", model), methods.create("hypic:storage=float16", model)
+    assert small.compile([A])[0].nbytes < 0.75 * large.compile([A])[0].nbytes
+    reference = large.link(large.compile([A, B]), QUERY).logits
+    found = small.link(small.compile([A, B]), QUERY).logits
+    assert 0 < error(found, reference) < 1e-2
+    with pytest.raises(ValueError, match="another dtype"):
+        small.link(large.compile([A]), QUERY)
+
+
+def test_exactness_survives_the_doctor() -> None:
+    for name in ("qwen3_next", "bamba", "lfm2", "jamba"):
+        verdicts = {verdict.method: verdict for verdict in check_methods(model_of(name))}
+        assert all(verdict.passed for verdict in verdicts.values())
+        assert {method for method, verdict in verdicts.items() if verdict.refused is None} == {
+            "full", "prefix", "hypic", "addition",
+        }  # fmt: skip
+        assert "hypic" in (verdicts["legolink"].refused or "")
+
+
+# ---- what is refused ----
+
+
+def test_bad_parameters() -> None:
+    model = model_of("bamba")
+    for spec, message in {
+        "hypic:-1": "w is a number of tokens",
+        "hypic:head=1.5": "head is a number of tokens",
+        "hypic:tail=true": "tail is a number of tokens",
+        "hypic:mode=magic": "mode is one of addition, transition, rotation, seam",
+        "hypic:storage=bfloat16": "storage is one of float32, float16",
+        "hypic:k=3": "no parameter k",
+        "addition:mode=seam": "mode",
+        "hypic:quantize=int8": "can't be quantised",
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            methods.create(spec, model)
+
+
+def test_models_that_it_is_not_for() -> None:
+    with pytest.raises(ValueError, match=r"no linear-attention layers: use method='attnlink'"):
+        methods.create("hypic", tiny("llama"))
+    sliding = tf.Qwen3NextConfig(**BASE, **GDN, head_dim=16, num_experts=4, num_experts_per_tok=2,
+                                 moe_intermediate_size=16, shared_expert_intermediate_size=16, sliding_window=8,
+                                 layer_types=["linear_attention", "sliding_attention"] * 2)  # fmt: skip
+    with pytest.raises(ValueError, match="sliding windows drop early tokens"):
+        methods.create("hypic", tf.AutoModelForCausalLM.from_config(sliding).eval())
+    scaled = tf.BambaConfig(**BASE, **MAMBA2, attn_layer_indices=[2],
+                            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})  # fmt: skip
+    with pytest.raises(ValueError, match="length of the prompt"):
+        methods.create("hypic", tf.AutoModelForCausalLM.from_config(scaled).eval())
+
+
+def test_a_layer_that_is_not_affine_is_refused() -> None:
+    """The probe's own control: a state that is squared on the way."""
+    from ring_model import tiny_ring
+
+    model = tiny_ring()
+    layer = model.model.layers[1].self_attn
+    plain = layer.forward
+
+    def squared(hidden_states: Any, position_embeddings: Any, past_key_values: Any = None, **rest: Any) -> Any:
+        output = plain(hidden_states, position_embeddings, past_key_values=past_key_values, **rest)
+        if past_key_values is not None:
+            past_key_values.layers[1].recurrent_states[0].tanh_()
+        return output
+
+    layer.forward = squared
+    with pytest.raises(ValueError, match=r"doesn't follow from the state before it|doesn't continue a cache"):
+        methods.create("hypic", model)
+
+
+def test_picaches_of_others() -> None:
+    model = model_of("bamba")
+    method: Any = methods.create("hypic", model)
+    with pytest.raises(ValueError, match="got a TokenPICache"):
+        method.link(methods.create("full", model).compile([A]), QUERY)
+    for other in (methods.create("hypic:4", model), methods.create("hypic", tiny_hybrid("bamba", seed=1))):
+        with pytest.raises(ValueError, match="another model, or with other seams"):
+            method.link(other.compile([A]), QUERY)
+    leading = method.compile([A], leading=True)
+    for row in ({"head_ids": [5]}, {}):
+        with pytest.raises(ValueError, match="made for the start of a prompt"):
+            method.link([*method.compile([B]), *leading] if not row else leading, QUERY, **row)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        method.link([], [])
+    with pytest.raises(ValueError, match="empty segment"):
+        method.compile([[]])
+    with pytest.raises(ValueError, match="outside of the model's"):
+        method.compile([[5000]])
+    with pytest.raises(ValueError, match="4096 positions"):
+        method.link(method.compile([ids(2050, 1)]) * 2, QUERY)
+
+
+def test_damaged_weights_give_no_picache() -> None:
+    model = tiny_hybrid("bamba")
+    method = methods.create("hypic", model)
+    with torch.no_grad():
+        model.model.layers[0].mamba.in_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        method.compile([A])
+
+
+# ---- storage ----
+
+
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_files_hold_everything(name: str) -> None:
+    method = methods.create("hypic", model_of(name))
+    (picache,) = method.compile([A])
+    data = serialize(picache, "k")
+    again = deserialize(data, "k")
+    assert isinstance(again, HybridPICache)
+    before, after = picache.tensors(), again.tensors()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert torch.equal(method.link([again], QUERY).logits, method.link([picache], QUERY).logits)
+    assert picache.standalone().nbytes == picache.nbytes
+    damaged = bytearray(data)
+    damaged[-9] ^= 64
+    with pytest.raises(PICacheError):
+        deserialize(bytes(damaged), "k")
+
+
+@pytest.mark.parametrize(("part", "value"), [("dense.0", 3.0), ("dense.0", torch.nan), ("state.1", torch.inf)])
+def test_states_are_checked_when_they_are_loaded(part: str, value: float) -> None:
+    """A file whose checksum holds, but whose transition amplifies or whose state isn't finite."""
+    (picache,) = methods.create("hypic", model_of("qwen3_next")).compile([A])
+    tensors = {name: tensor.clone() for name, tensor in picache.tensors().items()}
+    assert HybridPICache.from_tensors("f", tensors).num_tokens == len(A)
+    tensors[part].view(-1)[0] = value
+    with pytest.raises(ValueError, match="compile the document again"):
+        HybridPICache.from_tensors("f", tensors)
+
+
+def text_model(family: str) -> tuple[Any, Any]:
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    config = HYBRIDS[family]()
+    config.vocab_size = len(tokenizer)
+    return slow_decays(tf.AutoModelForCausalLM.from_config(config).eval()), tokenizer
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "minimax"])
+def test_the_engine(family: str, tmp_path: Path) -> None:
+    model, tokenizer = text_model(family)
+    documents = ["The mill burnt down in the spring of that year.", "Nobody knows who built the second mill."]
+    store = PICacheStore(disk_path=tmp_path)
+    engine = PICEngine(model, tokenizer, method="hypic:4", store=store)
+
+    def states(answer: Any) -> list[str]:
+        return [document.state for document in answer.report.documents]
+
+    first = engine.ask("who?", documents, max_new_tokens=5)
+    second = engine.ask("who?", documents[::-1], max_new_tokens=5)
+    assert states(first) == ["compiled", "compiled"]
+    assert states(second) == ["hit", "hit"]
+    assert first.report.recomputed_tokens == 2 * (4 + 4)
+    covered = PICEngine(model, tokenizer, method="hypic:64").ask("who?", documents, max_new_tokens=5)
+    exact = PICEngine(model, tokenizer, method="full").ask("who?", documents, max_new_tokens=5)
+    assert covered.text == exact.text
+    store.flush()
+    later = PICEngine(model, tokenizer, method="hypic:4", store=PICacheStore(disk_path=tmp_path))
+    answer = later.ask("who?", documents, max_new_tokens=5)
+    assert answer.text == first.text
+    assert [document.tier for document in answer.report.documents] == ["disk", "disk"]
+    # seams of another width are other PICaches
+    other = PICEngine(model, tokenizer, method="hypic:5", store=store).ask("who?", documents, max_new_tokens=2)
+    assert states(other) == ["compiled", "compiled"]
+
+
+# ---- together with COMB's encoder; what `comb info` shows ----
+
+
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_the_encoder_attaches_to_every_hybrid(name: str) -> None:
+    backbone = tiny_hybrid(name)
+    plain = logits(backbone, "hypic", [A, B])
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2))
+    # torch multiplies by frozen weights in another shape (Jamba), hence not bitwise
+    assert error(logits(model, "hypic", [A, B]), plain) < EXACT
+    with_documents, others = (logits(model, "comb", documents) for documents in ([A, B], [A, C]))
+    swapped = logits(model, "comb", [B, A])
+    assert error(swapped, with_documents) < 1e-5
+    assert error(others, with_documents) > 1e-4
+    # the encoder's documents don't leak into the next prompt
+    assert error(logits(model, "hypic", [A, B]), plain) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("olmo_hybrid", ["linear", "linear", "full", "linear"]),
+        ("kimi_linear", ["linear", "linear", "full", "linear"]),
+        ("minimax", ["linear", "linear", "full", "linear"]),
+        ("nemotron_h", ["linear", "none", "full", "linear"]),
+        ("zamba2", ["linear", "both", "linear", "both"]),
+        ("falcon_h1", ["both"] * 3),
+        ("lfm2", ["linear", "full"] * 2),
+        ("jamba", ["linear", "linear", "full", "linear"]),
+    ],
+)
+def test_layer_kinds(name: str, kinds: list[str]) -> None:
+    assert list(inspect_backbone(model_of(name)).layer_kinds) == kinds
+
+
+@pytest.mark.parametrize("name", list(HYBRIDS))
+def test_info_counts_a_segments_bytes(name: str) -> None:
+    """Against a real PICache of another length. The control: a table for a model without linear layers has none."""
+    rows = describe_hybrid(model_of(name))
+    fixed, per_token = (int(rows["cache per segment"].split(text)[index].strip().split()[place].replace(",", ""))
+                        for text, index, place in ((" bytes", 0, -1), (" and ", 1, 0)))  # fmt: skip
+    method = methods.create("hypic:head=5,tail=0", model_of(name))
+    picache = method.compile([A])[0]
+    own = picache.tensors()["interior"].nbytes + picache.tensors()["token_ids"].nbytes
+    assert picache.nbytes - own == fixed + per_token * (len(A) - 5)
+    assert describe_hybrid(tiny("llama")) == {}
+
+
+def test_info_table() -> None:
+    model = CombForCausalLM.from_backbone(tiny_hybrid("falcon_h1"), num_encoder_layers=2)
+    table = describe(model)
+    assert "hybrid layers" in list(table.columns[0].cells)
+    assert any("3 of them both; 3 scalar" in str(cell) for cell in table.columns[1].cells)
+    refused = describe_hybrid(_unknown())
+    assert "refused" in refused["hybrid linking"]
+
+
+def _unknown() -> nn.Module:
+    from ring_model import tiny_ring
+
+    model: nn.Module = tiny_ring("diagonal")
+    return model
