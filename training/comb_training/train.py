@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from comb.compatibility import load_tokenizer
 from comb.documents import Example, PromptBuilder
@@ -194,6 +195,8 @@ def run_training(
             save(result, config)
             refresh_card(result.output_dir)  # it tells what training.json says
     distributed.leave()
+    # while it is set, transformers loads every model in parts (ZeRO-3), over ranks that are gone now
+    unset_hf_deepspeed_config()
     return result
 
 
