@@ -37,6 +37,7 @@ def configuration(folder: Path, **train: Any) -> Path:
             "steps": 20, "batch_size": 8, "logging_steps": 1, "save_steps": 10, "answers": "gold",
             "output_dir": str(folder / "out"), **train,
         },
+        "eval": {"methods": ["comb"], "limit": 4, "timing_examples": 0},
     }  # fmt: skip
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -45,7 +46,7 @@ def configuration(folder: Path, **train: Any) -> Path:
 
 def command(config: Path, ranks: int, *arguments: str) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    return [sys.executable, *launcher, "-m", "comb_training.train", str(config), "--no-eval", *arguments]
+    return [sys.executable, *launcher, "-m", "comb_training.train", str(config), *arguments]
 
 
 def train(config: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -103,13 +104,18 @@ def test_killed_and_resumed_is_the_same_run_to_the_bit(tmp_path: Path, stage: in
         folder.mkdir()
     straight, killed = (configuration(folder, **settings) for folder in folders.values())
     train(straight, 2)
+    # loaded whole by the first rank, also when the run had its weights in parts
+    [result] = json.loads((folders["straight"] / "out" / "results.json").read_text())["results"]
+    assert result["n"] == 4
     kill_at_step_13(killed)
-    train(killed, 2, "--resume", "auto")
+    train(killed, 2, "--resume", "auto", "--no-eval")
     expected = losses(folders["straight"])
     assert [step for step, _ in expected] == list(range(1, 21))
     assert expected[-1][1] < expected[0][1]
     # 6 steps an epoch: step 10 is in the middle of the second
     assert losses(folders["killed"]) == expected
+    lines = [json.loads(line) for line in (folders["killed"] / "out" / "log.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines if "loss" in line] == expected
     first, second = (load_file(folder / "out" / "model.safetensors") for folder in folders.values())
     assert set(first) == set(second)
     for name, tensor in first.items():
@@ -130,8 +136,8 @@ def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("one", "two")}
     for folder in folders.values():
         folder.mkdir()
-    train(configuration(folders["one"], gradient_accumulation_steps=2, **settings), 0)
-    train(configuration(folders["two"], **settings), 2)
+    train(configuration(folders["one"], gradient_accumulation_steps=2, **settings), 0, "--no-eval")
+    train(configuration(folders["two"], **settings), 2, "--no-eval")
     one, two = (losses(folder) for folder in folders.values())
     assert [step for step, _ in one] == [step for step, _ in two] == list(range(1, 7))
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-4)
@@ -158,8 +164,8 @@ def test_sigterm_saves_and_can_be_resumed(tmp_path: Path) -> None:
     [checkpoint] = (tmp_path / "out").glob("checkpoint-*")
     step = int(checkpoint.name.split("-")[1])
     assert not (tmp_path / "out" / "model.safetensors").exists()  # that would look like a finished run
-    train(config, 0, f"train.steps={step + 2}", "--resume", "auto")
+    train(config, 0, f"train.steps={step + 2}", "--resume", "auto", "--no-eval")
     assert losses(tmp_path)[-1][0] == step + 2
     # a run that is over already is finished, not gone beyond
-    train(config, 0, f"train.steps={step}", "--resume", str(checkpoint))
+    train(config, 0, f"train.steps={step}", "--resume", str(checkpoint), "--no-eval")
     assert losses(tmp_path)[-1][0] == step

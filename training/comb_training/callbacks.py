@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -90,6 +93,36 @@ class TerminationCallback(TrainerCallback):
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+
+
+class JsonLines(TrainerCallback):
+    """Every record of the log as a line of a file, as soon as it is there; a resumed run goes on where its step was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if state.global_step and self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # the last line of a killed run may be half of one
+                    if json.loads(line)["step"] <= state.global_step:
+                        kept.append(f"{line}\n")
+        self.path.write_text("".join(kept), encoding="utf-8")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step, "time": round(time.time(), 3), **(logs or {})}) + "\n")
 
 
 class ProgressBar(TrainerCallback):

@@ -44,7 +44,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from comb_training import distributed
 from comb_training.batches import IGNORED, Collator, TrainingExample
 from comb_training.block_attention import BlockCollator, whole_prompt
-from comb_training.callbacks import ClockCallback, EpochCallback, ProgressBar, TerminationCallback
+from comb_training.callbacks import ClockCallback, EpochCallback, JsonLines, ProgressBar, TerminationCallback
 from comb_training.checkpoints import (
     PARTIAL,
     WEIGHTS,
@@ -64,6 +64,9 @@ from comb_training.sampler import BatchSampler, Budget
 from comb_training.schedule import Schedule, total_steps
 
 logger = logging.getLogger(__name__)
+
+LOG = "log.jsonl"
+"""File in the run's folder that holds every record of its log."""
 
 
 class CombTrainer(Trainer):
@@ -145,6 +148,8 @@ class CombTrainer(Trainer):
         self.add_callback(EpochCallback(self.sampler))
         self.add_callback(ClockCallback(self.schedule))
         self.add_callback(self.termination)
+        if distributed.is_main():
+            self.add_callback(JsonLines(Path(config.output_dir) / LOG))
         if progress and distributed.is_main():
             self.add_callback(ProgressBar(self.schedule))
         for callback in callbacks:
