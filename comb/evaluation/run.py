@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -143,7 +143,8 @@ def evaluate(
         splitter: how the engine splits long documents; None is the engine's default.
 
     Raises:
-        ValueError: if there is no example or no method, or a method is unknown or doesn't fit the model.
+        ValueError: if there is no example or no method, a method is unknown or doesn't fit the model, or no prompt has
+            room. Single questions whose prompts are too long for one of the methods are left out for all of them.
     """
     if not examples:
         raise ValueError("no examples to evaluate on")
@@ -157,11 +158,30 @@ def evaluate(
     if document_template is not None:
         builder = PromptBuilder(tokenizer, document_template=document_template)
     setting = Setting(weights, tokenizer, builder, query_template, splitter)
-    results = []
-    for method in methods:
-        run = _Run(setting, method, max_new_tokens)
-        results.append(run(examples, batch_size, timing_examples, progress))
-    return results
+    runs = [_Run(setting, method, max_new_tokens) for method in methods]
+    examples, note = _with_room(examples, runs)
+    if note:
+        logger.warning(note)
+    first, *others = [run(examples, batch_size, timing_examples, progress) for run in runs]
+    return [replace(first, note=note), *others]
+
+
+def _with_room(examples: Sequence[Example], runs: Sequence[_Run]) -> tuple[list[Example], str]:
+    """The examples whose prompts and answers fit the backbone in every run, and what to say of the others."""
+    limits = [limit for run in runs if (limit := run.most_prompt_tokens) is not None]
+    if not limits:
+        return list(examples), ""
+    least, setting = min(limits), runs[0].setting
+    kept = [example for example in examples if setting.prompt_tokens(example) <= least]
+    if not kept:
+        raise ValueError(
+            f"no question fits: with documents and answer all of their prompts are longer than {least} tokens, which "
+            "a method without an encoder has room for; ask with fewer or shorter documents, or compare comb and none"
+        )
+    left_out = len(examples) - len(kept)
+    if not left_out:
+        return kept, ""
+    return kept, f"left out for all methods: {left_out} of {len(examples)} questions, prompts of over {least} tokens"
 
 
 @dataclass(frozen=True)
@@ -181,6 +201,11 @@ class Setting:
         extra: dict[str, Any] = {} if self.splitter is None else {"splitter": self.splitter}
         extra |= {"prompt_builder": self.builder, "mac": self.mac}
         return PICEngine(self.model, self.tokenizer, method=name, store=store, **extra)
+
+    def prompt_tokens(self, example: Example) -> int:
+        """Tokens of the prompt with its documents in it."""
+        segments = [self.builder.segment(document) for document in example.documents]
+        return len(self.builder.build(self.request("full", example)[0], segments).flat)
 
     def request(self, method: str, example: Example) -> tuple[str, Sequence[Document]]:
         """Question and documents; no documents for the control "none"."""
@@ -230,6 +255,14 @@ class _Run:
             seconds=seconds,
             predictions=predictions,
         )
+
+    @property
+    def most_prompt_tokens(self) -> int | None:
+        """Longest prompt with documents that leaves room for an answer; None where the length doesn't matter."""
+        method = self.engine.method
+        if self.method == NO_DOCUMENTS or method.uses_encoder or method.max_prompt_tokens is None:
+            return None
+        return method.max_prompt_tokens - self.max_new_tokens
 
     def _engine(self) -> PICEngine:
         return self.setting.engine(self.method)

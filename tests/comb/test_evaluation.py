@@ -196,3 +196,21 @@ def test_plots_are_written(tmp_path: Path) -> None:
         plot_training([(1, 2.0), (2, 1.0)], tmp_path / "loss.png"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_questions_without_room_are_left_out_for_all_methods(
+    model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Example],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    options = {**OPTIONS, "timing_examples": 0}
+    long = dataclasses.replace(questions[0], documents=(Document("a long fact " * 20),))
+    mixed = [*questions[:3], long]
+    with caplog.at_level("WARNING"):
+        full, comb = evaluate((model, tokenizer), mixed, ["full", "comb"], **options)
+    assert (full.n, comb.n) == (3, 3)
+    assert full.note.startswith("left out for all methods: 1 of 4 questions")
+    assert "left out for all methods: 1 of 4" in caplog.text
+    with pytest.raises(ValueError, match="no question fits"):
+        evaluate((model, tokenizer), [long], ["full"], **options)
+    [alone] = evaluate((model, tokenizer), mixed, ["comb"], **options)
+    assert (alone.n, alone.note) == (4, "")
