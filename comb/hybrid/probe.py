@@ -26,7 +26,10 @@ from comb.hybrid.transition import Transition, TransitionError
 
 # the smallest log decay that a 32-bit state still shows
 _LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)
-_FITS = 1e-4
+# a head that keeps less of a state than this over the probe's tokens doesn't tell one family from another
+_REMEMBERS = 1e-2
+# share of what a head keeps that a family may leave unexplained
+_FITS = 1e-2
 
 
 @dataclass
@@ -144,22 +147,29 @@ class Probe:
         ends = self.ends(torch.cat([self.state()[None], states]))
         return ends[1:] - ends[0], ends[0]
 
-    def classify(self) -> tuple[str, int]:
+    def classify(self) -> tuple[str, int] | None:
         """The layer's family and the axis (-2 or -1) of its state that T acts on.
+
+        None where every head forgets all it had over the probe's tokens: a decay that depends on the tokens may leave
+        more of it over others, and nothing says in what form.
 
         Raises:
             TransitionError: when the layer's states are not affine in the state before in any known form.
         """
         zeros = self.state()
         random = torch.randn(zeros.shape, generator=torch.Generator().manual_seed(0)).to(zeros)
+        (seen,), _ = self.response(random[None])
+        kept = seen.flatten(1).norm(dim=1)
+        telling = kept > _REMEMBERS * random.flatten(1).norm(dim=1)
+        if not bool(telling.any()):
+            return None
         for family, axis in (("scalar", -2), ("diagonal", -2), ("diagonal", -1), ("elementwise", -2),
                              ("dense", -2), ("dense", -1)):  # fmt: skip
             if zeros.ndim != 3 and family != "elementwise":
                 continue
             transition, _ = self.transition(family, axis)
-            (seen,), _ = self.response(random[None])
-            expected = apply_on(transition, random, axis)
-            if float((seen - expected).norm()) <= _FITS * float(random.norm()):
+            off = (seen - apply_on(transition, random, axis)).flatten(1).norm(dim=1)
+            if bool((off <= _FITS * kept)[telling].all()):
                 return family, axis
         raise TransitionError(
             "the state of a linear layer doesn't follow from the state before it by a scalar, diagonal, elementwise "

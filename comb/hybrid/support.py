@@ -194,7 +194,21 @@ def _linear_layer(model: Any, whole: Recording, number: int, positions: Position
     if state is None:
         return LinearLayer("convolution", None, kernel=kernel)
     probe = Probe(model, whole.layers[number], whole.cache, _HEAD, step=step)
-    family, axis = probe.classify()
+    known = probe.classify()
+    source: Source = "probe"
+    if number in whole.scans:
+        transition, _ = whole.scans[number]
+        same = known is not None and known[0] == transition.family
+        axis = known[1] if known is not None and same else _key_axis(transition, state)
+        # what the scan computes holds for all tokens; what the probe sees may be less, as where little is remembered
+        if _agrees(transition, probe, axis, model):
+            known, source = (transition.family, axis), "scan"
+    if known is None:
+        raise UnmovableError(
+            f"layer {number} forgets its state within {len(whole.token_ids) - _HEAD} tokens, so how it carries one on "
+            "can't be told from outside, and it calls no scan that is known"
+        )
+    family, axis = known
     rotation, turned_axis = find_state_rotation(model, positions, number, partial(new_cache, model), read_states)
     if rotation is not None and family == "scalar":
         axis = turned_axis  # a scalar decay doesn't say where the keys are
@@ -203,17 +217,19 @@ def _linear_layer(model: Any, whole: Recording, number: int, positions: Position
             f"layer {number} rotates keys by their position inside of a {family} linear layer: the state of a segment "
             "can't be moved to another position"
         )
-    found = LinearLayer(family, "probe", axis, kernel, rotation, state.dtype)
-    scanned = whole.scans.get(number)
-    sources: list[Source] = ["scan"] if scanned else []
-    if constant_decay(whole.layers[number].module, 1) is not None:
-        sources.append("decay")
-    for source in sources:
-        candidate = replace(found, source=source)
+    found = LinearLayer(family, source, axis, kernel, rotation, state.dtype)
+    if source == "probe" and family == "scalar" and constant_decay(whole.layers[number].module, 1) is not None:
+        candidate = replace(found, source="decay")
         transition, _ = transition_of(model, whole, number, candidate, step)
-        if transition.family == family and _agrees(transition, probe, axis, model):
+        if _agrees(transition, probe, axis, model):
             return candidate
     return found
+
+
+def _key_axis(transition: Transition, state: Tensor) -> int:
+    """The first axis of a state of heads, unless its size says otherwise."""
+    keys = transition.tensor.shape[-1]
+    return -1 if transition.family in ("dense", "diagonal") and state.shape[-2] != keys else -2
 
 
 def _agrees(transition: Transition, probe: Probe, axis: int, model: Any) -> bool:

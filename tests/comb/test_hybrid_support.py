@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import tiny_hybrid
+import transformers as tf
+from hybrids import HYBRIDS, tiny_hybrid
 from test_hybrid_link import EXACT, A, B, error, logits
 
 from comb import methods
 from comb.hybrid import scans
 from comb.hybrid.caches import attention_layers, give_room, new_cache, read_state, run, write_state
 from comb.hybrid.dense import DenseTransition
+from comb.hybrid.probe import Probe
 from comb.hybrid.scans import listen
-from comb.hybrid.support import find_hybrid_support
+from comb.hybrid.support import find_hybrid_support, record
 from comb.linking.cache import RoomyLayer
+from comb.linking.positions import UnmovableError
 from comb.methods.base import exclusive, fork_cache
 
 SCAN = "torch_chunk_gated_delta_rule"
@@ -124,3 +127,23 @@ def test_states_are_read_written_and_forked(name: str) -> None:
         assert error(run(model, B, empty, len(A)), expected) > 100 * EXACT  # type: ignore[arg-type]
         roomy = [type(target.layers[number]) is RoomyLayer for number in support.attention]
         assert all(roomy) or name == "falcon_h1"
+
+
+def test_a_layer_that_forgets_the_probe_is_known_by_its_scan() -> None:
+    """A fresh model of transformers decays within a few tokens: seen from outside any family would fit."""
+    torch.manual_seed(0)
+    fresh = tf.AutoModelForCausalLM.from_config(HYBRIDS["qwen3_next"]()).eval()
+    support = find_hybrid_support(fresh)
+    assert {(layer.family, layer.source) for layer in support.linear.values()} == {("dense", "scan")}
+    number = min(support.linear)
+    with torch.no_grad():
+        recording = record(fresh, list(range(5, 20)), 4)
+        assert Probe(fresh, recording.layers[number], recording.cache, 4).classify() is None
+
+
+def test_a_forgetful_layer_whose_scan_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    fresh = tf.AutoModelForCausalLM.from_config(HYBRIDS["qwen3_next"]()).eval()
+    monkeypatch.setattr("comb.hybrid.scans._READERS", {})
+    with pytest.raises(UnmovableError, match="forgets its state within"):
+        find_hybrid_support(fresh)
