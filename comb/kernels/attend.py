@@ -141,7 +141,7 @@ def attend_spans(
     value_width = values.shape[-1]
     spans, programs = schedule.first_tile.shape[0] - 1, launch.count(query.device)
     groups = spans // (3 * rows)
-    shared = heads // groups
+    shared, wide, value_wide = heads // groups, power_of_two(width, 16), power_of_two(value_width, 16)
     o = torch.empty(programs + spans, shared, value_width, dtype=torch.float32, device=query.device)
     lse = torch.empty(programs + spans, shared, dtype=torch.float32, device=query.device)
     if pages is None:
@@ -153,9 +153,9 @@ def attend_spans(
         schedule.first_tile, schedule.share, o, lse, query.stride(0), query.stride(1), *key_strides, *value_strides,
         0 if pages is None else pages.table.stride(0), scale * LOG2_E, groups, heads, config.band, config.sink, spans,
         PAGED=pages is not None, PAGE=1 if pages is None else keys.shape[1], SHARED=shared, M=power_of_two(shared, 16),
-        WIDTH=width, WIDE=power_of_two(width, 16), VALUE_WIDTH=value_width, VALUE_WIDE=power_of_two(value_width, 16),
+        WIDTH=width, WIDE=wide, VALUE_WIDTH=value_width, VALUE_WIDE=value_wide,
         KEYS=launch.key_tile, SPANS=power_of_two(spans), PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and keys.dtype == torch.bfloat16,
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.depth(wide + value_wide, keys.element_size()),
     )  # fmt: skip
     return Pieces(o, lse)

@@ -20,7 +20,8 @@ class Launch:
         ring_tile: queries of the ring that one program compares.
         key_tile: keys that one turn of the attention's loop reads, at least 16.
         programs: of the attention; None: `per_processor` for each multiprocessor of the device.
-        warps, stages: of the attention.
+        warps: of the attention.
+        stages: tiles that its loop keeps in flight; None: up to 3, as far as 96 KiB of shared memory hold them.
     """
 
     ring_tile: int = 64
@@ -28,7 +29,7 @@ class Launch:
     programs: int | None = None
     per_processor: int = 2
     warps: int = 4
-    stages: int = 3
+    stages: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("ring_tile", "key_tile"):
@@ -37,6 +38,10 @@ class Launch:
                 raise ValueError(f"{name} must be a power of two of at least 16, got {value}")
         if self.programs is not None and self.programs < 1:
             raise ValueError(f"programs must be at least 1, or None for as many as fit, got {self.programs}")
+
+    def depth(self, channels: int, bytes_per_number: int) -> int:
+        """Stages of the attention's loop for keys and values of together `channels`."""
+        return self.stages or max(1, min(3, 1 + 96 * 1024 // (self.key_tile * channels * bytes_per_number)))
 
     def count(self, device: torch.device) -> int:
         """Programs of the attention on `device`."""
