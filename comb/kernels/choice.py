@@ -40,4 +40,3 @@ def why_plain(state: MacState, query: Tensor, keys: Tensor, values: Tensor) -> s
     if query.shape[1] // keys.shape[1] > MOST_HEADS:
         return f"more than {MOST_HEADS} query heads to a key/value head"
     return ""
-

@@ -10,7 +10,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _scalars_as_bounds() -> None:
-    """Lets numbers that a kernel has loaded bound its loops: NumPy 2.4 no longer turns arrays of one number into one."""
+    """Lets numbers that a kernel has loaded bound its loops: NumPy 2.4 no longer takes an array of one for a number."""
     import triton.runtime.interpreter as interpreter
 
     patch = interpreter._patch_lang_tensor

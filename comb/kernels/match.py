@@ -44,9 +44,9 @@ def _match_kernel(
     if CHAIN:
         able = able & (tl.load(chain_ptr + row, mask=able, other=0) < most_chain)
     # rows that can't match aren't fetched
-    kept = tl.load(
-        ring_ptr + row[:, None] * WIDTH + channel[None, :], mask=able[:, None] & own[None, :], other=0.0
-    ).to(tl.float32)
+    kept = tl.load(ring_ptr + row[:, None] * WIDTH + channel[None, :], mask=able[:, None] & own[None, :], other=0.0).to(
+        tl.float32
+    )
     difference = query[None, :] - kept
     squared = tl.sum(difference * difference, axis=1)
     able = able & (squared < limit)
@@ -76,8 +76,8 @@ def nearest_in_tiles(
     _match_kernel[(rows * heads, tiles)](
         unrotated, state.query, state.lse, state.pos, state.chain, state.drift, position, near, near_pos,
         unrotated.stride(0), unrotated.stride(1), config.threshold(width), heads, window,
-        min(window, config.max_gap or window), config.band, config.sink, config.min_length, config.max_chain or 0, tiles,
-        CHAIN=config.max_chain is not None, DRIFT=config.max_drift, WIDTH=width, WIDE=power_of_two(width, 16),
-        TILE=launch.ring_tile,
+        min(window, config.max_gap or window), config.band, config.sink, config.min_length, config.max_chain or 0,
+        tiles, CHAIN=config.max_chain is not None, DRIFT=config.max_drift, WIDTH=width,
+        WIDE=power_of_two(width, 16), TILE=launch.ring_tile,
     )  # fmt: skip
     return near, near_pos

@@ -23,7 +23,7 @@ from comb.mac.state import MacState
 
 @dataclass(frozen=True)
 class Merged:
-    """Output [B, H, V], lse of all keys and of the tail [B, H], and the entry to keep: o [B, H, V], lse, chain, drift."""
+    """Output [B, H, V], lse of all keys and of the tail [B, H]; of the entry o [B, H, V], lse, chain and drift."""
 
     output: Tensor
     lse: Tensor

@@ -102,7 +102,7 @@ def _schedule_kernel(count_ptr, first_ptr, share_ptr, spans, programs, BLOCK: tl
 def make_schedule(
     near: Tensor, near_pos: Tensor, position: Tensor, groups: int, window: int, config: MacConfig, launch: Launch
 ) -> Schedule:
-    """From the nearest query of each tile of the ring [B, H, tiles] (`nearest_in_tiles`), for `groups` key/value heads."""
+    """From what `nearest_in_tiles` gives [B, H, tiles], for `groups` key/value heads."""
     rows, heads, tiles = near.shape
     device, spans = near.device, 3 * rows * groups
 

@@ -18,11 +18,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from comb.kernels.choice import why_plain
 from comb.linking.cache import LinkCache, LinkLayer, RoomyLayer
 from comb.linking.forward import decoder_of
 from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
-from comb.kernels.choice import why_plain
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.audit import band_mass, exceeds, relative_error
 from comb.mac.breakeven import AttentionShape, Costs, least_context

@@ -60,10 +60,12 @@ def step(dtype: torch.dtype, *, shared: int, width: int, value_width: int, paged
 if __name__ == "__main__":
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
-    some = Launch(programs=264)
+    some, wide = Launch(programs=264), Launch(programs=264, key_tile=128)
     step(torch.bfloat16, shared=4, width=128, value_width=128, paged=False, launch=some)
     if "--all" in sys.argv:
-        step(torch.bfloat16, shared=8, width=128, value_width=128, paged=False, launch=Launch(programs=264, key_tile=128))
+        step(
+            torch.bfloat16, shared=8, width=128, value_width=128, paged=False, launch=Launch(programs=264, key_tile=128)
+        )
         step(torch.float16, shared=5, width=80, value_width=96, paged=True, launch=some)
         step(torch.float32, shared=3, width=72, value_width=40, paged=False, launch=some)
         step(torch.float32, shared=1, width=192, value_width=128, paged=True, launch=some)

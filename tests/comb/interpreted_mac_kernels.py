@@ -86,7 +86,7 @@ class Stream:
 
     def paged(self, m: int, page: int = 7) -> tuple[tuple[Any, ...], Pages]:
         """`inputs` with keys in shuffled pages among others that hold NaN."""
-        rows, groups, _, width = self.keys.shape
+        rows, groups = self.keys.shape[:2]
         count = -(-(m + 1) // page)
         table = torch.randperm(rows * count + 3, generator=torch.Generator().manual_seed(4))[: rows * count]
         table = table.view(rows, count).int()
@@ -374,16 +374,56 @@ def changed(module: Any, name: str, old: str, new: str, monkeypatch: pytest.Monk
 
 
 MUTANTS = {
-    "the younger of two": (match_module, "_match_kernel", "tl.min(tl.where(able & (squared == near), pos, NO_POSITION)", "tl.max(tl.where(able & (squared == near), pos, 0)"),
-    "the oldest left out": (match_module, "_match_kernel", "tl.maximum(m - reach, 0), m)", "tl.maximum(m - reach + 1, 0), m)"),
-    "a span too short": (schedule_module, "_select_kernel", "tl.cdiv(own_end - farthest, KEYS)", "((own_end - farthest) // KEYS)"),
-    "tiles twice": (schedule_module, "_schedule_kernel", "axis=0) - count", "axis=0)"),
-    "no start": (attend_module, "_attend_kernel", "index = place + start", "index = place"),
-    "heads share the first key": (attend_module, "_attend_kernel", " & (place[None, :] >= low[:, None])", ""),
-    "no rescaling": (attend_module, "_attend_kernel", "o = o * shrink[:, None] + ", "o = o + "),
-    "the neighbour's pieces": (merge_module, "_merge_kernel", "(last - 1) // share + span + 1, begin)", "(last - 1) // share + span + 2, begin)"),
-    "another slot": (merge_module, "_merge_kernel", "slot = tl.maximum(m, 0) % window", "slot = tl.maximum(m + 1, 0) % window"),
-    "chain": (merge_module, "_merge_kernel", "other=-1) + 1", "other=-1) + 2"),
+    "the younger of two": (
+        match_module, "_match_kernel",
+        "tl.min(tl.where(able & (squared == near), pos, NO_POSITION)",
+        "tl.max(tl.where(able & (squared == near), pos, 0)",
+    ),
+    "the oldest left out": (
+        match_module, "_match_kernel",
+        "tl.maximum(m - reach, 0), m)",
+        "tl.maximum(m - reach + 1, 0), m)",
+    ),
+    "a span too short": (
+        schedule_module, "_select_kernel",
+        "tl.cdiv(own_end - farthest, KEYS)",
+        "((own_end - farthest) // KEYS)",
+    ),
+    "tiles twice": (
+        schedule_module, "_schedule_kernel",
+        "axis=0) - count",
+        "axis=0)",
+    ),
+    "no start": (
+        attend_module, "_attend_kernel",
+        "index = place + start",
+        "index = place",
+    ),
+    "heads share the first key": (
+        attend_module, "_attend_kernel",
+        " & (place[None, :] >= low[:, None])",
+        "",
+    ),
+    "no rescaling": (
+        attend_module, "_attend_kernel",
+        "o = o * shrink[:, None] + ",
+        "o = o + ",
+    ),
+    "the neighbour's pieces": (
+        merge_module, "_merge_kernel",
+        "(last - 1) // share + span + 1, begin)",
+        "(last - 1) // share + span + 2, begin)",
+    ),
+    "another slot": (
+        merge_module, "_merge_kernel",
+        "slot = tl.maximum(m, 0) % window",
+        "slot = tl.maximum(m + 1, 0) % window",
+    ),
+    "chain": (
+        merge_module, "_merge_kernel",
+        "other=-1) + 1",
+        "other=-1) + 2",
+    ),
 }  # fmt: skip
 
 

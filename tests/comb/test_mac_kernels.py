@@ -5,6 +5,7 @@ Triton decides at its import whether kernels are interpreted, so both run in pro
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,3 +70,24 @@ def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why(torch.float32, heads=65) == "more than 64 query heads to a key/value head"
     monkeypatch.setattr("comb.kernels.choice._has_triton", lambda: False)
     assert why(torch.float32) == "triton is not installed"
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
+    command = [str(HERE.parents[1] / "scripts" / "bench-mac-gpu"), "--tiny", "--device", "cpu"]
+    result = subprocess.run(
+        command, env={**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    content = json.loads((tmp_path / "mac-gpu.json").read_text())
+    assert [item["failed"] for item in content["checks"]] == [""] * len(content["checks"])
+    points = {(item["context"], item["rows"], item["hit_rate"]): item for item in content["points"]}
+    assert points.keys() == {(c, b, rate) for c in (48, 96) for b in (1, 2) for rate in (0.0, 1.0)}
+    for (context, _, rate), point in points.items():
+        assert point["read_share"] == 1 if rate == 0 else 8 / context < point["read_share"] <= 23 / context
+        assert (point["skip_ratio"] > 0) is (rate == 1)
+    assert list(content["left_out"]) in (["cudnn, grouped"], ["cudnn, grouped", "costs"])
+    assert [item["context"] for item in content["stages"]] == [48, 96]
+    assert (tmp_path / "mac-gpu.png").stat().st_size > 1000
