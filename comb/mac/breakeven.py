@@ -7,7 +7,9 @@ heads skip anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from comb.mac.config import MacConfig
 
@@ -48,6 +50,31 @@ class Costs:
 
 PAPER_H100 = Costs(exact_s=12e-6, mac_s=60e-6, bytes_per_s=2.2e12)
 """Read off the paper's Table 5 (LLaMA-3.1-8B, batch 1): 71.6 and 234.2 us exact at 32K and 120K, 63.6 us with MAC."""
+
+
+def fit_costs(exact: Sequence[tuple[float, float]], mac: Sequence[tuple[float, float]]) -> Costs:
+    """Constants of a machine from measured (bytes read, seconds) of exact attention and of MAC's steps.
+
+    Bandwidth and exact attention's fixed cost by the line of least squared relative errors; MAC's fixed cost is the
+    median of what its steps take longer than reading at that bandwidth does.
+
+    Raises:
+        ValueError: where exact attention's time doesn't grow with what it reads.
+    """
+    weights = [1 / seconds**2 for _, seconds in exact]
+    total = sum(weights)
+    mean = sum(w * size for w, (size, _) in zip(weights, exact, strict=True)) / total
+    mean_s = sum(w * seconds for w, (_, seconds) in zip(weights, exact, strict=True)) / total
+    spread = sum(w * (size - mean) ** 2 for w, (size, _) in zip(weights, exact, strict=True))
+    together = sum(w * (size - mean) * (s - mean_s) for w, (size, s) in zip(weights, exact, strict=True))
+    if not spread or together <= 0:
+        raise ValueError("exact attention's time must grow with what it reads: measure several contexts or batches")
+    rate = together / spread
+    return Costs(
+        exact_s=max(0.0, mean_s - rate * mean),
+        mac_s=max(0.0, median(seconds - rate * size for size, seconds in mac)),
+        bytes_per_s=1 / rate,
+    )
 
 
 def step_seconds(

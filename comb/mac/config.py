@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+KERNELS = ("auto", "triton", "torch")
 RING_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _NOT_PER_LAYER = ("layers", "audit_every", "audit_bound")
 
@@ -28,6 +29,8 @@ class MacConfig:
         max_gap: how far back a match may lie; None: as far as the window.
         ring_dtype: of the kept queries and summaries; auto is float32 (float64 under a float64 model).
             Log-sum-exps are never kept in fewer than 32 bits.
+        kernels: what computes a step: the Triton kernels where they can (auto: on a GPU; triton: also on a CPU under
+            Triton's interpreter, for tests), or always the plain step (torch).
         audit_every: decode steps between audits, which also compute exact attention; 0 for none.
         audit_bound: relative error of a layer's output above which an audit switches the layer off; None: never.
         layers: other values for single layers, by index: ``{3: {"tau": 0.6}, 7: {"enabled": False}}``.
@@ -45,6 +48,7 @@ class MacConfig:
     max_drift: bool = True
     max_gap: int | None = None
     ring_dtype: str = "auto"
+    kernels: str = "auto"
     audit_every: int = 64
     audit_bound: float | None = 0.25
     layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, hash=False)
@@ -63,6 +67,8 @@ class MacConfig:
             raise ValueError(f"audit_bound must be a relative error of at least 0 or None, got {self.audit_bound!r}")
         if self.ring_dtype not in RING_DTYPES:
             raise ValueError(f"ring_dtype must be one of {', '.join(RING_DTYPES)}, got {self.ring_dtype!r}")
+        if self.kernels not in KERNELS:
+            raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
         allowed = {"enabled", *(item.name for item in fields(self) if item.name not in _NOT_PER_LAYER)}
         for layer, values in self.layers.items():
             unknown = sorted(set(values) - allowed)

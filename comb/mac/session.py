@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from comb.kernels.choice import why_plain
 from comb.linking.cache import LinkCache, LinkLayer, RoomyLayer
 from comb.linking.forward import decoder_of
 from comb.linking.masks import STAND_INS, attention
@@ -31,7 +32,7 @@ from comb.mac.fill import prompt_rows, rows_to_keep
 from comb.mac.interface import Attended, Call, begin, end, stand_in
 from comb.mac.rotation import LayerQueries, find_queries
 from comb.mac.state import MacState
-from comb.mac.step import step
+from comb.mac.step import Step, step
 from comb.methods.base import backbone_of
 
 # kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
@@ -104,6 +105,8 @@ class MacSession:
         self._layers: dict[int, _Layer] = {}
         self._pass: _Pass | None = None
         self._token: Any = None
+        self._unpadded: Tensor | None = None
+        self._padding: Tensor | None = None
         self._least: dict[tuple[int, int], int | None] = {}
         self._stack = ExitStack()
 
@@ -197,7 +200,7 @@ class MacSession:
         assert inputs is not None
         rows, tokens = inputs.shape[:2]
         cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
-        start: Tensor | None = torch.zeros(rows, dtype=torch.long, device=inputs.device)
+        start: Tensor | None = self._no_padding(rows, inputs.device)
         index, unclear, mask_length = None, "", None
         if isinstance(cache, LinkCache):
             index = cache.rows.positions.to(inputs.device)  # its masks are comb's own: causal by position
@@ -208,12 +211,27 @@ class MacSession:
             inside = torch.arange(mask_length, device=mask.device) >= start[:, None].to(mask.device)
             if not bool((seen == inside).all()) or not bool(seen.any(dim=1).all()):
                 start, unclear = None, "mask with holes"
+            else:
+                start = self._same_padding(start)
         elif mask is not None:
             start, unclear = None, "mask of the caller's own"
         if isinstance(positions, Tensor) and positions.ndim != 2:
             unclear = "positions of several axes"
         # a single row that linking computes is still a part of a prompt: it may stand anywhere
         return _Pass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
+
+    def _no_padding(self, rows: int, device: torch.device) -> Tensor:
+        if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:
+            self._unpadded = torch.zeros(rows, dtype=torch.long, device=device)
+        return self._unpadded
+
+    def _same_padding(self, start: Tensor) -> Tensor:
+        """The last pass's very tensor where it says the same, so that layers needn't wait for the device to compare."""
+        last = self._padding
+        same = last is not None and last.shape == start.shape and last.device == start.device
+        if last is None or not same or not torch.equal(last, start):
+            self._padding = last = start
+        return last
 
     def _check_continuity(self, cache: Any) -> None:
         """Empties the rings of layers whose keys aren't those that were seen last."""
@@ -310,8 +328,7 @@ class MacSession:
                 )
             return output
         unrotated = layer.queries.unrotated(call.query, positions)[:, :, 0]
-        done = step(state, unrotated, call.query[:, :, 0], call.keys, call.values, start, config, call.scale)
-        state.write(done.rows)
+        done = self._step(state, unrotated, call, start, config)
         if layer.counts is None:
             layer.counts = LayerCounts(heads, call.keys.shape[1], call.query.device)
         layer.counts.add(done, config)
@@ -325,13 +342,27 @@ class MacSession:
                 return exact
         return done.output.to(call.query.dtype)[:, None], None
 
+    def _step(self, state: MacState, unrotated: Tensor, call: Call, start: Tensor, config: MacConfig) -> Step:
+        """One step and its rows in the rings: by the kernels where they can, else by the plain step, counted by why."""
+        inputs = (state, unrotated, call.query[:, :, 0], call.keys, call.values, start, config, call.scale)
+        if config.kernels == "triton" or (config.kernels == "auto" and call.query.is_cuda):
+            reason = why_plain(state, *inputs[2:5])
+            if not reason:
+                from comb.kernels.step import mac_step_triton
+
+                return mac_step_triton(*inputs, write=True)
+            self.events[f"no kernels: {reason}"] += 1
+        done = step(*inputs)
+        state.write(done.rows)
+        return done
+
     def _state(self, call: Call, layer: _Layer, start: Tensor) -> MacState:
         """The layer's rings; new ones for a new batch, rows emptied whose padding has changed."""
         rows, heads, _, width = call.query.shape
         if layer.state is None or layer.start is None:
             values = call.values.shape[-1]
             layer.state = MacState.empty(rows, heads, width, values, layer.config, call.query)
-        elif not torch.equal(layer.start, start):
+        elif layer.start is not start and not torch.equal(layer.start, start):
             self.events["padding changed"] += 1
             layer.state.invalidate(layer.start != start)
         layer.start = start

@@ -43,7 +43,8 @@ def test_imports_go_one_way(folder: str, forbidden: tuple[str, ...]) -> None:
 
 
 def test_importing_comb_pulls_in_nothing_heavy() -> None:
-    code = f"import comb, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    # torch imports triton wherever it is installed: here it can't, and comb must do without
+    code = f"import sys; sys.modules['triton'] = None; import comb; print([n for n in {HEAVY} if sys.modules.get(n)])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip().endswith("[]"), result.stdout
 

@@ -444,3 +444,26 @@ def test_a_pass_that_fails_leaves_no_trace() -> None:
         assert session.report().steps == 0 or not session.report().layers
         decode(model, ids)
     assert session.report().hit_rate > 0.5
+
+
+@pytest.mark.parametrize(("kernels", "counted"), [("auto", False), ("torch", False), ("triton", True)])
+def test_steps_without_kernels_are_counted_where_they_were_asked_for(kernels: str, counted: bool) -> None:
+    ids, _ = batch(1, 24)
+    with mac(model_of("llama"), NEVER, kernels=kernels) as session:
+        decode(session.backbone, ids)
+    events = {event: count for event, count in session.report().events.items() if event.startswith("no kernels")}
+    assert bool(events) is counted
+    if counted:
+        (reason,) = events
+        assert reason in ("no kernels: device cpu", "no kernels: triton is not installed")
+        assert events[reason] == session.report().layers[0].searches // 4 * len(session.report().layers)
+
+
+def test_padding_that_changes_is_noticed() -> None:
+    """Layers compare the tensor that a pass hands to all of them, and only if it isn't the last pass's."""
+    model, (ids, mask) = model_of("llama"), batch()
+    with mac(model, FREE) as session:
+        tokens, _ = decode(model, ids, mask)
+        assert len({id(layer.start) for layer in session._layers.values()}) == 1
+        again, _ = decode(model, ids.flip(0), mask.flip(0))
+    assert torch.equal(again.flip(0), tokens)

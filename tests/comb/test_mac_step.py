@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
 from comb.mac.algebra import EMPTY, attend, attend_range, downdate, merge
-from comb.mac.breakeven import PAPER_H100, AttentionShape, Costs, least_context, pays, step_seconds
+from comb.mac.breakeven import PAPER_H100, AttentionShape, Costs, fit_costs, least_context, pays, step_seconds
 from comb.mac.config import MacConfig, chance_tau
 from comb.mac.fill import prompt_rows
 from comb.mac.match import find_match
@@ -582,3 +582,16 @@ def test_break_even() -> None:
     assert least_context(1, 0.0, shape, config, PAPER_H100) is None
     with pytest.raises(ValueError, match="bandwidth"):
         Costs(0, 0, 0)
+
+
+def test_constants_are_found_again_from_measured_times() -> None:
+    costs = Costs(exact_s=12e-6, mac_s=60e-6, bytes_per_s=2e12)
+    sizes = [1e6, 3e7, 5e8, 1e10]
+    exact = [(size, costs.exact_s + size / costs.bytes_per_s) for size in sizes]
+    reused = [(size / 50, costs.mac_s + size / 50 / costs.bytes_per_s) for size in sizes]
+    found = fit_costs(exact, reused)
+    assert found.exact_s == pytest.approx(costs.exact_s, rel=1e-6)
+    assert found.mac_s == pytest.approx(costs.mac_s, rel=1e-6)
+    assert found.bytes_per_s == pytest.approx(costs.bytes_per_s, rel=1e-6)
+    with pytest.raises(ValueError, match="grow"):
+        fit_costs([(1e6, 1e-5), (1e7, 1e-5)], reused)

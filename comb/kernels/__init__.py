@@ -1,0 +1,12 @@
+"""Triton kernels of MAC attention. Importing this package imports no triton: its modules do, `choice` doesn't.
+
+A step is five launches, none of which waits for the host, so it can be captured in a CUDA graph:
+
+    match     one program per (row, query head, tile of the ring): nearest reusable query of the tile
+    select    one program per (row, key/value head): the nearest of all tiles, and how many tiles of keys its heads need
+    schedule  one program: where each span begins in the list of all tiles, and tiles per program
+    attend    as many programs as the device holds, each an equal share of that list: partial attention, log-sum-exp
+    merge     one program per (row, query head): reused summary, band, tail and sink to one output; writes the ring
+
+`comb.mac.step.step` is what they are tested against.
+"""

@@ -1,0 +1,485 @@
+"""The kernels against the plain step, under Triton's interpreter. Run by test_mac_kernels.py in a process of its own.
+
+New memory is filled with NaN (and the largest integers), so that whatever is read before it is written shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comb.kernels import attend as attend_module
+from comb.kernels import match as match_module
+from comb.kernels import merge as merge_module
+from comb.kernels import schedule as schedule_module
+from comb.kernels.attend import Pieces, attend_spans
+from comb.kernels.interpreter import INTERPRETED
+from comb.kernels.launch import Launch, Pages
+from comb.kernels.match import nearest_in_tiles
+from comb.kernels.merge import merge_spans
+from comb.kernels.schedule import make_schedule
+from comb.kernels.step import mac_step_triton
+from comb.mac import mac
+from comb.mac.algebra import EMPTY, attend_range, merge
+from comb.mac.breakeven import PAPER_H100
+from comb.mac.config import MacConfig
+from comb.mac.fill import prompt_rows
+from comb.mac.match import find_match
+from comb.mac.state import MacState
+from comb.mac.step import Step, step
+
+SMALL = MacConfig(window=20, band=9, tau=0.6, min_length=0, max_chain=None, max_drift=False)
+TILES = Launch(ring_tile=16, key_tile=16, programs=3)
+EXACT, HALF = 1e-5, 2e-2
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_memory_is_nan() -> Iterator[None]:
+    assert INTERPRETED
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Stream:
+    """Requests of H query and G key/value heads, odd widths; queries have a common part, so that some match."""
+
+    def __init__(
+        self, config: MacConfig, length: int, *, rows: int = 1, heads: int = 6, groups: int = 2, alike: float = 0.8,
+        width: int = 10, value_width: int = 12, dtype: torch.dtype = torch.float32, start: tuple[int, ...] = (5, 0),
+    ) -> None:  # fmt: skip
+        self.config, self.scale = config, width**-0.5
+        common = noise(rows, heads, 1, width, seed=0)
+        self.queries = (alike * common + (1 - alike**2) ** 0.5 * noise(rows, heads, length, width, seed=1)).to(dtype)
+        self.rotated = self.queries.roll(1, -1)
+        self.keys = noise(rows, groups, length, width, seed=2).to(dtype)
+        self.values = noise(rows, groups, length, value_width, seed=3).to(dtype)
+        self.start = torch.tensor(start[:rows])
+        self.state = MacState.empty(rows, heads, width, value_width, config, self.queries)
+
+    def fill(self, length: int) -> None:
+        index = torch.arange(max(0, length - self.config.window), length)
+        self.state.write(
+            prompt_rows(
+                self.queries[:, :, index].float(), self.rotated[:, :, index], self.keys[:, :, :length],
+                self.values[:, :, :length], index, self.start, self.config, self.scale,
+            )
+        )  # fmt: skip
+
+    def inputs(self, m: int) -> tuple[Any, ...]:
+        seen = slice(0, m + 1)
+        return (
+            self.state, self.queries[:, :, m].float(), self.rotated[:, :, m], self.keys[:, :, seen],
+            self.values[:, :, seen], self.start, self.config, self.scale,
+        )  # fmt: skip
+
+    def paged(self, m: int, page: int = 7) -> tuple[tuple[Any, ...], Pages]:
+        """`inputs` with keys in shuffled pages among others that hold NaN."""
+        rows, groups = self.keys.shape[:2]
+        count = -(-(m + 1) // page)
+        table = torch.randperm(rows * count + 3, generator=torch.Generator().manual_seed(4))[: rows * count]
+        table = table.view(rows, count).int()
+        stored = []
+        for tensor in (self.keys, self.values):
+            pages = torch.full((rows * count + 3, page, groups, tensor.shape[-1]), math.nan, dtype=tensor.dtype)
+            for b in range(rows):
+                for t in range(m + 1):
+                    pages[table[b, t // page], t % page] = tensor[b, :, t]
+            stored.append(pages)
+        inputs = self.inputs(m)
+        return (*inputs[:3], *stored, *inputs[5:]), Pages(table, torch.full((rows,), m + 1))
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    """Largest absolute difference; equal infinities are equal, NaN is as far as can be."""
+    apart = (left.double() - right.double()).abs()
+    apart = torch.where(left.double() == right.double(), torch.zeros_like(apart), apart)
+    return float(torch.nan_to_num(apart, nan=math.inf).max())
+
+
+def assert_same(fast: Step, plain: Step, bound: float) -> None:
+    assert torch.equal(fast.match.hit, plain.match.hit)
+    for name in ("keys_read", "group_keys_read", "position"):
+        assert torch.equal(getattr(fast, name), getattr(plain, name)), name
+    assert torch.equal(fast.match.pos, plain.match.pos)
+    hit = plain.match.hit
+    assert torch.equal(fast.match.slot[hit], plain.match.slot[hit])
+    assert distance(fast.match.distance, plain.match.distance) < EXACT
+    assert torch.equal(fast.rows.pos, plain.rows.pos)
+    assert torch.equal(fast.rows.chain, plain.rows.chain)
+    assert torch.equal(fast.rows.query, plain.rows.query)
+    assert distance(fast.rows.drift, plain.rows.drift) < EXACT
+    for name in ("output", "lse", "tail_lse"):
+        assert distance(getattr(fast, name), getattr(plain, name)) < bound, name
+        assert getattr(fast, name).dtype == getattr(plain, name).dtype
+    assert distance(fast.rows.o, plain.rows.o) < bound
+    assert distance(fast.rows.lse, plain.rows.lse) < bound
+
+
+def copy_of(state: MacState) -> MacState:
+    names = ("query", "o", "lse", "pos", "chain", "drift")
+    return MacState(*(getattr(state, name).clone() for name in names))
+
+
+def assert_same_rings(left: MacState, right: MacState, bound: float) -> None:
+    assert torch.equal(left.pos, right.pos)
+    assert torch.equal(left.chain, right.chain)
+    for name in ("query", "o", "lse", "drift"):
+        assert distance(getattr(left, name), getattr(right, name)) < bound, name
+
+
+# --- whole steps ----------------------------------------------------------------------------------------------------
+
+CASES = {
+    # some heads of a group match and others don't; K no multiple of the tile
+    "mixed": (SMALL, {"rows": 2}, (50,)),
+    "16 bits": (SMALL, {"dtype": torch.bfloat16}, (50,)),
+    "half": (SMALL, {"dtype": torch.float16}, (50,)),
+    "caps": (replace(SMALL, max_chain=1, max_drift=True, tau=0.5), {}, (50,)),
+    "gap": (replace(SMALL, max_gap=3, sink=2), {}, (50,)),
+    "sink": (replace(SMALL, sink=19), {}, (50,)),
+    "all hit": (replace(SMALL, tau=0.0), {"alike": 1.0}, (50,)),
+    "all miss": (replace(SMALL, tau=1.0), {"alike": 1.0}, (50,)),
+    "below min_length": (replace(SMALL, min_length=46), {"rows": 2}, (50,)),  # the first row, by its padding
+    "one key": (SMALL, {"start": (0,)}, (0,)),
+    "shorter than r": (SMALL, {}, (8,)),
+    "as long as r": (SMALL, {"start": (0,)}, (9,)),
+    "at K": (SMALL, {"start": (0,)}, (20,)),
+    "five heads to one": (SMALL, {"heads": 5, "groups": 1, "width": 17, "value_width": 3}, (50,)),
+    "one head to one": (SMALL, {"heads": 3, "groups": 3}, (50,)),
+    "16-bit rings": (replace(SMALL, ring_dtype="bfloat16"), {}, (50,)),
+}
+
+
+@pytest.mark.parametrize(("config", "sizes", "positions"), CASES.values(), ids=list(CASES))
+def test_steps_equal_the_plain_ones(config: MacConfig, sizes: dict[str, Any], positions: tuple[int, ...]) -> None:
+    stream = Stream(config, 60, **sizes)
+    stream.fill(positions[0])
+    bound = EXACT if sizes.get("dtype", torch.float32) == torch.float32 else HALF
+    # the interpreter cuts numbers to bfloat16, torch rounds them
+    kept = bound if config.ring_dtype == "auto" else HALF
+    hits = 0
+    for m in positions:
+        plain = step(*stream.inputs(m))
+        before = copy_of(stream.state)
+        assert_same(mac_step_triton(*stream.inputs(m), launch=TILES, write=True), plain, bound)
+        before.write(plain.rows)
+        assert_same_rings(stream.state, before, kept)
+        hits += int(plain.match.hit.sum())
+    if config is SMALL and positions[0] == 50:
+        assert 0 < hits < plain.match.hit.numel() * len(positions)
+
+
+def test_a_ring_that_has_come_round_and_the_slot_that_is_its_own() -> None:
+    """The oldest match lies in the slot that the step writes: it must be read first."""
+    config = replace(SMALL, window=4, band=3, tau=0.0)
+    stream = Stream(config, 40, heads=3, groups=1, alike=1.0, start=(0,))
+    stream.fill(20)
+    for m in range(20, 23):  # equal queries: the older one wins, so each step reuses position m - K
+        plain, before = step(*stream.inputs(m)), copy_of(stream.state)
+        fast = mac_step_triton(*stream.inputs(m), launch=TILES, write=True)
+        assert bool((plain.match.pos == m - 4).all())
+        assert_same(fast, plain, EXACT)
+        before.write(plain.rows)
+        assert_same_rings(stream.state, before, EXACT)
+
+
+def test_empty_rings_and_forgotten_rows() -> None:
+    stream = Stream(SMALL, 60, rows=2, alike=1.0)
+    assert_same(mac_step_triton(*stream.inputs(50), launch=TILES), step(*stream.inputs(50)), EXACT)
+    stream.fill(50)
+    stream.state.invalidate(torch.tensor([True, False]))
+    stream.state.lse[1, :, 2] = EMPTY
+    plain = step(*stream.inputs(50))
+    assert plain.match.hit.tolist() == [[False] * 6, [True, True, False, True, True, True]]
+    assert_same(mac_step_triton(*stream.inputs(50), launch=TILES), plain, EXACT)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 64])
+def test_any_number_of_programs_gives_the_same(programs: int) -> None:
+    stream = Stream(SMALL, 60)
+    stream.fill(50)
+    before = copy_of(stream.state)
+    fast = mac_step_triton(*stream.inputs(50), launch=replace(TILES, programs=programs))
+    assert_same(fast, step(*stream.inputs(50)), EXACT)
+    assert_same_rings(stream.state, before, 1e-30)  # it wasn't asked to write
+
+
+def test_pages_and_strides_equal_contiguous_keys() -> None:
+    stream = Stream(SMALL, 60, rows=2, heads=3, groups=1)
+    stream.fill(50)
+    inputs, pages = stream.paged(50)
+    plain = mac_step_triton(*stream.inputs(50), launch=TILES)
+    again = mac_step_triton(*inputs, pages=pages, launch=TILES)
+    assert torch.equal(again.output, plain.output)
+    assert torch.equal(again.rows.o, plain.rows.o)
+    # a page that isn't the row's own holds NaN: the table is really followed
+    wrong = replace(pages, table=pages.table.roll(1, 0))
+    assert distance(mac_step_triton(*inputs, pages=wrong, launch=TILES).output, plain.output) > 1e-2
+    stream.keys = stream.keys.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(mac_step_triton(*stream.inputs(50), launch=TILES).output, plain.output)
+
+
+def test_pages_with_rows_of_different_lengths() -> None:
+    stream = Stream(SMALL, 60, rows=2, heads=4, start=(0, 0))
+    stream.fill(40)
+    inputs, pages = stream.paged(50)
+    fast = mac_step_triton(*inputs, pages=replace(pages, lengths=torch.tensor([51, 41])), launch=TILES)
+    long, short = step(*stream.inputs(50)), step(*stream.inputs(40))
+    # both were given the query of position 50
+    short = step(stream.state, *stream.inputs(50)[1:3], *stream.inputs(40)[3:])
+    assert distance(fast.output[0], long.output[0]) < EXACT
+    assert distance(fast.output[1], short.output[1]) < EXACT
+    assert distance(fast.output[1], long.output[1]) > 1e-2
+
+
+def test_a_hit_never_reads_the_prefix() -> None:
+    """What isn't counted may be anything; what is counted is read."""
+    config, outputs = replace(SMALL, tau=0.0, window=8), []
+    for changed in (0, 34, 35):  # p = 42, so E(p) = 34
+        stream = Stream(config, 60, heads=3, groups=1, alike=1.0, start=(0,))
+        stream.fill(50)
+        stream.keys[:, :, :changed], stream.values[:, :, :changed] = math.nan, math.nan
+        done = mac_step_triton(*stream.inputs(50), launch=TILES)
+        assert bool((done.keys_read == 51 - 34).all())
+        outputs.append(done.output)
+    assert torch.equal(outputs[0], outputs[1])
+    assert outputs[2].isnan().all()
+
+
+# --- each kernel alone ----------------------------------------------------------------------------------------------
+
+
+def test_match_is_the_reference_s() -> None:
+    stream = Stream(replace(SMALL, max_drift=True, tau=0.0), 60)
+    stream.fill(50)
+    stream.state.drift.uniform_(0, 2)
+    state, unrotated, *_ = stream.inputs(50)
+    position = 50 - stream.start
+    near, near_pos = nearest_in_tiles(state, unrotated, position, stream.config, TILES)
+    schedule = make_schedule(near, near_pos, position, 2, 20, stream.config, TILES)
+    plain = find_match(state, unrotated, position, stream.config)
+    assert torch.equal(schedule.match.pos, plain.pos)
+    assert distance(schedule.match.distance, plain.distance) < EXACT
+    assert plain.hit.any()
+    # ties: the older of two equal ones, wherever the ring has put them
+    state.query[:] = unrotated[:, None]
+    near, near_pos = nearest_in_tiles(state, unrotated, position, stream.config, TILES)
+    tied = make_schedule(near, near_pos, position, 2, 20, stream.config, TILES).match
+    plain = find_match(state, unrotated, position, stream.config)
+    assert torch.equal(tied.pos, plain.pos)
+    assert bool((near_pos.amax(-1) > tied.pos).any())
+
+
+def test_the_threshold_is_strict() -> None:
+    config = replace(SMALL, tau=0.5)  # 2 d (1 - tau)^2 = 5 at width 10
+    stream = Stream(config, 60, rows=1, heads=1, groups=1)
+    stream.fill(50)
+    for gap, hit in ((5.0, False), (math.nextafter(5.0, 0) - 1e-6, True)):
+        stream.state.query[:] = stream.queries[:, :, 50]
+        stream.state.query[..., 0] += 100
+        stream.queries[0, 0, 50] = 0
+        stream.state.query[0, 12, 0] = 0
+        stream.state.query[0, 12, 0, :5] = (gap / 5) ** 0.5
+        assert bool(mac_step_triton(*stream.inputs(50), launch=TILES).match.hit) is hit
+        assert bool(step(*stream.inputs(50)).match.hit) is hit
+
+
+def test_the_schedule_shares_all_tiles_evenly() -> None:
+    stream = Stream(replace(SMALL, sink=3), 60, rows=2)
+    stream.fill(50)
+    state, unrotated, *_ = stream.inputs(50)
+    position = 50 - stream.start
+    near, near_pos = nearest_in_tiles(state, unrotated, position, stream.config, TILES)
+    for programs in (1, 4, 100):
+        schedule = make_schedule(near, near_pos, position, 2, 20, stream.config, replace(TILES, programs=programs))
+        own_end = position + 1 - 9
+        expected = []
+        for b in range(2):
+            for g in range(2):
+                low = int(schedule.low[b, 3 * g : 3 * g + 3].min())
+                spans = (3, int(own_end[b]) - low, 9)
+                expected += [-(-span // 16) for span in spans]
+        assert schedule.first_tile.tolist() == [0, *torch.tensor(expected).cumsum(0).tolist()]
+        share, total = int(schedule.share), sum(expected)
+        assert share * programs >= total > (share - 1) * programs
+    assert len(set(expected)) > 1  # spans of different lengths
+
+
+def test_pieces_and_merge_are_the_reference_s() -> None:
+    """Attention of each span alone, and merged rows from pieces that the test makes."""
+    stream = Stream(replace(SMALL, sink=3), 60, rows=1, start=(0,))
+    stream.fill(50)
+    state, unrotated, query, keys, values, start, config, scale = stream.inputs(50)
+    position = 50 - start
+    near, near_pos = nearest_in_tiles(state, unrotated, position, config, TILES)
+    whole = replace(TILES, programs=1)  # a span is one piece
+    schedule = make_schedule(near, near_pos, position, 2, 20, config, whole)
+    pieces = attend_spans(query, keys, values, start, position, schedule, config, scale, whole)
+    spans = []
+    for h in range(6):
+        g, low = h // 3, int(schedule.low[0, h])
+        for kind, (first, last) in enumerate(((0, 3), (low, 42), (42, 51))):
+            o, lse = attend_range(query[0, h], keys[0, g], values[0, g], first, last, scale)
+            spans.append((o, lse))
+            assert distance(pieces.o[g * 3 + kind, h % 3], o) < EXACT
+            assert distance(pieces.lse[g * 3 + kind, h % 3], lse) < EXACT
+    made = Pieces(noise(7, 3, 12, seed=7), noise(7, 3, seed=8))
+    merged = merge_spans(state, unrotated, position, schedule, made, write=False)
+    for h in range(6):
+        sink, band, tail = ((made.o[h // 3 * 3 + kind, h % 3], made.lse[h // 3 * 3 + kind, h % 3]) for kind in range(3))
+        entry = band
+        if schedule.match.hit[0, h]:
+            slot = int(schedule.match.slot[0, h])
+            entry = merge(state.o[0, slot, h], state.lse[0, slot, h], *band)
+        result = merge(*merge(*entry, *tail), *sink)
+        assert distance(merged.entry_o[0, h], entry[0]) < EXACT
+        assert distance(merged.entry_lse[0, h], entry[1]) < EXACT
+        assert distance(merged.output[0, h], result[0]) < EXACT
+        assert distance(merged.lse[0, h], result[1]) < EXACT
+
+
+# --- each of these comparisons can fail -----------------------------------------------------------------------------
+
+
+def changed(module: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Puts a kernel with one place of its source changed into its module."""
+    source = open(module.__file__).read()  # noqa: SIM115, PTH123
+    assert source.count(old) == 1, f"{old!r} is no single place of {module.__name__}"
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(old, new))
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("mutant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    mutant = module_from_spec(spec)
+    import sys
+
+    monkeypatch.setitem(sys.modules, "mutant", mutant)
+    spec.loader.exec_module(mutant)
+    monkeypatch.setattr(module, name, getattr(mutant, name))
+
+
+MUTANTS = {
+    "the younger of two": (
+        match_module, "_match_kernel",
+        "tl.min(tl.where(able & (squared == near), pos, NO_POSITION)",
+        "tl.max(tl.where(able & (squared == near), pos, 0)",
+    ),
+    "the oldest left out": (
+        match_module, "_match_kernel",
+        "tl.maximum(m - reach, 0), m)",
+        "tl.maximum(m - reach + 1, 0), m)",
+    ),
+    "a span too short": (
+        schedule_module, "_select_kernel",
+        "tl.cdiv(own_end - farthest, KEYS)",
+        "((own_end - farthest) // KEYS)",
+    ),
+    "tiles twice": (
+        schedule_module, "_schedule_kernel",
+        "axis=0) - count",
+        "axis=0)",
+    ),
+    "no start": (
+        attend_module, "_attend_kernel",
+        "index = place + start",
+        "index = place",
+    ),
+    "heads share the first key": (
+        attend_module, "_attend_kernel",
+        " & (place[None, :] >= low[:, None])",
+        "",
+    ),
+    "no rescaling": (
+        attend_module, "_attend_kernel",
+        "o = o * shrink[:, None] + ",
+        "o = o + ",
+    ),
+    "the neighbour's pieces": (
+        merge_module, "_merge_kernel",
+        "(last - 1) // share + span + 1, begin)",
+        "(last - 1) // share + span + 2, begin)",
+    ),
+    "another slot": (
+        merge_module, "_merge_kernel",
+        "slot = tl.maximum(m, 0) % window",
+        "slot = tl.maximum(m + 1, 0) % window",
+    ),
+    "chain": (
+        merge_module, "_merge_kernel",
+        "other=-1) + 1",
+        "other=-1) + 2",
+    ),
+}  # fmt: skip
+
+
+def _compare() -> None:
+    # equal queries in one group, unlike ones in the other; the oldest match is in the step's own slot
+    stream = Stream(replace(SMALL, sink=2), 60)
+    stream.queries[:, :2] = stream.queries[:, :2, :1]
+    stream.fill(50)
+    plain, before = step(*stream.inputs(50)), copy_of(stream.state)
+    fast = mac_step_triton(*stream.inputs(50), launch=replace(TILES, programs=1), write=True)
+    assert_same(fast, plain, EXACT)
+    before.write(plain.rows)
+    assert_same_rings(stream.state, before, EXACT)
+
+
+@pytest.mark.parametrize(("module", "name", "old", "new"), MUTANTS.values(), ids=list(MUTANTS))
+def test_a_wrong_kernel_is_noticed(
+    module: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    changed(module, name, old, new, monkeypatch, tmp_path)
+
+    with pytest.raises(AssertionError):
+        _compare()
+
+
+def test_the_right_kernels_pass_what_wrong_ones_do_not() -> None:
+    _compare()
+
+
+# --- in transformers ------------------------------------------------------------------------------------------------
+
+
+def test_a_session_takes_the_kernels_and_gives_the_same_tokens() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(False)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1,
+            vocab_size=50, max_position_embeddings=128,
+        )
+    ).eval()  # fmt: skip
+    ids, mask = torch.randint(3, 50, (2, 24)), torch.ones(2, 24, dtype=torch.long)
+    mask[1, :5] = 0
+    config = replace(SMALL, window=8, band=4, tau=0.0, audit_bound=None)
+    found = {}
+    for kernels in ("torch", "triton"):
+        with mac(model, replace(config, kernels=kernels)) as session:
+            output = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            state = session.states()[0]
+            found[kernels] = output.tolist(), state.pos.tolist(), session.report().layers[0].keys_read, state.o
+            assert not any(event.startswith("no kernels") for event in session.events)
+    assert found["torch"][:3] == found["triton"][:3]
+    assert distance(found["torch"][3], found["triton"][3]) < EXACT
+    # where the rule says that it doesn't pay, the kernels aren't asked
+    with mac(model, replace(config, kernels="triton"), costs=PAPER_H100) as session:
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert session.exact == {"does not pay": 2}
+        assert session.report().layers == ()

@@ -1,0 +1,93 @@
+"""The kernels of MAC attention where there is no GPU: interpreted, compiled for one, and when they aren't taken.
+
+Triton decides at its import whether kernels are interpreted, so both run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from comb.kernels.choice import why_plain
+from comb.mac.config import MacConfig
+from comb.mac.state import MacState
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
+
+
+def run(*command: str, **environment: str) -> str:
+    path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    return result.stdout
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["steps", "not steps and not wrong", "wrong"])
+def test_interpreted_kernels_equal_the_plain_step(part: str) -> None:
+    file = str(HERE / "interpreted_mac_kernels.py")
+    printed = run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file, "-k", part, TRITON_INTERPRET="1")
+    assert " passed" in printed
+    assert "skipped" not in printed
+
+
+@needs_triton
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu() -> None:
+    printed = run(str(HERE / "compiled_mac_kernels.py"), TRITON_INTERPRET="0")
+    for name in ("match", "select", "schedule", "attend", "merge"):
+        assert f"_{name}_kernel" in printed
+
+
+def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(dtype: torch.dtype, keys: torch.dtype | None = None, *, width: int = 8, heads: int = 2) -> str:
+        query = torch.zeros(1, heads, width, dtype=dtype)
+        state = MacState.empty(1, heads, width, width, MacConfig(window=4), query)
+        some = torch.zeros(1, 1, 3, width, dtype=keys or dtype)
+        return why_plain(state, query, some, some)
+
+    monkeypatch.setattr("comb.kernels.choice._has_triton", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert why(torch.float32) == "device cpu"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert why(torch.float32) == why(torch.bfloat16) == ""
+    assert why(torch.float64) == "float64 queries, float64 keys"
+    assert why(torch.float32, torch.bfloat16) == "float32 queries, bfloat16 keys"
+    assert why(torch.float32, width=320) == "heads of more than 256 channels"
+    assert why(torch.float32, heads=65) == "more than 64 query heads to a key/value head"
+    monkeypatch.setattr("comb.kernels.choice._has_triton", lambda: False)
+    assert why(torch.float32) == "triton is not installed"
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
+    command = [str(HERE.parents[1] / "scripts" / "bench-mac-gpu"), "--tiny", "--device", "cpu"]
+    result = subprocess.run(
+        command, env={**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    content = json.loads((tmp_path / "mac-gpu.json").read_text())
+    assert [item["failed"] for item in content["checks"]] == [""] * len(content["checks"])
+    points = {(item["context"], item["rows"], item["hit_rate"]): item for item in content["points"]}
+    assert points.keys() == {(c, b, rate) for c in (48, 96) for b in (1, 2) for rate in (0.0, 1.0)}
+    for (context, _, rate), point in points.items():
+        assert point["read_share"] == 1 if rate == 0 else 8 / context < point["read_share"] <= 23 / context
+        assert (point["skip_ratio"] > 0) is (rate == 1)
+    assert list(content["left_out"]) in (["cudnn, grouped"], ["cudnn, grouped", "costs"])
+    assert [item["context"] for item in content["stages"]] == [48, 96]
+    assert (tmp_path / "mac-gpu.png").stat().st_size > 1000
