@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -122,7 +123,9 @@ class JsonLines(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, "time": round(time.time(), 3), **(logs or {})}) + "\n")
+            file.write(
+                json.dumps({"step": state.global_step, "time": datetime.now(UTC).isoformat(), **(logs or {})}) + "\n"
+            )
 
 
 class ProgressBar(TrainerCallback):
