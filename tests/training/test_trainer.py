@@ -381,7 +381,7 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
             run.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in (tmp_path / "b").iterdir()] == ["checkpoint-2", "log.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["checkpoint-2", "log.jsonl"]
     resumed = trainer(comb_model(), tmp_path / "b", **config)
     resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
     assert resumed.losses == straight.losses
@@ -392,7 +392,7 @@ def test_half_of_a_checkpoint_is_none(tmp_path: Path) -> None:
     (tmp_path / "partial" / "checkpoint-9").mkdir(parents=True)
     assert checkpoints(tmp_path) == []
     trainer(comb_model(), tmp_path, steps=2, save_steps=1, save_total_limit=1).train()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2", "log.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "log.jsonl"]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import threading
 import time
@@ -18,6 +19,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from comb_training import distributed
 from comb_training.sampler import BatchSampler
 from comb_training.schedule import Schedule
+
+
+logger = logging.getLogger(__name__)
 
 
 class EpochCallback(TrainerCallback):
@@ -122,10 +126,12 @@ class JsonLines(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(
-                json.dumps({"step": state.global_step, "time": datetime.now(UTC).isoformat(), **(logs or {})}) + "\n"
-            )
+        record = {"step": state.global_step, "time": datetime.now(UTC).isoformat(), **(logs or {})}
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:  # a full disk is the checkpoint's to report, with what is safe
+            logger.warning("%s: a record is lost (%s)", self.path, error)
 
 
 class ProgressBar(TrainerCallback):
