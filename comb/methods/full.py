@@ -19,6 +19,7 @@ class Full(Method):
     """Prefills head + documents + query on the plain backbone; a PICache holds a segment's token ids only."""
 
     name = "full"
+    keeps_tokens_only = True
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)

@@ -44,6 +44,7 @@ class Prefix(Method):
     """
 
     name = "prefix"
+    keeps_tokens_only = True
     needs_store = True
 
     def __init__(self, model: Any, *, store: PICacheStore | None = None, salt: str = "", **parameters: Any) -> None:
