@@ -1,8 +1,9 @@
 """Segment parallelism: the cold documents of one request compiled by several workers at once (HYPIC sec. 4.4).
 
-`scheduling` says who compiles what, `executor` hands it out, collects, checks and replaces what is lost, `pool` is what
-it needs of workers, `processes` and `ray_actors` are the two kinds of them, `worker` is what runs inside one, `wire` how
-a process is talked to, `source` where a worker loads its model from, `simulate` what other numbers of workers would do.
+`executor` is the interface, `scheduling` says who compiles what, `run` takes one request through: hands segments out,
+collects, checks, and replaces what is lost. `pool` is what it needs of workers, `processes` and `ray_actors` are the
+two kinds of them, `worker` is what runs inside one, `wire` how a process is talked to, `source` where a worker loads
+its model from, `simulate` what other numbers of workers would do.
 """
 
 from comb.parallel.executor import Compiled, CompileExecutor, ExecutorStats

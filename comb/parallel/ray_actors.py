@@ -139,8 +139,8 @@ class RayPool(WorkerPool):
             replies.append(self._result(pending[done[0]], done[0]))
 
     def _result(self, worker: int, result: Any) -> Reply:
-        number = next(number for pending, number in self._tasks[worker] if pending is result)
-        self._tasks[worker] = deque(task for task in self._tasks[worker] if task[0] is not result)
+        number = next(number for pending, number in self._tasks[worker] if pending == result)
+        self._tasks[worker] = deque(task for task in self._tasks[worker] if task[0] != result)
         try:
             fields, data = self._ray.get(result)
         except self._ray.exceptions.RayActorError as error:

@@ -82,7 +82,7 @@ class Stages:
 
 
 def replay(lengths: Sequence[int], plan: Plan, costs: CostModel) -> Stages:
-    """One request under a plan: workers compile side by side, the combiner takes results in one at a time as they come."""
+    """One request under a plan: workers compile side by side, the combiner takes results in one by one as they come."""
     finished: list[tuple[float, int]] = []
     for indices in plan:
         clock = 0.0
@@ -105,14 +105,14 @@ class Optimum:
 
 
 def lower_bound(costs: Sequence[float], workers: int) -> float:
-    """No plan's busiest worker has less: the mean load, the longest segment, and any workers + 1 segments sharing one."""
+    """No plan's busiest worker has less than the mean load, the longest segment, or two of the workers + 1 longest."""
     ordered = sorted(costs, reverse=True)
     pairs = [ordered[workers - 1] + ordered[workers]] if len(ordered) > workers else []
     return max([sum(costs) / workers, *ordered[:1], *pairs])
 
 
 def optimum(costs: Sequence[float], workers: int, *, max_nodes: int = 100_000) -> Optimum:
-    """Branch and bound from the longest segment down, starting from LPT; the lower bound if `max_nodes` don't suffice."""
+    """Branch and bound from the longest segment down, starting from LPT; the lower bound where nodes don't suffice."""
     bound = lower_bound(costs, workers)
     best = makespan(costs, lpt(costs, workers))
     ordered = sorted(costs, reverse=True)
@@ -232,7 +232,9 @@ def read_trace(path: str | Path) -> list[list[int]]:
         except ValueError:
             lengths = None
         if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n >= 1 for n in lengths):
-            raise ValueError(f"{path}, line {number}: expected a JSON list of segment lengths like [512, 80], got {line}")
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON list of segment lengths like [512, 80], got {line}"
+            )
         trace.append(lengths)
     if not trace:
         raise ValueError(f"{path} holds no request: expected one JSON list of segment lengths per line")

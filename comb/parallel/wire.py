@@ -1,9 +1,9 @@
 """Messages between the engine and a worker process: JSON over a socket pair, tensors in shared memory.
 
-A payload lies in anonymous shared memory (memfd) whose descriptor goes along with the message. It has no name, so there is
-nothing in /dev/shm that a crash could leave behind or another user could open, and the size of that folder is no limit;
-the system frees it when the last process that holds it ends, in whatever way. It is read, not mapped: were it cut
-short, a mapping would kill the reader. No pickle.
+A payload lies in anonymous shared memory (memfd) whose descriptor goes along with the message. It has no name, so
+there is nothing in /dev/shm that a crash could leave behind or another user could open, and the size of that folder is
+no limit; the system frees it when the last process that holds it ends, in whatever way. It is read, not mapped: were
+it cut short, a mapping would kill the reader. No pickle.
 """
 
 from __future__ import annotations
@@ -96,6 +96,6 @@ def _shared(payload: bytes) -> int:
 
 
 def _read(descriptor: int) -> bytes:
-    with open(descriptor, "rb", buffering=0, closefd=False) as file:  # noqa: PTH123  a descriptor has no path
+    with open(descriptor, "rb", buffering=0, closefd=False) as file:
         file.seek(0)  # the position is shared with the writer
         return file.read()
