@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from comb.parallel.executor import CompileExecutor
 from comb.parallel.pool import Reply, Task, WorkerLostError, WorkerPool
 from comb.parallel.scheduling import Deadline
 from comb.parallel.source import ModelSource
-from comb.parallel.worker import Compiler, WorkerSpec
-from comb.picache import serialize
+from comb.parallel.worker import Compiler, WorkerSpec, encoded
 
 
 def ray_executor(
@@ -64,9 +62,9 @@ class _Actor:
         """The reply's fields, and the PICache's bytes as an array, which Ray shares instead of copying."""
         task = Task(number, Recipe(name, parameters), fingerprint, key, ids.tolist())
         reply, picache = self._compiler.compile(0, task)
-        start = time.perf_counter()
-        data = None if picache is None else np.frombuffer(serialize(picache, key), np.uint8)
-        return asdict(replace(reply, encode_s=time.perf_counter() - start)), data
+        reply = encoded(reply, picache, key)
+        data = None if reply.data is None else np.frombuffer(reply.data, np.uint8)
+        return vars(reply) | {"data": None}, data
 
 
 class RayPool(WorkerPool):

@@ -12,9 +12,8 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
-from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -99,6 +98,13 @@ class Compiler:
         return self._methods[name]
 
 
+def encoded(reply: Reply, picache: PICache | None, key: str) -> Reply:
+    """The reply with the PICache serialised under `key`."""
+    start = time.perf_counter()
+    data = None if picache is None else serialize(picache, key)
+    return replace(reply, data=data, encode_s=time.perf_counter() - start)
+
+
 def encode_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int64."""
     return _little(array("q", token_ids)).tobytes()
@@ -157,11 +163,8 @@ def _send(channel: socket.socket, results: queue.SimpleQueue[tuple[Reply, PICach
     """Serialises and sends while the next segment is computed (HYPIC sec. 4.4, pipelining)."""
     try:
         while True:
-            reply, picache, key = results.get()
-            message: dict[str, Any] = {name: value for name, value in asdict(reply).items() if name != "data"}
-            start = time.perf_counter()
-            data = None if picache is None else serialize(picache, key)
-            message["encode_s"] = time.perf_counter() - start
-            wire.send(channel, message, data)
+            reply = encoded(*results.get())
+            message = vars(reply) | {"data": None}
+            wire.send(channel, message, reply.data)
     finally:
         os._exit(1)  # can't be heard any more: the engine compiles what is missing

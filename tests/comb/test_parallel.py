@@ -21,7 +21,7 @@ from comb import methods
 from comb.engine import PICEngine
 from comb.methods.base import Method
 from comb.methods.naive import Naive
-from comb.parallel import CompileExecutor, Deadline, ModelSource
+from comb.parallel import CompileExecutor, Deadline, ModelSource, wire
 from comb.parallel.pool import Reply, Task, WorkerLostError, WorkerPool
 from comb.parallel.processes import ProcessPool, process_executor
 from comb.parallel.worker import Compiler, WorkerSpec, decode_ids, encode_ids
@@ -98,8 +98,17 @@ def alone(method: Method, segments: list[list[int]]) -> list[PICache]:
     return [method.compile([segment])[0] for segment in segments]
 
 
-def shared_memory() -> list[Path]:
-    return sorted(Path("/dev/shm").iterdir())
+def shared_memory(*processes: int) -> list[str]:
+    """Every piece of shared memory that this process and `processes` hold; they are the only ones that can."""
+    found = []
+    for process in (os.getpid(), *processes):
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                target = str(descriptor.readlink())
+            except OSError:
+                continue  # closed meanwhile
+            found += [target] if "comb-picache" in target else []
+    return found
 
 
 def counted(executor: CompileExecutor, before: Any) -> dict[str, int]:
@@ -170,13 +179,23 @@ def test_threads_take_turns(whole: CompileExecutor, model: Any) -> None:
 
 
 def test_a_worker_killed_while_it_compiles(whole: CompileExecutor, model: Any) -> None:
-    method, before, shared = fragile(model, "kill"), whole.stats, shared_memory()
+    method, before, pool = fragile(model, "kill"), whole.stats, whole.pool
+    assert isinstance(pool, ProcessPool)
     assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
     counts = counted(whole, before)
     assert counts.pop("by_workers") + counts["locally"] == 5
     assert counts.pop("locally") >= 1
     assert counts == {"requests": 1, "died": 1, "restarted": 1}
-    assert shared_memory() == shared
+    assert shared_memory(*pool.process_ids) == []
+
+
+def test_shared_memory_is_seen_while_it_is_held_and_has_no_name() -> None:
+    """The control of the tests around it."""
+    descriptor = wire._shared(b"12345")
+    assert len(shared_memory()) == 1
+    assert not list(Path("/dev/shm").glob("*comb-picache*"))
+    os.close(descriptor)
+    assert shared_memory() == []
 
 
 def test_a_worker_killed_between_requests(whole: CompileExecutor, model: Any) -> None:
@@ -273,7 +292,6 @@ def running(process: int) -> bool:
 
 
 def test_a_closed_engine_leaves_nothing_behind(folder: Path) -> None:
-    shared = shared_memory()
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with PICEngine.from_pretrained(folder / "backbone", method="naive", workers=2, dtype=torch.float32) as engine:
         assert engine.executor is not None
@@ -287,7 +305,7 @@ def test_a_closed_engine_leaves_nothing_behind(folder: Path) -> None:
         engine.ask(QUESTION, [BOOK, "Rill has a lake."], max_new_tokens=NEW)
         processes += pool.process_ids
     assert not any(running(process) for process in processes)
-    assert shared_memory() == shared
+    assert shared_memory() == []
     assert engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids == first.token_ids
     new = engine.ask(QUESTION, ["The lake is cold.", "The city is old."], max_new_tokens=NEW)  # compiled here
     assert [document.state for document in new.report.documents] == ["compiled"] * 2

@@ -28,7 +28,9 @@ WORKERS = st.integers(1, 5)
 def best_of_all(costs: list[int], workers: int) -> float:
     """The naive twin of `optimum`: every assignment there is."""
     return min(
-        max(sum(cost for cost, place in zip(costs, places, strict=True) if place == worker) for worker in range(workers))
+        max(
+            sum(cost for cost, place in zip(costs, places, strict=True) if place == worker) for worker in range(workers)
+        )
         for places in itertools.product(range(workers), repeat=len(costs))
     )
 
