@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from comb.bench.commands import bench
 from comb.bench.mac_command import mac_command as _mac_command  # noqa: F401  registers `comb bench mac`
+from comb.bench.parallel_command import parallel_command as _parallel_command  # noqa: F401  and `comb bench parallel`
 
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",

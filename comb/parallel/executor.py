@@ -127,8 +127,8 @@ class CompileExecutor:
         """
         return self.run(method, segments).picaches
 
-    def run(self, method: Method, segments: Sequence[Sequence[int]]) -> Compiled:
-        """`compile`, with where the time went."""
+    def run(self, method: Method, segments: Sequence[Sequence[int]], *, workers: int | None = None) -> Compiled:
+        """`compile`, with where the time went; `workers` of them at most take part."""
         start = time.perf_counter()
         recipe = recipe_of(method)
         unique = list(dict.fromkeys(tuple(segment) for segment in segments))
@@ -138,7 +138,7 @@ class CompileExecutor:
         with self._lock:
             self.count("requests")
             run = Run(self, method, recipe, method.fingerprint, unique)
-            run.finish()
+            run.finish(workers)
         seconds = time.perf_counter() - start
         places = {segment: index for index, segment in enumerate(unique)}
         order = [places[tuple(segment)] for segment in segments]

@@ -46,15 +46,15 @@ class Run:
 
     # ---- the two things to do ----
 
-    def finish(self) -> None:
-        """Every segment has its PICache after this. Raises what ``method.compile`` raises."""
+    def finish(self, most: int | None = None) -> None:
+        """Every segment has its PICache after this, by `most` workers at most. Raises what ``method.compile`` raises."""
         made_by = self.method.compile_name or self.method.name
         # of this request only: a result that was sent for another one can't be taken for ours
         fields = {"fingerprint": self.fingerprint, "method": made_by, "dtype": self.method.dtype}
         salt = secrets.token_hex(8)
         self._keys = [content_key(segment, salt=salt, **fields) for segment in self.segments]
         self._begin()
-        workers = self.executor.pool.ready
+        workers = self.executor.pool.ready[:most]
         plan = lpt([len(segment) for segment in self.segments], len(workers)) if workers else []
         self._queues = {worker: deque(indices) for worker, indices in zip(workers, plan, strict=True)}
         if not workers:
