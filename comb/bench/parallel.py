@@ -171,14 +171,12 @@ def measure_parallel(
 def simulate_beyond(
     measured: Sequence[ParallelResult], work: Work, workers: Sequence[int], trace: Trace, trace_name: str
 ) -> list[Simulated]:
-    """The measured prompt and a trace over other numbers of workers, with each method's measured costs."""
+    """The measured prompt over more workers, with each method's costs; then a trace with those of the first."""
     lengths = [[len(segment) for segment in work.segments]]
-    found = []
-    for result in measured:
-        if result.workers == 1 and result.costs is not None:
-            for name, requests in (("this prompt", lengths), (trace_name, trace)):
-                found.append(Simulated(name, result.method, tuple(simulate(requests, workers, result.costs))))
-    return found
+    costs = [(result.method, result.costs) for result in measured if result.workers == 1 and result.costs is not None]
+    plans = [("this prompt", method, lengths, cost) for method, cost in costs]
+    plans += [(trace_name, method, trace, cost) for method, cost in costs[:1]]
+    return [Simulated(name, method, tuple(simulate(asked, workers, cost))) for name, method, asked, cost in plans]
 
 
 def _check(method: Method, executor: CompileExecutor, work: Work) -> int:

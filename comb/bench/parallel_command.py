@@ -24,9 +24,7 @@ def parallel_command(
     spread: Annotated[float, typer.Option(min=0, help="sigma of log-normal segment lengths; 0: all equal")] = 0.0,
     query_tokens: Annotated[int, typer.Option(min=1, help="tokens behind the segments")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="measurements; in each, all take their turn")] = 5,
-    full: Annotated[
-        bool, typer.Option("--full/--no-full", help="prefill the whole prompt too, for comparison")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full/--no-full", help="prefill the whole prompt too")] = False,
     threads: Annotated[int, typer.Option(min=1, help="of torch, in every worker and here")] = 1,
     trace: Annotated[
         Path | None, typer.Option(help="segment lengths to simulate: one JSON list per request and line")

@@ -37,9 +37,9 @@ def _measured(results: Sequence[ParallelResult]) -> TextTable:
     )
     columns = ("method", "workers", "TTFT ms", "dispatch", "transfer", "combine", "1 worker/this", "combine %", "MiB")
     remarks = (
-        f"{max((result.ttft_s.n for result in results), default=0)} interleaved repeats; median ±half the distance of the "
-        "quartiles, ratios within a repeat with their quartiles. dispatch: the busiest worker's computing; transfer: "
-        "what serialising, sending and checking could not hide behind it; combine: link and first token, in percent of "
+        f"{max((result.ttft_s.n for result in results), default=0)} interleaved repeats; median ±half the distance of "
+        "the quartiles, ratios within a repeat with their quartiles. dispatch: the busiest worker's computing; "
+        "transfer: what serialising, sending and checking could not hide behind it; combine: link and first token, in percent of "
         "the TTFT with one worker. full: everything prefilled here.",
     )
     return TextTable("A cold prompt over several workers", columns, lines, remarks)
@@ -81,7 +81,7 @@ def plot_parallel(
         if r.method == method and r.workers
     ]
     known = {int(bar[0]) for bar in bars}
-    own = [found for found in simulated if found.method == method]
+    own = [found for found in simulated if found.method == method]  # its prompt, and the trace behind all prompts
     bars += [
         (str(r.workers), r.dispatch_s, r.transfer_s, r.combine_s, "//")
         for r in (own[0].results if own else ())

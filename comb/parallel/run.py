@@ -47,7 +47,7 @@ class Run:
     # ---- the two things to do ----
 
     def finish(self, most: int | None = None) -> None:
-        """Every segment has its PICache after this, by `most` workers at most. Raises what ``method.compile`` raises."""
+        """Every segment has its PICache after this, by `most` workers. Raises what ``method.compile`` raises."""
         made_by = self.method.compile_name or self.method.name
         # of this request only: a result that was sent for another one can't be taken for ours
         fields = {"fingerprint": self.fingerprint, "method": made_by, "dtype": self.method.dtype}
