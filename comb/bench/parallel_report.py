@@ -39,8 +39,8 @@ def _measured(results: Sequence[ParallelResult]) -> TextTable:
     remarks = (
         f"{max((result.ttft_s.n for result in results), default=0)} interleaved repeats; median ±half the distance of "
         "the quartiles, ratios within a repeat with their quartiles. dispatch: the busiest worker's computing; "
-        "transfer: what serialising, sending and checking could not hide behind it; combine: link and first token, in percent of "
-        "the TTFT with one worker. full: everything prefilled here.",
+        "transfer: what serialising, sending and checking could not hide behind it; combine: link and first token, in "
+        "percent of the TTFT with one worker. full: everything prefilled here.",
     )
     return TextTable("A cold prompt over several workers", columns, lines, remarks)
 
