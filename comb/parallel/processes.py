@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from comb.parallel import wire
@@ -62,7 +63,7 @@ class _Worker:
         threads = str(spec.threads)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
             **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads),
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -80,7 +81,11 @@ class _Worker:
             theirs.close()
         self.ready = False
         self.failure = ""
-        wire.send(self.channel, {"spec": spec.to_json()})
+        try:
+            wire.send(self.channel, {"spec": spec.to_json()})
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """No process and no channel after this. Nothing is left to tidy up: shared memory has no names."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from comb.methods.base import Method, Recipe
-from comb.parallel.pool import Reply, Task, WorkerLostError
+from comb.parallel.pool import Reply, Task
 from comb.parallel.scheduling import lpt
 from comb.picache import PICache, PICacheError, content_key, deserialize
 
@@ -79,8 +79,7 @@ class Run:
 
     def _begin(self) -> None:
         """Hears what came since the last run: workers that are back, and results that nobody wants any more."""
-        for reply in self.executor.pool.wait(0):
-            self._take(reply)
+        self._hear(0)
         for worker, tasks in self.executor.outstanding.items():
             if tasks:
                 self._set_due(worker)
@@ -103,18 +102,26 @@ class Run:
             self._set_due(worker)
         try:
             executor.pool.submit(worker, task)
-        except WorkerLostError as error:
-            self._give_up(worker, "died", str(error))
+        except Exception as error:  # WorkerLostError, or anything that keeps the task from getting there
+            self._give_up(worker, "died", f"{type(error).__name__}: {error}")
 
     def _listen(self) -> None:
         """Takes what has come, waiting for it unless there is something to do meanwhile; gives up who is late."""
         now = time.monotonic()
         wait_s = 0.0 if self._lost else max(0.0, min(self._due.values(), default=now) - now)
-        for reply in self.executor.pool.wait(wait_s):
-            self._take(reply)
+        self._hear(wait_s)
         now = time.monotonic()
         for worker in [worker for worker, due in self._due.items() if due <= now]:
             self._give_up(worker, "late", "its deadline has passed")
+
+    def _hear(self, wait_s: float) -> None:
+        try:
+            replies = self.executor.pool.wait(wait_s)
+        except Exception as error:  # a cluster that is gone, say: no reason to abort a request
+            busy = {*self._queues, *(worker for worker, tasks in self.executor.outstanding.items() if tasks)}
+            replies = [Reply(worker, None, error=f"{type(error).__name__}: {error}") for worker in sorted(busy)]
+        for reply in replies:
+            self._take(reply)
 
     def _take(self, reply: Reply) -> None:
         worker = reply.worker
@@ -197,7 +204,11 @@ class Run:
         self._due.pop(worker, None)
         mine = [index for index in [*had, *self._queues.pop(worker, ())] if index >= 0]
         executor.count(how)
-        restarted = executor.pool.replace(worker)
+        try:
+            restarted = executor.pool.replace(worker)
+        except Exception:
+            logger.exception("worker %d could not be replaced", worker)
+            restarted = False
         executor.count("restarted", restarted)
         logger.warning(
             "worker %d is %s (%s): compiling %d segments here, %s", worker, "late" if how == "late" else "dead", why,

@@ -6,6 +6,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -260,17 +262,35 @@ def test_weights_changed_since_the_workers_loaded_them(whole: CompileExecutor, s
             PICEngine(changed, make_tokenizer(), method=spec, executor=whole)
 
 
+def test_a_pool_that_breaks_down_aborts_nothing(
+    whole: CompileExecutor, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = methods.create("naive", model)
+
+    def broken(*arguments: Any) -> Any:
+        raise ConnectionError("the cluster is gone")
+
+    for name in ("wait", "submit"):
+        before = whole.stats
+        with monkeypatch.context() as patch:
+            patch.setattr(whole.pool, name, broken)
+            patch.setattr(whole.pool, "replace", broken)
+            assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))
+        assert counted(whole, before) == {"requests": 1, "died": 2, "locally": 5}
+    assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))  # late replies change nothing
+
+
 def test_pins_and_references_end_with_a_request_that_fails(
     whole: CompileExecutor, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = PICEngine(model, make_tokenizer(), method="naive", executor=whole)
 
     def broken(*arguments: Any) -> Any:
-        raise RuntimeError("broken")
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(whole.pool, "wait", broken)
-        with pytest.raises(RuntimeError, match="broken"):
+        with pytest.raises(KeyboardInterrupt):
             engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
     assert engine.store.stats().in_use == 0
     alone = PICEngine(model, make_tokenizer(), method="naive")
@@ -320,6 +340,24 @@ def test_a_forgotten_pool_ends_its_processes(source: ModelSource) -> None:
     assert running(process)
     del pool
     gc.collect()
+    assert not running(process)
+
+
+def test_workers_end_with_an_engine_that_is_killed(source: ModelSource) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from comb.parallel import ModelSource\n"
+        "from comb.parallel.processes import process_executor\n"
+        "executor = process_executor(ModelSource(sys.argv[1]), 1)\n"
+        "print(*executor.pool.process_ids, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, source.name], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (process,) = map(int, ended.stdout.split())
+    end = time.monotonic() + 30
+    while running(process) and time.monotonic() < end:
+        time.sleep(0.05)
     assert not running(process)
 
 
