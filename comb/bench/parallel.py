@@ -172,7 +172,7 @@ def simulate_beyond(
     measured: Sequence[ParallelResult], work: Work, workers: Sequence[int], trace: Trace, trace_name: str
 ) -> list[Simulated]:
     """The measured prompt over more workers, with each method's costs; then a trace with those of the first."""
-    lengths = [[len(segment) for segment in work.segments]]
+    lengths: Trace = [[len(segment) for segment in work.segments]]
     costs = [(result.method, result.costs) for result in measured if result.workers == 1 and result.costs is not None]
     plans = [("this prompt", method, lengths, cost) for method, cost in costs]
     plans += [(trace_name, method, trace, cost) for method, cost in costs[:1]]
