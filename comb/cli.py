@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from comb.bench.commands import bench
 from comb.bench.mac_command import mac_command as _mac_command  # noqa: F401  registers `comb bench mac`
+from comb.bench.parallel_command import parallel_command as _parallel_command  # noqa: F401  and `comb bench parallel`
 
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",
@@ -60,19 +61,14 @@ def _options(
 def load(model: str, *, backbone: str | None = None, dtype: str = "auto", device: str = "auto") -> Any:
     """A model for the command line: an adapter with its backbone, or a plain causal language model."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from comb.adapter import resolve_name
-    from comb.model import CombForCausalLM
+    from comb.parallel import ModelSource
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
-    folder = resolve_name(model)
-    if backbone is None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-    return CombForCausalLM.from_pretrained(folder, backbone=resolve_name(backbone), dtype=dtype).to(device)
+    return ModelSource(model, {"backbone": backbone, "dtype": dtype}, device).load()
 
 
 @app.command()
@@ -185,6 +181,7 @@ def ask(
     mac: Annotated[
         str | None, typer.Option(help="reuse attention while decoding: context, generation, generation:band=128, ...")
     ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="processes that compile new documents side by side")] = 0,
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -194,6 +191,7 @@ def ask(
     from comb.documents import Document
     from comb.engine import PICEngine
     from comb.model import CombForCausalLM
+    from comb.parallel import ModelSource
     from comb.store import PICacheStore
 
     if encoder not in ("on", "off"):
@@ -203,11 +201,16 @@ def ask(
     method = method or ("comb" if isinstance(loaded, CombForCausalLM) else "full")
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
     tokenizer = load_tokenizer(model, loaded)
-    engine = PICEngine(loaded, tokenizer, method=method, store=store, splitter=splitter, mac=mac)
-    for _ in range(repeat):
-        answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
-        console.print(f"[bold]{escape(answer.text)}[/]")
-        console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
+    source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))
+    with PICEngine(
+        loaded, tokenizer, method=method, store=store, splitter=splitter, mac=mac, workers=workers, source=source
+    ) as engine:
+        for _ in range(repeat):
+            answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
+            console.print(f"[bold]{escape(answer.text)}[/]")
+            console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
+        if engine.executor is not None:
+            console.print(f"[dim]{escape(f'workers {workers}: {engine.executor.stats}')}[/]", soft_wrap=True)
     if store is not None:
         store.flush()
 

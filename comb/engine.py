@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
@@ -23,12 +24,16 @@ from comb.library import Library, Segment, UnknownDocumentError, by_document
 from comb.mac import MacConfig, MacSession
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, backbone_of
 from comb.methods.full import token_picache
+from comb.parallel import CompileExecutor, ModelSource
+from comb.parallel.executor import recipe_of
 from comb.picache import PICache, content_key
 from comb.report import Answer, DocumentReport, Report, document_report
 from comb.splitting import Boundaries, Splitter, split_document
 from comb.store import Handle, PICacheStore
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_STORE_BYTES = 4 * 2**30
 _ADD_CHUNK = 16
@@ -74,11 +79,16 @@ class PICEngine:
             is exact attention.
         encoder_enabled: False answers from the plain backbone with the documents in the prompt; may be changed at any
             time, and per call.
+        workers: processes that compile the documents of one request side by side (docs/segment-parallel.md); 0: none.
+            They load the model again. `close`, or a ``with`` block around the engine, ends them.
+        source: where they load it from; by default the place that the model names as its own.
+        executor: workers of another kind, number or source instead; the caller closes it.
         parameters: of the method.
 
     Raises:
-        ValueError: unknown method or parameter, a model without what the method needs, or a tokenizer that isn't
-            the model's.
+        ValueError: unknown method or parameter, a model without what the method needs, a tokenizer that isn't
+            the model's, or workers that compile something else.
+        RuntimeError: a worker could not load the model.
     """
 
     def __init__(
@@ -93,6 +103,9 @@ class PICEngine:
         encoder_enabled: bool = True,
         splitter: str | Splitter | Boundaries = "whole",
         mac: MacConfig | str | None = None,
+        workers: int = 0,
+        source: ModelSource | None = None,
+        executor: CompileExecutor | None = None,
         **parameters: Any,
     ) -> None:
         check_tokenizer(model, tokenizer)
@@ -107,6 +120,16 @@ class PICEngine:
         self.library = Library(self.store)
         self.method = self._make_method(method, parameters)
         self._plain = methods.create("full", model)
+        self._owns_executor = executor is None
+        self.executor = self._start_workers(workers, source) if executor is None else executor
+        if executor is not None and workers:
+            raise ValueError("workers= starts processes of its own: leave it out when giving an executor=")
+        if self.executor is not None:
+            try:
+                self.executor.check(self.method)
+            except BaseException:
+                self.close()
+                raise
 
     @classmethod
     def from_pretrained(
@@ -118,6 +141,7 @@ class PICEngine:
         salt: str = "",
         splitter: str | Splitter | Boundaries = "whole",
         mac: MacConfig | str | None = None,
+        workers: int = 0,
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> PICEngine:
@@ -131,7 +155,22 @@ class PICEngine:
             places = ("revision", "subfolder", *HUB_ARGUMENTS)
             hub = {key: value for key, value in model_kwargs.items() if key in places}
             tokenizer = load_tokenizer(name_or_path, model, **hub)
-        return cls(model, tokenizer, method=method, store=store, salt=salt, splitter=splitter, mac=mac)
+        source = ModelSource(str(name_or_path), model_kwargs) if workers else None
+        return cls(
+            model, tokenizer, method=method, store=store, salt=salt, splitter=splitter, mac=mac, workers=workers,
+            source=source,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the workers that this engine has started; without them it still answers."""
+        if self.executor is not None and self._owns_executor:
+            self.executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     # ---- questions ----
 
@@ -368,11 +407,16 @@ class PICEngine:
         unique = list({segment.key: segment for segment in segments}.values())
         handles = self.store.acquire(
             [segment.key for segment in unique],
-            lambda missing: self.method.compile([unique[index].token_ids for index in missing]),
+            lambda missing: self._compile([unique[index].token_ids for index in missing]),
             ttl_s=ttl,
         )
         stack.callback(handles.release)
         return {handle.key: handle for handle in handles}
+
+    def _compile(self, token_ids: Sequence[tuple[int, ...]]) -> list[PICache]:
+        if self.executor is None:
+            return self.method.compile(token_ids)
+        return self.executor.compile(self.method, token_ids)
 
     def _segments(self, documents: Sequence[str | Document]) -> list[Segment]:
         if isinstance(documents, str | Document):
@@ -410,6 +454,19 @@ class PICEngine:
                     f"at most {limit} at once: split it into parts of at most {limit} tokens, for example with "
                     f"splitter='paragraphs:{min(limit, 512)}'"
                 )
+
+    def _start_workers(self, workers: int, source: ModelSource | None) -> CompileExecutor | None:
+        if workers < 0:
+            raise ValueError(f"workers is a number of processes, or 0 for none, got {workers}")
+        if workers and self.method.keeps_tokens_only:
+            logger.warning("method %r has nothing to compile: no workers are started", self.method.name)
+            return None
+        if not workers:
+            return None
+        from comb.parallel.processes import process_executor
+
+        recipe_of(self.method)
+        return process_executor(ModelSource.of(self.model) if source is None else source, workers)
 
     def _make_method(self, method: str | Method, parameters: dict[str, Any]) -> Method:
         if isinstance(method, Method):

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
+from comb.methods.base import DecodeState, LinkRow, Method, Recipe, SegmentUse
 from comb.registry import Registry
 
 __all__ = [
     "DecodeState",
     "LinkRow",
     "Method",
+    "Recipe",
     "SegmentUse",
     "create",
     "get",
@@ -124,8 +125,11 @@ def create(spec: str, model: Any, **options: Any) -> Method:
 
     name, parameters = parse(spec)
     options = {**parameters, **options}
+    recipe = Recipe(name, {key: value for key, value in options.items() if key not in ("store", "salt")})
     scheme = options.pop("quantize", None)
-    return quantized(get(name)(model, **options), scheme)
+    method = quantized(get(name)(model, **options), scheme)
+    method.recipe = recipe
+    return method
 
 
 def _value(text: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -36,6 +36,14 @@ class SegmentUse:
     state: SegmentState
     tier: str | None = None
     nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How another process makes the same method: a registered name, and parameters as plain values."""
+
+    name: str
+    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -207,6 +215,8 @@ class Method(ABC):
         uses_encoder: COMB's encoder takes part.
         compile_name: what `compile` makes, for methods that share it; the method's own name by default.
         unquantizable: why its PICaches can't be kept in eight bits; empty where they can.
+        keeps_tokens_only: `compile` computes nothing, so there is nothing to do in parallel.
+        recipe: how the instance was made, if by `comb.methods.create`.
 
     A subclass implements `compile`, `fingerprint`, and either `link_row` or `link_batch`; with the latter the engine
     hands over real batches, otherwise it goes row by row.
@@ -218,6 +228,8 @@ class Method(ABC):
     uses_encoder: ClassVar[bool] = False
     compile_name: ClassVar[str] = ""
     unquantizable: ClassVar[str] = ""
+    keeps_tokens_only: ClassVar[bool] = False
+    recipe: Recipe | None = None
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         if parameters:

@@ -21,6 +21,7 @@ class Full(Method):
 
     name = "full"
     unquantizable = "keeps token ids only"
+    keeps_tokens_only = True
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)

@@ -50,6 +50,7 @@ class Prefix(Method):
     """
 
     name = "prefix"
+    keeps_tokens_only = True
     needs_store = True
     unquantizable = "promises what full recompute gives, bit for bit"
 

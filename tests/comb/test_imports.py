@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("vllm", "deepspeed", "datasets", "triton", "peft", "matplotlib", "wandb")
+HEAVY = ("vllm", "deepspeed", "datasets", "triton", "peft", "matplotlib", "wandb", "ray")
 
 
 def imported(folder: Path) -> dict[str, set[str]]:

@@ -20,7 +20,6 @@ from comb_training import distributed
 from comb_training.sampler import BatchSampler
 from comb_training.schedule import Schedule
 
-
 logger = logging.getLogger(__name__)
 
 

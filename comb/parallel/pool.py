@@ -1,0 +1,88 @@
+"""What an executor needs of its workers, whatever they are: processes here, or actors on other machines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from comb.methods.base import Recipe
+
+
+class WorkerLostError(RuntimeError):
+    """A worker that can't be reached any more."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One segment to compile.
+
+    Args:
+        number: unique within a pool; replies carry it.
+        recipe: how the worker makes the method.
+        fingerprint: that the worker's method must have, or it refuses.
+        key: that the result is serialised under, so that it can't be taken for another segment's.
+        token_ids: of the segment; empty: nothing is compiled, the worker only says whether it would.
+    """
+
+    number: int
+    recipe: Recipe
+    fingerprint: str
+    key: str = ""
+    token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker says to a task.
+
+    Args:
+        worker: its index in the pool.
+        number: of the task; None: the worker died.
+        data: the serialised PICache; None when there is none.
+        seconds: of compiling.
+        encode_s: of serialising.
+        error: why there is no PICache; "" when all is well.
+        refused: the worker's model or method isn't the one that was asked for.
+    """
+
+    worker: int
+    number: int | None
+    data: bytes | None = None
+    seconds: float = 0.0
+    encode_s: float = 0.0
+    error: str = ""
+    refused: bool = False
+
+
+class WorkerPool(ABC):
+    """Workers by index, each answering its tasks in the order in which they were submitted.
+
+    Used by one thread at a time.
+    """
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Workers that there are meant to be."""
+
+    @property
+    @abstractmethod
+    def ready(self) -> list[int]:
+        """Workers that have loaded their model. A replacement appears here once `wait` has heard of it."""
+
+    @abstractmethod
+    def submit(self, worker: int, task: Task) -> None:
+        """Hands over a task without waiting for it. Raises WorkerLostError."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> list[Reply]:
+        """All replies that are there; waits for the first one for at most `timeout_s`. A death is told once."""
+
+    @abstractmethod
+    def replace(self, worker: int) -> bool:
+        """Ends a worker, however busy it is, and starts another in its place; False when that happened too often."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all workers; harmless when called again."""

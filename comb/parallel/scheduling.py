@@ -1,0 +1,86 @@
+"""Who compiles what, and when a worker is late."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Plan = list[list[int]]
+"""Per worker, the indices of its segments in the order in which it compiles them."""
+
+
+def lpt(costs: Sequence[float], workers: int) -> Plan:
+    """Longest processing time first: each segment, longest first, onto the worker with the least load.
+
+    The busiest worker's load is at most 4/3 - 1/(3 workers) times the least possible (Graham 1969). Ties go to the
+    segment and to the worker with the lower index, so equal input gives an equal plan.
+
+    Raises:
+        ValueError: no workers, or a negative cost.
+
+    Source: HYPIC sec. 4.4, eq. 9.
+    """
+    _check(costs, workers)
+    plan: Plan = [[] for _ in range(workers)]
+    loads = [(0.0, worker) for worker in range(workers)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, worker = loads[0]
+        plan[worker].append(index)
+        heapq.heapreplace(loads, (load + costs[index], worker))
+    return plan
+
+
+def round_robin(costs: Sequence[float], workers: int) -> Plan:
+    """Segments in the order given, to the workers in turn."""
+    _check(costs, workers)
+    return [list(range(worker, len(costs), workers)) for worker in range(workers)]
+
+
+def makespan(costs: Sequence[float], plan: Plan) -> float:
+    """The load of the busiest worker."""
+    return max((sum(costs[index] for index in indices) for indices in plan), default=0.0)
+
+
+def _check(costs: Sequence[float], workers: int) -> None:
+    if workers < 1:
+        raise ValueError(f"a plan needs at least one worker, got {workers}")
+    if any(not cost >= 0 for cost in costs):
+        raise ValueError(f"the cost of a segment is at least 0, got {min(costs)}")
+
+
+@dataclass
+class Deadline:
+    """How long a worker may take for a segment: a floor, and a multiple of what the slowest one so far has needed.
+
+    A worker that exceeds it is given up and its segments are compiled locally, so a deadline that is too short costs
+    time, never an answer.
+
+    Args:
+        floor_s: added to every deadline.
+        factor: times the slowest seconds per token seen so far.
+        first_s: used until one segment has come back.
+
+    Raises:
+        ValueError: a number that isn't positive.
+    """
+
+    floor_s: float = 30.0
+    factor: float = 4.0
+    first_s: float = 600.0
+    _seconds_per_token: float = field(default=0.0, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("floor_s", "factor", "first_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} of a deadline must be positive, got {getattr(self, name)}")
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds after which a segment of so many tokens is late."""
+        if not self._seconds_per_token:
+            return self.first_s
+        return self.floor_s + self.factor * self._seconds_per_token * tokens
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learns from a segment that came back."""
+        self._seconds_per_token = max(self._seconds_per_token, seconds / tokens)

@@ -1,0 +1,159 @@
+"""`comb bench parallel` and `comb ask --workers`: what is measured adds up, and the commands run once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_engine import make_backbone, make_tokenizer
+from typer.testing import CliRunner
+
+from comb import cli
+from comb.bench.parallel import measure_parallel, prompt, simulate_beyond
+from comb.bench.parallel_report import parallel_tables, plot_parallel
+from comb.parallel import CompileExecutor, ModelSource
+from comb.parallel.pool import Reply, Task, WorkerLostError, WorkerPool
+from comb.parallel.scheduling import lpt, makespan
+from comb.parallel.worker import Compiler, WorkerSpec, encoded
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench")
+    make_backbone().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+class Inside(WorkerPool):
+    """Workers in this process, who say that they need a microsecond per token; `lost` ones take no segment."""
+
+    def __init__(self, folder: Path, size: int, *, lost: bool = False) -> None:
+        self.compiler = Compiler(WorkerSpec(ModelSource(str(folder))))
+        self.tasks: list[tuple[int, Task]] = []
+        self.number, self.lost = size, lost
+
+    @property
+    def size(self) -> int:
+        return self.number
+
+    @property
+    def ready(self) -> list[int]:
+        return list(range(self.number))
+
+    def submit(self, worker: int, task: Task) -> None:
+        if self.lost and task.token_ids:
+            raise WorkerLostError("lost")
+        self.tasks.append((worker, task))
+
+    def wait(self, timeout_s: float) -> list[Reply]:
+        tasks, self.tasks = self.tasks, []
+        found = []
+        for worker, task in tasks:
+            reply, picache = self.compiler.compile(worker, task)
+            found.append(encoded(replace(reply, seconds=1e-6 * len(task.token_ids)), picache, task.key))
+        return found
+
+    def replace(self, worker: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def test_stages_add_up_and_are_simulated(folder: Path, tmp_path: Path) -> None:
+    model = ModelSource(str(folder)).load()
+    work = prompt(250, 5, 20, 4, spread=0.5)
+    assert work == prompt(250, 5, 20, 4, spread=0.5)
+    assert len({len(segment) for segment in work.segments}) > 1
+    executor = CompileExecutor(Inside(folder, 3))
+    results = measure_parallel(
+        model, executor, ["naive", "legolink:2"], [1, 3], work, repeats=3, full=True, progress=False
+    )
+    assert [(result.method, result.workers) for result in results] == [
+        ("full", 0), ("naive", 1), ("naive", 3), ("legolink:2", 1), ("legolink:2", 3),
+    ]  # fmt: skip
+    for result in results[1:]:
+        stages = result.dispatch_s.low + result.transfer_s.low + result.combine_s.low
+        assert 0 < stages <= result.ttft_s.high
+        assert result.cache_bytes > 0
+        if result.workers == 1:
+            assert (result.speedup.low, result.speedup.high) == (1.0, 1.0)
+            assert 0 < result.combine_share.median < 1
+        lengths = [len(segment) for segment in work.segments]
+        busiest = makespan(lengths, lpt(lengths, result.workers))
+        assert result.dispatch_s.median == pytest.approx(1e-6 * busiest)
+        assert result.costs is not None
+        assert result.costs.compile_s(50) == pytest.approx(5e-5)
+    simulated = simulate_beyond(results, work, [1, 4], [[5, 6], [7]], "a trace")
+    assert [(found.name, found.method) for found in simulated] == [
+        ("this prompt", "naive"), ("this prompt", "legolink:2"), ("a trace", "naive"),
+    ]  # fmt: skip
+    text = "".join(table.markdown() for table in parallel_tables(results, simulated))
+    assert "| naive | 3 |" in text
+    assert "| 4 | round-robin |" in text
+    pytest.importorskip("matplotlib")
+    assert plot_parallel(results, simulated, tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_no_time_is_shown_when_workers_are_lost_or_wrong(folder: Path) -> None:
+    model = ModelSource(str(folder)).load()
+    work = prompt(250, 3, 10, 4, spread=0.0)
+
+    def measure(executor: CompileExecutor, workers: list[int]) -> Any:
+        return measure_parallel(model, executor, ["naive"], workers, work, repeats=1, progress=False)
+
+    with pytest.raises(ValueError, match="no times of workers"):
+        measure(CompileExecutor(Inside(folder, 2, lost=True)), [1, 2])
+    for workers in ([2], [1, 3], []):
+        with pytest.raises(ValueError, match="from 1 to 2"):
+            measure(CompileExecutor(Inside(folder, 2)), workers)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:100] += 1.0
+    with pytest.raises(ValueError, match="workers don't compile"):
+        measure(CompileExecutor(Inside(folder, 2)), [1, 2])
+    for wrong in ((1, 10, 4, 0.0), (3, 0, 4, 0.0), (3, 10, 0, 0.0), (3, 10, 4, -1.0)):
+        with pytest.raises(ValueError, match="at least two segments"):
+            prompt(250, *wrong[:3], spread=wrong[3])
+
+
+def test_the_commands(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = runner.invoke(
+        cli.app,
+        [
+            "bench", "parallel", "--layers", "2", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--vocab", "64",
+            "--segment-tokens", "16", "--segments", "4", "--repeats", "1", "--methods", "naive", "--beyond", "1,4",
+            "--out", str(out),
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    measured = [r for r in content["results"] if r["kind"] == "measured"]
+    assert [(r["method"], r["workers"]) for r in measured] == [("naive", 1), ("naive", 2)]
+    assert content["lengths"] == [16] * 4
+    assert len(content["load_before"]) == 3
+    (tmp_path / "a.txt").write_text("The lake is deep.")
+    (tmp_path / "b.txt").write_text("Rill is a city.")
+    documents = ["--doc", str(tmp_path / "a.txt"), "--doc", str(tmp_path / "b.txt")]
+    asked = runner.invoke(
+        cli.app,
+        ["ask", str(folder), "How?", *documents, "--method=naive", "--workers=2", "--max-new-tokens=3"],
+    )
+    assert asked.exit_code == 0, asked.output
+    assert "workers 2: requests 1, by workers 2" in asked.output

@@ -1,0 +1,135 @@
+"""Segment parallelism over Ray: two nodes of a cluster on this machine, with an object store each."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
+from test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, one_thread, same  # noqa: F401  a fixture
+
+from comb import methods
+from comb.engine import PICEngine
+from comb.parallel import CompileExecutor, Deadline, ModelSource
+
+ray: Any = pytest.importorskip("ray")
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED")}
+    # a cluster's machines must be able to import what the workers import
+    os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), RAY_USAGE_STATS_ENABLED="0")
+    small = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, **small)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ray")
+    make_backbone().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def executor(cluster: Any, folder: Path) -> Iterator[CompileExecutor]:
+    from comb.parallel.ray_actors import ray_executor
+
+    with ray_executor(ModelSource(str(folder)), 2, imports=("parallel_faults",)) as executor:
+        yield executor
+
+
+@pytest.fixture
+def whole(executor: CompileExecutor) -> Iterator[CompileExecutor]:
+    """Both actors there; what a test has lost is back."""
+    end = time.monotonic() + 120
+    while len(executor.pool.ready) < 2 and time.monotonic() < end:
+        executor.pool.wait(0.1)
+    assert executor.pool.ready == [0, 1]
+    before = executor.deadline
+    yield executor
+    executor.deadline = before
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return ModelSource(str(folder)).load()
+
+
+def test_actors_compile_what_the_method_compiles(whole: CompileExecutor, model: Any, cluster: Any) -> None:
+    pool: Any = whole.pool
+    nodes = {ray.get(actor.__ray_call__.remote(_node)) for actor in pool._actors}
+    assert len(nodes) == 2  # two machines, as far as Ray knows
+    for spec in ("naive", "legolink-0", "naive:quantize=int8"):
+        method, before = methods.create(spec, model), whole.stats
+        whole.check(method)
+        assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))
+        assert counted(whole, before) == {"requests": 1, "by_workers": 5}
+
+
+def _node(actor: Any) -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def test_the_engine_answers_alike(whole: CompileExecutor, model: Any) -> None:
+    engine = PICEngine(model, make_tokenizer(), method="legolink:4", executor=whole)
+    local = PICEngine(model, make_tokenizer(), method="legolink:4")
+    answers = [each.ask(QUESTION, [LAKE, CITY, BOOK], max_new_tokens=NEW) for each in (engine, local)]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_an_actor_that_dies_hangs_or_damages(whole: CompileExecutor, model: Any) -> None:
+    for fault, count in (("damage", "damaged"), ("raise", "failed"), ("swap", "damaged"), ("kill", "died")):
+        method, before = fragile(model, fault), whole.stats
+        assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
+        found = counted(whole, before)
+        assert found[count] == 1
+        assert found["locally"] >= 1
+
+
+def test_a_late_actor_is_replaced(whole: CompileExecutor, model: Any) -> None:
+    method, before = fragile(model, "hang"), whole.stats
+    whole.compile(method, SEGMENTS)
+    whole.deadline = Deadline(floor_s=1.5, factor=4, first_s=1.5)
+    assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
+    assert counted(whole, before)["late"] >= 1
+
+
+def test_other_weights_are_refused(whole: CompileExecutor, model: Any, folder: Path) -> None:
+    changed = ModelSource(str(folder)).load()
+    with torch.no_grad():
+        changed.get_input_embeddings().weight[30:40] += 1.0
+    with pytest.raises(ValueError, match="fingerprint"):
+        whole.check(methods.create("naive", changed))
+
+
+def test_what_an_actor_cannot_load_is_said(cluster: Any, folder: Path, executor: CompileExecutor) -> None:
+    from comb.parallel.ray_actors import ray_executor
+
+    executor.close()  # there are CPUs for two actors only
+    with pytest.raises(RuntimeError, match="nowhere"):
+        ray_executor(ModelSource(str(folder / "nowhere")), 1)
