@@ -53,10 +53,11 @@ class Served:
     """An engine, the same model in the library, and documents that are in its pool."""
 
     llm: Any
-    model: CombForCausalLM
-    pool: SharedPool
+    model: CombForCausalLM | Any
+    pool: SharedPool | Any
     documents: dict[str, list[int]] = field(default_factory=dict)
     handles: dict[str, Handle] = field(default_factory=dict)
+    cached: list[int] = field(default_factory=list)  # tokens that each answer took from the prefix cache
 
     def add(self, name: str, tokens: list[int]) -> None:
         """Encodes a document and writes it into blocks that lie scattered over the pool."""
@@ -68,14 +69,18 @@ class Served:
         self.pool.write(handle, picache.keys, picache.values)
         self.documents[name], self.handles[name] = tokens, handle
 
+    def request(self, prompt: list[int], names: str, tokens: int = 8, salted: bool = True) -> tuple[Any, Any]:
+        """vLLM's prompt and sampling parameters for a question about the documents named by letters."""
+        documents = {KEY: pack([self.handles[name] for name in names])} if names else None
+        salt = {"cache_salt": names} if names and salted else {}
+        return {"prompt_token_ids": prompt, **salt}, greedy(tokens, documents)
+
     def ask(self, requests: Sequence[tuple[list[int], str]], tokens: int = 8, salted: bool = True) -> list[Any]:
         """(token ids, log-probabilities of them) per (prompt, names of documents)."""
-        prompts, parameters = [], []
-        for prompt, names in requests:
-            docs = {KEY: pack([self.handles[name] for name in names])} if names else None
-            prompts.append({"prompt_token_ids": prompt, **({"cache_salt": names} if names and salted else {})})
-            parameters.append(greedy(tokens, docs))
-        return [answer(output) for output in self.llm.generate(prompts, parameters, use_tqdm=False)]
+        prompts, parameters = zip(*(self.request(*each, tokens, salted) for each in requests), strict=True)
+        outputs = self.llm.generate(list(prompts), list(parameters), use_tqdm=False)
+        self.cached += [output.num_cached_tokens for output in outputs]
+        return [answer(output) for output in outputs]
 
     def reference(self, prompt: list[int], names: str, tokens: int = 8) -> Any:
         """The library's own answer."""
