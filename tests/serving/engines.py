@@ -54,19 +54,22 @@ class Served:
 
     llm: Any
     model: CombForCausalLM | Any
-    pool: SharedPool | Any
+    pools: Sequence[SharedPool]
     documents: dict[str, list[int]] = field(default_factory=dict)
     handles: dict[str, Handle] = field(default_factory=dict)
     cached: list[int] = field(default_factory=list)  # tokens that each answer took from the prefix cache
 
     def add(self, name: str, tokens: list[int]) -> None:
         """Encodes a document and writes it into blocks that lie scattered over the pool."""
-        count = self.pool.layout.blocks_for(len(tokens))
+        layout = self.pools[0].layout
+        count = layout.blocks_for(len(tokens))
         taken = {block for handle in self.handles.values() for block in handle.blocks}
-        free = [block for block in reversed(range(self.pool.layout.num_blocks)) if block not in taken]
+        free = [block for block in reversed(range(layout.num_blocks)) if block not in taken]
         handle = Handle(len(tokens), tuple(free[: 2 * count : 2]))
         (picache,) = self.model.encode([tokens])
-        self.pool.write(handle, picache.keys, picache.values)
+        for rank, pool in enumerate(self.pools):
+            first = rank * layout.kv_heads
+            pool.write(handle, picache.keys, picache.values, slice(first, first + layout.kv_heads))
         self.documents[name], self.handles[name] = tokens, handle
 
     def request(self, prompt: list[int], names: str, tokens: int = 8, salted: bool = True) -> tuple[Any, Any]:
@@ -84,14 +87,28 @@ class Served:
 
     def reference(self, prompt: list[int], names: str, tokens: int = 8) -> Any:
         """The library's own answer."""
-        found = self.model.generate(
-            torch.tensor([prompt]),
-            documents=[[self.documents[name] for name in names]] if names else None,
-            max_new_tokens=tokens, do_sample=False, eos_token_id=[], output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        ids = found.sequences[0, len(prompt) :].tolist()
-        logs = [logits[0].float().log_softmax(-1)[token].item() for logits, token in zip(found.logits, ids, strict=True)]
-        return ids, logs
+        return reference(self.model, prompt, [self.documents[name] for name in names], tokens)[:2]
+
+
+def reference(model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int) -> Any:
+    """The library's greedy answer: token ids, their log-probabilities, and all log-probabilities of the first one."""
+    given = torch.tensor([prompt])
+    found = model.generate(
+        given, attention_mask=torch.ones_like(given), documents=[documents] if documents else None, pad_token_id=0,
+        max_new_tokens=tokens, do_sample=False, eos_token_id=[], output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    ids = found.sequences[0, len(prompt) :].tolist()
+    logs = [logits[0].float().log_softmax(-1) for logits in found.logits]
+    return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)], logs[0]
+
+
+def three_documents(model: CombForCausalLM) -> dict[str, list[int]]:
+    """Token ids of documents A, B and C: blocks filled in part, filled, and many."""
+    draw = torch.Generator().manual_seed(11)
+    sizes = {"A": 13, "B": 8, "C": 30}
+    return {
+        name: torch.randint(5, model.info.vocab_size, (size,), generator=draw).tolist() for name, size in sizes.items()
+    }
 
 
 def greedy(tokens: int, extra: dict[str, Any] | None = None) -> Any:
@@ -111,14 +128,13 @@ def answer(output: Any) -> Any:
 
 
 @contextmanager
-def served(folder: Path, backbone: Any, **options: Any) -> Iterator[Served]:
-    """A checkpoint made, served, and three documents put into its pool."""
-    model = checkpoint(folder, backbone)
-    with instance(), engine(folder, **options) as llm:
-        found = Served(llm, model, SharedPool.attach(Path(os.environ["COMB_INSTANCE_DIR"]) / "pool-0"))
-        draw = torch.Generator().manual_seed(11)
-        for name, length in (("A", 13), ("B", 8), ("C", 30)):
-            found.add(name, torch.randint(5, model.info.vocab_size, (length,), generator=draw).tolist())
+def served(folder: Path, model: CombForCausalLM, **options: Any) -> Iterator[Served]:
+    """A checkpoint served, and three documents put into its pool."""
+    ranks = options.get("tensor_parallel_size", 1)
+    with instance() as place, engine(folder, **options) as llm:
+        found = Served(llm, model, [SharedPool.attach(place / f"pool-{rank}") for rank in range(ranks)])
+        for name, tokens in three_documents(model).items():
+            found.add(name, tokens)
         yield found
 
 

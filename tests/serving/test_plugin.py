@@ -1,15 +1,14 @@
-"""The vLLM plug-in on a real engine: the backbone where there are no documents, the library's answers where there are."""
+"""The vLLM plug-in on a real engine: without documents the plain backbone, with them the library's answers."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import KEY, Served, answer, engine, greedy, served
+from engines import KEY, Served, answer, checkpoint, engine, greedy, served
 
 from comb.adapter import resolve_name
 
@@ -27,7 +26,7 @@ TIGHT = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 20, "disable_l
 def plain(plugin: None) -> Any:
     """The backbone in vLLM itself: answers to each prompt alone, and to `MIXED` without its documents."""
     with engine(resolve_name("nano"), **TIGHT) as llm:
-        bare = Served(llm, None, None)
+        bare = Served(llm, None, ())
         alone = [bare.ask([(prompt, "")])[0] for prompt in PROMPTS]
         llm.reset_prefix_cache()
         return alone, bare.ask([(PROMPTS[index], "") for index, _ in MIXED])
@@ -36,16 +35,15 @@ def plain(plugin: None) -> Any:
 @pytest.fixture(scope="session")
 def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An adapter on the nano backbone, served."""
-    with served(tmp_path_factory.mktemp("nano"), "nano", **TIGHT) as found:
+    folder = tmp_path_factory.mktemp("nano")
+    with served(folder, checkpoint(folder, "nano"), **TIGHT) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def references(nano: Served) -> dict[tuple[int, str], Any]:
     """The library's answers: prompt index and document set -> (ids, log-probabilities)."""
-    return {
-        (index, names): nano.reference(prompt, names) for index, prompt in enumerate(PROMPTS) for names in SETS
-    }
+    return {(index, names): nano.reference(prompt, names) for index, prompt in enumerate(PROMPTS) for names in SETS}
 
 
 @pytest.fixture(autouse=True)
@@ -109,10 +107,8 @@ def test_a_request_that_was_turned_out_comes_back_to_its_documents(nano: Served)
 
 def test_never_another_requests_document(nano: Served, references: Any) -> None:
     draw = random.Random(5)
-    core, waiting, running, answered = nano.llm.llm_engine, [], {}, 0
-    for number in range(200):
-        waiting.append((f"r{number % 37}-{number}", draw.randrange(len(PROMPTS)), draw.choice(SETS)))
-    gone = 0
+    core, running, answered, gone = nano.llm.llm_engine, {}, 0, 0
+    waiting = [(f"r{number}", draw.randrange(len(PROMPTS)), draw.choice(SETS)) for number in range(200)]
     while waiting or running:
         for _ in range(min(draw.randrange(4), len(waiting))):
             name, index, names = waiting.pop()
@@ -161,5 +157,3 @@ def validation_error() -> type[Exception]:
 
 def preemptions(nano: Served) -> float:
     return sum(metric.value for metric in nano.llm.get_metrics() if metric.name == "vllm:num_preemptions")
-
-

@@ -60,9 +60,7 @@ class ParallelMLP(nn.Module):
             ColumnParallelLinear(*sizes, bias=bias, return_bias=False, prefix=f"{prefix}.{name}")
             for name in ("gate_proj", "up_proj")
         )
-        self.down_proj = RowParallelLinear(
-            *reversed(sizes), bias=bias, return_bias=False, prefix=f"{prefix}.down_proj"
-        )
+        self.down_proj = RowParallelLinear(*reversed(sizes), bias=bias, return_bias=False, prefix=f"{prefix}.down_proj")
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,7 +106,8 @@ class PagedCrossBlock(nn.Module):
         step, pool = self.documents.step, self.documents.pool
         if not step.rows or pool is None:
             return
-        tokens = step.tokens.to(hidden.device)
+        # [1, tokens, hidden] where vLLM runs transformers' own layers; view, as what is written must arrive
+        hidden, tokens = hidden.view(-1, hidden.shape[-1]), step.tokens.to(hidden.device)
         stream = hidden.index_select(0, tokens)
         if residual.numel():
             stream = stream + residual.index_select(0, tokens)

@@ -48,10 +48,12 @@ class CombMixin:
         """
         loaded: set[int] = set()
         names = set(super().load_weights(self._without_adapter(weights, loaded)))
-        ours = [block for block in self.comb_blocks.values()]
+        ours = self.comb_blocks.values()
         missing = [name for block in ours for name, weight in block.named_parameters() if id(weight) not in loaded]
         if missing:
-            raise ValueError(f"the checkpoint lacks {len(missing)} weights of its cross blocks, among them {missing[:3]}")
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} weights of its cross blocks, among them {missing[:3]}"
+            )
         return names | {name for name, weight in self.named_parameters() if id(weight) in loaded}
 
     def _without_adapter(self, weights: Iterable[tuple[str, Tensor]], loaded: set[int]) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""What an instance that serves a comb checkpoint needs changed in vLLM's configuration: vLLM's hook per architecture."""
+"""What serving a comb checkpoint needs changed in vLLM's configuration, through its hook per architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker of vLLM's V1 model runner: makes the pool, and tells the model in front of each step which row is whose."""
+"""The worker of vLLM's V1 model runner: makes the pool, and says in front of each step which row is whose."""
 
 from __future__ import annotations
 
