@@ -52,7 +52,7 @@ def test_the_configuration_is_the_backbones_with_the_adapter_beside_it(folder: P
 
 def test_a_backbone_of_another_shape_or_none_is_refused(folder: Path) -> None:
     change(folder.parent / "backbone" / "config.json", num_hidden_layers=5)
-    with pytest.raises(ValueError, match="num_hidden_layers 4, .*backbone has 5"):
+    with pytest.raises(ValueError, match=r"num_hidden_layers 4, .*backbone has 5"):
         parse(folder)
     change(folder / "config.json", backbone_name_or_path="")
     with pytest.raises(ValueError, match="doesn't name its backbone"):
@@ -62,6 +62,39 @@ def test_a_backbone_of_another_shape_or_none_is_refused(folder: Path) -> None:
 def test_a_backbone_is_found_beside_the_adapter(folder: Path) -> None:
     change(folder / "config.json", backbone_name_or_path="./../backbone")
     assert parse(folder)[1].comb["backbone"] == str(folder.parent / "backbone")
+
+
+def options(**changed: Any) -> Any:
+    from types import SimpleNamespace
+
+    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "worker_cls": "auto"}
+    given = {"speculative_config": None, "use_v2_model_runner": False, **changed}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{name: given.pop(name, value) for name, value in parallel.items()}),
+        model_config=SimpleNamespace(logits_processors=given.pop("logits_processors", None)),
+        **given,
+    )
+
+
+def test_what_an_instance_is_set_up_with() -> None:
+    from comb_serving.vllm.setup import set_up
+
+    v1, v2 = options(logits_processors=["mine:Mine"]), options(use_v2_model_runner=True)
+    for given in (v1, v2, v1):
+        set_up(given)
+    assert v1.parallel_config.worker_cls == "comb_serving.vllm.worker_cpu.CombWorker"
+    assert v1.model_config.logits_processors == ["mine:Mine", "comb_serving.vllm.admission:CheckDocuments"]
+    assert v2.parallel_config.worker_cls == "auto"
+    assert v2.model_config.logits_processors == ["comb_serving.vllm.admission_v2:CheckDocuments"]
+    refused = {
+        "pipeline_parallel_size 1, not 2": {"pipeline_parallel_size": 2},
+        "data_parallel_size 1, not 2": {"data_parallel_size": 2},
+        "speculative": {"speculative_config": object()},
+        "need their own worker, not mine.Worker": {"worker_cls": "mine.Worker"},
+    }
+    for message, changed in refused.items():
+        with pytest.raises(ValueError, match=message):
+            set_up(options(**changed))
 
 
 class Plain(nn.Module):
@@ -93,8 +126,13 @@ def test_weights_go_where_they_belong() -> None:
     backbone = tiny("llama")
     table = backbone.get_input_embeddings().weight.detach()
     weight, bias = torch.randn(3, 2), torch.randn(3)
-    given = [("cross_blocks.0.weight", weight), ("encoder.norm.weight", torch.ones(1)), ("cross_blocks.0.bias", bias),
-             ("comb_backbone.encoder.weight", torch.ones(2)), ("comb_backbone.embed.weight", table.bfloat16())]  # fmt: skip
+    given = [
+        ("cross_blocks.0.weight", weight),
+        ("encoder.norm.weight", torch.ones(1)),
+        ("cross_blocks.0.bias", bias),
+        ("comb_backbone.encoder.weight", torch.ones(2)),
+        ("comb_backbone.embed.weight", table.bfloat16()),
+    ]
     model = loading(fingerprint(backbone))
     assert model.load_weights(given) == {"encoder.weight", "embed.weight", "layer.weight", "layer.bias"}
     assert torch.equal(model.layer.weight, weight)
