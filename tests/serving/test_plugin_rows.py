@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,3 +142,21 @@ def test_the_v2_model_state_sets_the_step(documents: Documents, monkeypatch: pyt
     assert not model.comb.step.rows
     assert found.get_additional_cg_support() == (AttentionCGSupport.NEVER, "comb")
     assert found.calls[-2:] == [("add", "w"), ("add", "x")]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["default.DefaultModelState", "mamba_hybrid.MambaHybridModelState"])
+def test_the_v2_model_state_fits_vllms_own(name: str) -> None:
+    pytest.importorskip("vllm")
+    from comb_serving.vllm.state import with_documents
+
+    module, _, cls = name.partition(".")
+    base = getattr(import_module(f"vllm.v1.worker.gpu.model_states.{module}"), cls)
+    ours = with_documents(base)
+    assert not inspect.isabstract(ours)
+    changed = [member for member in vars(ours) if inspect.isfunction(vars(ours)[member])]
+    assert len(changed) == 6
+    for member in changed:
+        assert list(inspect.signature(getattr(ours, member)).parameters) == list(
+            inspect.signature(getattr(base, member)).parameters
+        )
