@@ -1,1 +1,1 @@
-"""Serving comb checkpoints on vLLM. Empty so far: today comb answers in process, through `comb.PICEngine`."""
+"""Serving comb checkpoints on vLLM: the plug-in, and the pool of documents it reads (docs/serving.md)."""

@@ -1,0 +1,37 @@
+"""Engines for the tests of the vLLM plug-in, and what they need to find it in a tree that isn't installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "comb")]
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM finds the plug-in here and in processes it starts, installed or not; it works alone in this process."""
+    pytest.importorskip("vllm")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
+    if any(entry.name == "comb" for entry in metadata.entry_points(group="vllm.general_plugins")):
+        return
+    folder = tmp_path_factory.mktemp("entry-points")
+    info = folder / "comb_pic-0.1.0.dist-info"
+    info.mkdir()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: comb-pic\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
+            for group, entries in project["entry-points"].items()
+        )
+    )
+    sys.path.insert(0, str(folder))
+    places = [str(folder), *(str(ROOT / part) for part in (".", "training", "serving"))]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
