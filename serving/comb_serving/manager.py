@@ -186,7 +186,7 @@ class PICManager:
         return Lease(self, held, documents)
 
     def _admit(self, missing: Sequence[Wanted], keep: dict[str, _Entry]) -> dict[str, _Entry]:
-        """New entries with blocks, on their way to the encoder. Raises PoolFullError without having changed anything."""
+        """New entries with blocks, on their way to the encoder. Raises PoolFullError, having changed nothing."""
         if not missing:
             return {}
         sizes = [self.layout.blocks_for(len(document.token_ids)) for document in missing]
