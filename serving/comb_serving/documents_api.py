@@ -35,9 +35,7 @@ async def answer(front: Front, method: str, path: str, body: dict[str, Any], ten
         segment = _find(front, tenant, name)
         front.library(tenant).remove([name])
         return 200, {"id": segment.id, "object": "document", "deleted": True}
-    raise RequestError(
-        405, f"{method} {path} is no route; there are POST and GET {DOCUMENTS}, GET and DELETE with an id"
-    )
+    raise RequestError(405, f"{method} {path} is no route: there are GET and POST {DOCUMENTS}, GET and DELETE of an id")
 
 
 async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any]:

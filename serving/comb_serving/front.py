@@ -19,9 +19,9 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids and renders no template
 _FIELDS = {"id", "title", "text", "token_ids"}
 # of apply_chat_template itself: not for a request to set
-_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents",
-             "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs",
-             "tools", "truncation"}  # fmt: skip
+_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
+_RESERVED |= {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"}
+_RESERVED |= {"tokenizer_kwargs", "tools", "truncation"}
 
 
 class NoStore:
@@ -313,7 +313,7 @@ def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
     arguments = body.get("chat_template_kwargs") or {}
     if not isinstance(arguments, dict):
         raise RequestError(400, "chat_template_kwargs is an object", param="chat_template_kwargs")
-    reserved = sorted(_RESERVED & arguments.keys())
+    reserved = sorted(_RESERVED & set(arguments))
     if reserved:
         raise RequestError(400, f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs")
     return arguments if body.get("tools") is None else {**arguments, "tools": body["tools"]}

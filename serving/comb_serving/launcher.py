@@ -124,7 +124,7 @@ def launch(
         environment = _environment(options, folder, pool_bytes, pool_block)
         command = [*server, "--model", resolve_name(options.checkpoint), *arguments, "--middleware", MIDDLEWARE]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
-        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)  # noqa: PLW1509
+        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
         try:
             with _forwarding(process):
                 watcher = threading.Thread(target=_report_ready, args=(process, flags, on_ready), daemon=True)
@@ -135,13 +135,12 @@ def launch(
 
 
 def _environment(options: ServeOptions, folder: Path, pool_bytes: int, pool_block: int) -> dict[str, str]:
-    environment = {
-        **os.environ,
-        INSTANCE_DIR: str(folder),
-        OPTIONS: options.to_json(),
-        POOL_BYTES: str(pool_bytes),
-        POOL_BLOCK: str(pool_block),
-    }
+    environment = {**os.environ, OPTIONS: options.to_json()}
+    pool = {INSTANCE_DIR: str(folder), POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block)}
+    if options.encoder:
+        environment |= pool
+    else:  # the worker makes no pool then
+        environment = {name: value for name, value in environment.items() if name not in pool}
     allowed = environment.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         environment["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])

@@ -8,7 +8,6 @@ pinned or is being encoded keeps its blocks. Everything else goes, least recentl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import OrderedDict
@@ -116,7 +115,6 @@ class PICManager:
     waiting: int = 0
     _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)
     _leaving: set[_Entry] = field(default_factory=set)  # gone from lookup, their blocks still in use
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.blocks = BlockAllocator(self.layout.num_blocks)
@@ -198,12 +196,12 @@ class PICManager:
             flight = self.encoders.submit(document.key, document.token_ids, handle)
             entry = self._entries[document.key] = _Entry(document.key, handle, flight)
             admitted[document.key] = entry
-            task = asyncio.create_task(self._follow(entry, flight))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            flight.add_done_callback(lambda _, entry=entry: self._land(entry))
         return admitted
 
     def _make_room(self, needed: int, keep: dict[str, _Entry]) -> None:
+        for entry in list(self._entries.values()):
+            self._land(entry)
         missing = needed - self.blocks.free
         if missing > 0:
             self._drop_all_expired()
@@ -236,25 +234,26 @@ class PICManager:
             await asyncio.wait(flights.values())
         finally:
             self.waiting -= 1
+        for entry in entries.values():
+            self._land(entry)
         return {key: flight.result().tier for key, flight in flights.items()}
 
-    async def _follow(self, entry: _Entry, flight: asyncio.Future[Encoded]) -> None:
-        """Takes note of a flight's end, whoever still waits for it."""
-        await asyncio.wait([flight])
+    def _land(self, entry: _Entry) -> None:
+        """Takes note of a flight's end, whoever still waits for it; a second call does nothing."""
+        flight = entry.encoded
+        if flight is None or not flight.done():
+            return
         entry.encoded = None
         if flight.cancelled() or flight.exception() is not None:
             self.counters.failures += 1
             if not entry.removed:
                 self._forget(entry)
-            else:
-                self._free_if_unused(entry)
-            return
-        result = flight.result()
-        self.counters.encode_seconds += result.seconds
-        if result.tier == "encoded":
-            self.counters.encoded += 1
         else:
-            self.counters.copied += 1
+            self.counters.encode_seconds += flight.result().seconds
+            if flight.result().tier == "encoded":
+                self.counters.encoded += 1
+            else:
+                self.counters.copied += 1
         self._free_if_unused(entry)
 
     def _release(self, entries: Sequence[_Entry]) -> None:
@@ -342,9 +341,9 @@ class PICManager:
 
     async def settle(self) -> None:
         """Waits until nothing is being encoded; for tests and orderly ends."""
-        while self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+        while flights := [e.encoded for e in (*self._entries.values(), *self._leaving) if e.encoded is not None]:
+            await asyncio.wait(flights)
+            await asyncio.sleep(0)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError naming the first broken invariant."""

@@ -64,8 +64,8 @@ class ServeOptions:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ServeOptions:
         """The options that `comb serve` has put into the environment. Raises ValueError outside of one."""
-        if OPTIONS not in environment or INSTANCE_DIR not in environment:
-            raise ValueError(f"{OPTIONS} and {INSTANCE_DIR} are not set: this middleware is started by `comb serve`")
+        if OPTIONS not in environment:
+            raise ValueError(f"{OPTIONS} is not set: encoders and middleware are started by `comb serve`")
         return cls.from_json(environment[OPTIONS])
 
 
