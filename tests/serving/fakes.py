@@ -76,7 +76,8 @@ class Echo:
         self.bodies.append(asked)
         if self.fails:
             raise RuntimeError("the engine died")
-        ids = (asked.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        transfer = asked.get("kv_transfer_params")
+        ids = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
         rows = asked.get("prompt") if ids is None else [ids]
         count = sum(map(len, rows)) if isinstance(rows, list) and all(isinstance(r, list) for r in rows) else 7
         usage = {"prompt_tokens": count, "completion_tokens": 1, "total_tokens": count + 1}
