@@ -137,9 +137,8 @@ def test_killing_encoders_under_load_ends_every_waiter_right(
                 await asyncio.sleep(0.05)
             for place in encoders.places:  # stopped, so that the documents are under way when they die
                 os.kill(place.process.pid, signal.SIGSTOP)
-            tasks = [
-                asyncio.create_task(manager.acquire([a, b])) for a, b in zip(everything, everything[1:], strict=False)
-            ]
+            pairs = list(itertools.pairwise(everything))
+            tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
             await asyncio.sleep(0.3)
             assert manager.waiting == len(tasks)
             pool.tensor.fill_(float("nan"))
