@@ -1,26 +1,51 @@
-"""Fixtures shared by the serving tests: an adapter with open gates on the nano backbone, saved with its tokenizer."""
+"""Engines for the tests of the vLLM plug-in, and what they need to find it in a tree that isn't installed."""
 
 from __future__ import annotations
 
+import os
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
-from comb import CombForCausalLM
-from comb_training.plugin import register
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "comb")]
 
-sys.path.insert(0, str(Path(__file__).parent))
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM finds the plug-in here and in processes it starts, installed or not; it works alone in this process."""
+    pytest.importorskip("vllm")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
+    if any(entry.name == "comb" for entry in metadata.entry_points(group="vllm.general_plugins")):
+        return
+    folder = tmp_path_factory.mktemp("entry-points")
+    info = folder / "comb_pic-0.1.0.dist-info"
+    info.mkdir()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: comb-pic\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
+            for group, entries in project["entry-points"].items()
+        )
+    )
+    sys.path.insert(0, str(folder))
+    places = [str(folder), *(str(ROOT / part) for part in (".", "training", "serving"))]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(scope="session")
 def nano_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that `comb serve` takes; its encoder is untrained, its gates are open."""
+    """An adapter on the nano backbone, saved with its tokenizer: its encoder is untrained, its gates are open."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from comb import CombForCausalLM
     from comb_training.nano import CHECKPOINT
 
-    register()
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("adapter")
     model = CombForCausalLM.from_backbone(str(CHECKPOINT), num_encoder_layers=2)

@@ -1,0 +1,95 @@
+"""What makes a vLLM model class a comb model: cross blocks in its decoder layers, and weights from two places."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from comb_serving.vllm.block import PagedCrossBlock
+from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
+from comb_serving.vllm.layer import put_in_front
+from comb_serving.vllm.rows import Documents
+
+BACKBONE = "comb_backbone."  # in front of names from the backbone's folder
+BLOCKS, ENCODER = "cross_blocks.", "encoder."
+
+
+class CombMixin:
+    """Comes first among the bases of ``Comb<architecture>``; everything else is the backbone's class."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
+        model_config = vllm_config.model_config
+        adapter = getattr(model_config.hf_config, ATTRIBUTE)
+        self.comb = Documents()
+        self.comb_config = encoder_config(model_config.hf_config)
+        self._comb_vllm_config = vllm_config
+        self.comb_blocks: dict[str, PagedCrossBlock] = {}
+        # read after the checkpoint itself, which holds the adapter
+        self.secondary_weights = [DefaultModelLoader.Source(adapter["backbone"], adapter["revision"], prefix=BACKBONE)]
+        layers = decoder_layers(self, model_config.hf_text_config.num_hidden_layers)
+        known = vllm_config.compilation_config.static_forward_context
+        for index, layer in enumerate(adapter["layers"]):
+            block = PagedCrossBlock(self.comb_config, index, self.comb, f"{prefix}comb.{index}")
+            known[block.name] = self.comb_blocks[f"{BLOCKS}{index}."] = block
+            put_in_front(layers[layer], block)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """The backbone's weights go through its own loader, the adapter's into the cross blocks; no encoder here.
+
+        Raises:
+            ValueError: if the checkpoint lacks a weight of the cross blocks, or one is not finite.
+        """
+        loaded: set[int] = set()
+        names = set(super().load_weights(self._without_adapter(weights, loaded)))
+        ours = self.comb_blocks.values()
+        missing = [name for block in ours for name, weight in block.named_parameters() if id(weight) not in loaded]
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} weights of its cross blocks, among them {missing[:3]}"
+            )
+        return names | {name for name, weight in self.named_parameters() if id(weight) in loaded}
+
+    def _without_adapter(self, weights: Iterable[tuple[str, Tensor]], loaded: set[int]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if name.startswith(BACKBONE):
+                yield name.removeprefix(BACKBONE), tensor
+                continue
+            block = next((found for start, found in self.comb_blocks.items() if name.startswith(start)), None)
+            if block is None:
+                if not name.startswith(ENCODER):
+                    raise ValueError(f"the checkpoint has a weight {name!r} that belongs to no part of this adapter")
+                continue
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
+            weight = block.get_parameter(name.split(".", 2)[2])
+            getattr(weight, "weight_loader", default_weight_loader)(weight, tensor)
+            loaded.add(id(weight))
+
+    def get_model_state_cls(self) -> type:
+        """For vLLM's V2 model runner: the backbone's model state, which also knows documents."""
+        from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+
+        from comb_serving.vllm.state import with_documents
+
+        own = getattr(super(), "get_model_state_cls", None)
+        if own is not None:
+            return with_documents(own())
+        plain: Any = types.SimpleNamespace(modules=self.modules)  # the model without this method
+        return with_documents(resolve_model_state_cls(self._comb_vllm_config, plain))
+
+
+def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """The list of `count` decoder layers. Raises ValueError if there is none."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    fitting = [(name, module) for name, module in lists if len(module) == count]
+    if not fitting:
+        found = {name: len(module) for name, module in lists}
+        raise ValueError(f"no list of {count} decoder layers in {type(model).__name__}, only {found}")
+    return min(fitting, key=lambda pair: pair[0].count("."))[1]

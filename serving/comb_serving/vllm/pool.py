@@ -1,0 +1,74 @@
+"""The decoder's side of the shared pool: how large it is, and which heads this rank keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from comb.config import CombEncoderConfig
+from comb_serving.handles import KEY, unpack
+from comb_serving.pool import PoolLayout, SharedPool, manifest_of
+
+FOLDER, BYTES, BLOCK = "COMB_INSTANCE_DIR", "COMB_POOL_BYTES", "COMB_POOL_BLOCK"
+
+
+def pool_path(rank: int = 0) -> Path | None:
+    """Where the pool of a tensor-parallel rank is; None for an instance without documents."""
+    folder = os.environ.get(FOLDER)
+    return Path(folder) / f"pool-{rank}" if folder else None
+
+
+def rank_layout(
+    config: CombEncoderConfig, *, cross_layers: int, dtype: str, ranks: int, total: int, block_size: int
+) -> PoolLayout:
+    """The pool of one of `ranks` ranks, when all pools together may take `total` bytes; the same for all ranks.
+
+    Raises:
+        ValueError: if not even one block fits.
+    """
+    # more ranks than key/value heads: each head is kept by several ranks, which read it
+    shape = {"cross_layers": cross_layers, "kv_heads": max(1, config.num_key_value_heads // ranks)}
+    one = PoolLayout(**shape, head_dim=config.head_dim, num_blocks=1, block_size=block_size, dtype=dtype)
+    blocks = total // (one.nbytes * ranks)
+    if blocks < 1:
+        raise ValueError(f"{BYTES}={total} is less than one block of {block_size} tokens, {one.nbytes * ranks} bytes")
+    return PoolLayout(**shape, head_dim=config.head_dim, num_blocks=blocks, block_size=block_size, dtype=dtype)
+
+
+def create_pool(model: Any, dtype: Any, *, rank: int, ranks: int) -> SharedPool | None:
+    """This rank's pool, made in the instance's folder; None if the instance has no folder.
+
+    Raises:
+        ValueError: if the pool's size isn't given.
+    """
+    path = pool_path(rank)
+    if path is None:
+        return None
+    if BYTES not in os.environ:
+        raise ValueError(f"{FOLDER} is set but {BYTES} is not: say how many bytes documents may take")
+    layout = rank_layout(
+        model.comb_config,
+        cross_layers=len(model.comb_blocks),
+        dtype=str(dtype).removeprefix("torch."),
+        ranks=ranks,
+        total=int(os.environ[BYTES]),
+        block_size=int(os.environ.get(BLOCK, "16")),
+    )
+    return SharedPool.create(path, layout)
+
+
+def check_documents(extra_args: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if a request names documents that this instance's pool can't have."""
+    numbers = (extra_args or {}).get(KEY)
+    if numbers is None:
+        return
+    path = pool_path()
+    if path is None or not manifest_of(path).exists():
+        raise ValueError(f"{KEY}: this instance keeps no documents: start it with `comb serve`, or set {FOLDER}")
+    if not isinstance(numbers, list | tuple):
+        raise ValueError(f"{KEY} is a list of integers, got {str(numbers)[:80]}")
+    layout = PoolLayout(**json.loads(manifest_of(path).read_text()))
+    unpack(numbers, num_blocks=layout.num_blocks, block_size=layout.block_size)

@@ -1,0 +1,57 @@
+"""What serving a comb checkpoint needs changed in vLLM's configuration, through its hook per architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+
+CHECKS = {False: "comb_serving.vllm.admission:CheckDocuments", True: "comb_serving.vllm.admission_v2:CheckDocuments"}
+WORKERS = {True: "comb_serving.vllm.worker_cpu.CombWorker", False: "comb_serving.vllm.worker.CombWorker"}
+
+
+def config_hook(backbone: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdateConfig]:
+    """The hook of ``Comb<architecture>``, which runs the backbone architecture's own first."""
+
+    class CombSetup(VerifyAndUpdateConfig):
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            if backbone is not None:
+                backbone.verify_and_update_config(vllm_config)
+            set_up(vllm_config)
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            if backbone is not None and hasattr(backbone, "verify_and_update_model_config"):
+                backbone.verify_and_update_model_config(model_config)
+
+    return CombSetup
+
+
+def set_up(vllm_config: Any) -> None:
+    """Names the worker that knows rows (V1), and the check that documents pass when a request comes in.
+
+    Raises:
+        ValueError: for features that documents don't work with.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ValueError(f"comb checkpoints are served with {name} 1, not {getattr(parallel, name)}")
+    if vllm_config.speculative_config is not None:
+        raise ValueError("comb checkpoints are served without speculative decoding: drafts would not see documents")
+    v2 = bool(vllm_config.use_v2_model_runner)
+    given = list(model.logits_processors or [])
+    if CHECKS[v2] not in given:
+        model.logits_processors = [*given, CHECKS[v2]]
+    if v2:
+        return  # the model's state object knows the rows
+    if parallel.worker_cls == "auto":
+        parallel.worker_cls = WORKERS[current_platform.is_cpu()]
+    elif parallel.worker_cls not in WORKERS.values():
+        raise ValueError(f"comb checkpoints need their own worker, not {parallel.worker_cls}: leave worker_cls alone")
+    if not current_platform.is_cpu():
+        # a whole step in one CUDA graph would never come back to Python to look up its rows
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE

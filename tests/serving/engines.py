@@ -1,0 +1,152 @@
+"""A comb checkpoint, the engine that serves it, the library's model to compare with, and documents in the pool."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import open_gates
+
+from comb import CombForCausalLM
+from comb_serving.handles import KEY, Handle, pack
+from comb_serving.pool import SharedPool
+
+BLOCK = 4
+SMALL = {
+    "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 8 * 2**20, "block_size": 32,
+    "max_model_len": 256, "max_num_seqs": 16, "disable_log_stats": True, "seed": 0,
+}  # fmt: skip
+
+
+def checkpoint(folder: Path, backbone: Any) -> CombForCausalLM:
+    """An adapter with open gates on `backbone` (a name, a folder or a model saved before), saved to `folder`."""
+    torch.manual_seed(3)
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, dtype=torch.float32), 1.5, 1.0)
+    model.save_pretrained(folder)
+    return CombForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@contextmanager
+def engine(folder: str | Path, **options: Any) -> Iterator[Any]:
+    """An engine in this process, gone afterwards."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    model = LLM(str(folder), skip_tokenizer_init=True, **{**SMALL, **options})
+    try:
+        yield model
+    finally:
+        model.llm_engine.engine_core.shutdown()
+        del model
+        cleanup_dist_env_and_memory()
+
+
+@dataclass
+class Served:
+    """An engine, the same model in the library, and documents that are in its pool."""
+
+    llm: Any
+    model: CombForCausalLM | Any
+    pools: Sequence[SharedPool]
+    documents: dict[str, list[int]] = field(default_factory=dict)
+    handles: dict[str, Handle] = field(default_factory=dict)
+    cached: list[int] = field(default_factory=list)  # tokens that each answer took from the prefix cache
+
+    def add(self, name: str, tokens: list[int]) -> None:
+        """Encodes a document and writes it into blocks that lie scattered over the pool."""
+        layout = self.pools[0].layout
+        count = layout.blocks_for(len(tokens))
+        taken = {block for handle in self.handles.values() for block in handle.blocks}
+        free = [block for block in reversed(range(layout.num_blocks)) if block not in taken]
+        handle = Handle(len(tokens), tuple(free[: 2 * count : 2]))
+        (picache,) = self.model.encode([tokens])
+        for rank, pool in enumerate(self.pools):
+            first = rank * layout.kv_heads
+            pool.write(handle, picache.keys, picache.values, slice(first, first + layout.kv_heads))
+        self.documents[name], self.handles[name] = tokens, handle
+
+    def request(self, prompt: list[int], names: str, tokens: int = 8, salted: bool = True) -> tuple[Any, Any]:
+        """vLLM's prompt and sampling parameters for a question about the documents named by letters."""
+        documents = {KEY: pack([self.handles[name] for name in names])} if names else None
+        salt = {"cache_salt": names} if names and salted else {}
+        return {"prompt_token_ids": prompt, **salt}, greedy(tokens, documents)
+
+    def ask(self, requests: Sequence[tuple[list[int], str]], tokens: int = 8, salted: bool = True) -> list[Any]:
+        """(token ids, log-probabilities of them) per (prompt, names of documents)."""
+        prompts, parameters = zip(*(self.request(*each, tokens, salted) for each in requests), strict=True)
+        outputs = self.llm.generate(list(prompts), list(parameters), use_tqdm=False)
+        self.cached += [output.num_cached_tokens for output in outputs]
+        return [answer(output) for output in outputs]
+
+    def reference(self, prompt: list[int], names: str, tokens: int = 8) -> Any:
+        """The library's own answer."""
+        return reference(self.model, prompt, [self.documents[name] for name in names], tokens)[:2]
+
+
+def reference(model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int) -> Any:
+    """The library's greedy answer: token ids, their log-probabilities, and all log-probabilities of the first one."""
+    given = torch.tensor([prompt])
+    found = model.generate(
+        given, attention_mask=torch.ones_like(given), documents=[documents] if documents else None, pad_token_id=0,
+        max_new_tokens=tokens, do_sample=False, eos_token_id=[], output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    ids = found.sequences[0, len(prompt) :].tolist()
+    logs = [logits[0].float().log_softmax(-1) for logits in found.logits]
+    return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)], logs[0]
+
+
+def three_documents(model: CombForCausalLM) -> dict[str, list[int]]:
+    """Token ids of documents A, B and C: blocks filled in part, filled, and many."""
+    draw = torch.Generator().manual_seed(11)
+    sizes = {"A": 13, "B": 8, "C": 30}
+    return {
+        name: torch.randint(5, model.info.vocab_size, (size,), generator=draw).tolist() for name, size in sizes.items()
+    }
+
+
+def greedy(tokens: int, extra: dict[str, Any] | None = None) -> Any:
+    """Greedy decoding of exactly so many tokens, with their log-probabilities."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, extra_args=extra, detokenize=False
+    )
+
+
+def answer(output: Any) -> Any:
+    """(token ids, log-probabilities) of vLLM's request output."""
+    (found,) = output.outputs
+    ids = list(found.token_ids)
+    return ids, [step[token].logprob for step, token in zip(found.logprobs, ids, strict=True)]
+
+
+@contextmanager
+def served(folder: Path, model: CombForCausalLM, **options: Any) -> Iterator[Served]:
+    """A checkpoint served, and three documents put into its pool."""
+    ranks = options.get("tensor_parallel_size", 1)
+    with instance() as place, engine(folder, **options) as llm:
+        found = Served(llm, model, [SharedPool.attach(place / f"pool-{rank}") for rank in range(ranks)])
+        for name, tokens in three_documents(model).items():
+            found.add(name, tokens)
+        yield found
+
+
+@contextmanager
+def instance() -> Iterator[Path]:
+    """The environment of an instance with room for some hundred tokens of documents."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="comb-test-"))
+    values = {"COMB_INSTANCE_DIR": str(folder), "COMB_POOL_BYTES": str(2**20), "COMB_POOL_BLOCK": str(BLOCK)}
+    os.environ.update(values)
+    try:
+        yield folder
+    finally:
+        for name in values:
+            del os.environ[name]
+        shutil.rmtree(folder)

@@ -1,0 +1,159 @@
+"""The vLLM plug-in on a real engine: without documents the plain backbone, with them the library's answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engines import KEY, Served, answer, checkpoint, engine, greedy, served
+
+from comb.adapter import resolve_name
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
+
+DRAW = random.Random(7)
+PROMPTS = [[DRAW.randrange(5, 900) for _ in range(length)] for length in (9, 20, 37, 70)]
+SETS = ("", "A", "AB", "C", "CAB", "B")
+MIXED = [(index, names) for names in ("", "A", "AB", "C", "") for index in range(3)]
+# a context of 70 tokens and 96 of answer, ten times, in 20 blocks of 32: somebody has to be turned out
+TIGHT = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 20, "disable_log_stats": False}
+
+
+@pytest.fixture(scope="session")
+def plain(plugin: None) -> Any:
+    """The backbone in vLLM itself: answers to each prompt alone, and to `MIXED` without its documents."""
+    with engine(resolve_name("nano"), **TIGHT) as llm:
+        bare = Served(llm, None, ())
+        alone = [bare.ask([(prompt, "")])[0] for prompt in PROMPTS]
+        llm.reset_prefix_cache()
+        return alone, bare.ask([(PROMPTS[index], "") for index, _ in MIXED])
+
+
+@pytest.fixture(scope="session")
+def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An adapter on the nano backbone, served."""
+    folder = tmp_path_factory.mktemp("nano")
+    with served(folder, checkpoint(folder, "nano"), **TIGHT) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def references(nano: Served) -> dict[tuple[int, str], Any]:
+    """The library's answers: prompt index and document set -> (ids, log-probabilities)."""
+    return {(index, names): nano.reference(prompt, names) for index, prompt in enumerate(PROMPTS) for names in SETS}
+
+
+@pytest.fixture(autouse=True)
+def _no_cached_prefixes(nano: Served) -> None:
+    nano.llm.reset_prefix_cache()
+
+
+def same(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    assert found[0] == expected[0]
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), atol=tolerance, rtol=0)
+
+
+def test_without_documents_it_is_plain_vllm_bit_for_bit(nano: Served, plain: Any) -> None:
+    alone, together = plain
+    assert [nano.ask([(prompt, "")])[0] for prompt in PROMPTS] == alone
+    assert [nano.ask([(prompt, "A")])[0] for prompt in PROMPTS] != alone
+    nano.llm.reset_prefix_cache()
+    mixed = nano.ask([(PROMPTS[index], names) for index, names in MIXED])
+    for (_, names), found, expected in zip(MIXED, mixed, together, strict=True):
+        assert (found == expected) is not bool(names)
+
+
+def test_rows_of_a_batch_answer_as_they_do_alone_and_as_the_library_does(nano: Served, references: Any) -> None:
+    together = nano.ask([(PROMPTS[index], names) for index, names in MIXED])
+    for (index, names), found in zip(MIXED, together, strict=True):
+        nano.llm.reset_prefix_cache()
+        same(found, nano.ask([(PROMPTS[index], names)])[0])
+        same(found, references[index, names])
+    with pytest.raises(AssertionError):
+        same(together[0], references[0, "A"])
+    with pytest.raises(AssertionError):
+        same(references[0, "C"], references[0, "A"])
+
+
+def test_prefixes_are_shared_by_requests_with_the_same_documents_alone(nano: Served, references: Any) -> None:
+    prompt, first, other = PROMPTS[3], "A", "C"
+    nano.ask([(prompt, first)])
+    same(nano.ask([(prompt, first)])[0], references[3, first])
+    assert nano.cached[-1] == 64
+    same(nano.ask([(prompt, other)])[0], references[3, other])
+    same(nano.ask([(prompt, "")])[0], references[3, ""])
+    assert nano.cached[-2:] == [0, 0]
+    # the control: without a salt the second request is answered from the first one's document
+    nano.llm.reset_prefix_cache()
+    nano.ask([(prompt, first)], salted=False)
+    stale = nano.ask([(prompt, other)], salted=False)[0]
+    assert nano.cached[-1] == 64
+    with pytest.raises(AssertionError):
+        same(stale, references[3, other])
+
+
+def test_a_request_that_was_turned_out_comes_back_to_its_documents(nano: Served) -> None:
+    asked = [(PROMPTS[3], names) for names in (*SETS, "A", "AB", "", "C")]
+    before = preemptions(nano)
+    together = nano.ask(asked, tokens=96)
+    assert preemptions(nano) > before
+    expected = {names: nano.reference(PROMPTS[3], names, tokens=96) for names in SETS}
+    for (_, names), found in zip(asked, together, strict=True):
+        same(found, expected[names], 2e-5)
+
+
+def test_never_another_requests_document(nano: Served, references: Any) -> None:
+    draw = random.Random(5)
+    core, running, answered, gone = nano.llm.llm_engine, {}, 0, 0
+    waiting = [(f"r{number}", draw.randrange(len(PROMPTS)), draw.choice(SETS)) for number in range(200)]
+    while waiting or running:
+        for _ in range(min(draw.randrange(4), len(waiting))):
+            name, index, names = waiting.pop()
+            prompt, parameters = nano.request(PROMPTS[index], names)
+            running[name] = (index, names)
+            core.add_request(name, prompt, parameters)
+        if running and draw.random() < 0.05:
+            victim = draw.choice(list(running))
+            core.abort_request([victim])
+            del running[victim]
+            gone += 1
+        for output in core.step():
+            if output.finished and output.request_id in running:
+                same(answer(output), references[running.pop(output.request_id)])
+                answered += 1
+    assert answered + gone == 200
+    assert answered > 150
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [([5, 2, 3], "5 tokens in 2 blocks"), ([3, 1, 10**6], "but the pool has"), ("A", "list of integers"),
+     ([3.0, 1, 1], "list of integers")],
+)  # fmt: skip
+def test_handles_that_make_no_sense_fail_their_request_alone(
+    nano: Served, references: Any, numbers: Any, message: str
+) -> None:
+    with pytest.raises(validation_error(), match=f"{KEY}.*{message}"):
+        nano.llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(8, {KEY: numbers}), use_tqdm=False)
+    same(nano.ask([(PROMPTS[0], "A")])[0], references[0, "A"])
+
+
+def test_the_encoder_is_not_in_the_worker(nano: Served) -> None:
+    worker = nano.llm.llm_engine.model_executor.driver_worker
+    names = dict(worker.get_model().named_parameters())
+    assert not [name for name in names if "encoder" in name]
+    assert sum(".comb." in name for name in names) == sum(1 for _ in nano.model.cross_blocks.parameters())
+
+
+def validation_error() -> type[Exception]:
+    from vllm.exceptions import VLLMValidationError
+
+    found: type[Exception] = VLLMValidationError
+    return found
+
+
+def preemptions(nano: Served) -> float:
+    return sum(metric.value for metric in nano.llm.get_metrics() if metric.name == "vllm:num_preemptions")

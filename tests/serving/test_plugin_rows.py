@@ -1,0 +1,142 @@
+"""Rows, the V2 model runner's hook and the pool's size, on stand-ins for what vLLM passes in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from comb.config import CombEncoderConfig
+from comb_serving.handles import KEY, Handle, pack
+from comb_serving.pool import PoolLayout, SharedPool
+from comb_serving.vllm.pool import check_documents, rank_layout
+from comb_serving.vllm.rows import Documents
+
+A, B = Handle(5, (3, 1)), Handle(4, (0,))
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Documents:
+    return Documents(SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=6, block_size=4)))
+
+
+def args(*handles: Handle) -> dict[str, Any]:
+    return {KEY: pack(handles)}
+
+
+def test_rows_follow_requests_through_the_batch(documents: Documents) -> None:
+    documents.add("x", args(A, B))
+    documents.add("y", None)
+    documents.add("z", args(B))
+    documents.begin(["y", "z", "x"], [0, 2, 3, 6])
+    z, x = documents.step.rows
+    assert (z.start, z.stop, z.slots.tolist()) == (2, 3, [0, 1, 2, 3])
+    assert (x.start, x.stop, x.slots.tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
+    assert documents.step.tokens.tolist() == [2, 3, 4, 5]
+    documents.begin(["x", "warm-up"], [0, 1, 5])
+    assert [(row.start, row.stop) for row in documents.step.rows] == [(0, 1)]
+    documents.begin_without()
+    assert documents.step.rows == ()
+
+
+def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Documents) -> None:
+    documents.add("x", args(A))
+    documents.add("x", args(B))
+    documents.begin(["x"], [0, 1])
+    assert documents.step.rows[0].slots.tolist() == [0, 1, 2, 3]
+    documents.add("x", {})
+    documents.begin(["x"], [0, 1])
+    assert not documents.step.rows
+    documents.add("x", args(A))
+    documents.keep(["y"])
+    documents.begin(["x"], [0, 1])
+    assert not documents.step.rows
+    with pytest.raises(ValueError, match="the pool has 6"):
+        documents.add("x", args(Handle(1, (6,))))
+    with pytest.raises(ValueError, match="no pool"):
+        Documents().add("x", args(A))
+
+
+def test_ranks_divide_the_pool() -> None:
+    config = CombEncoderConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    size = {"cross_layers": 3, "dtype": "bfloat16", "total": 10_000, "block_size": 4}
+    one, two, four = (rank_layout(config, ranks=ranks, **size) for ranks in (1, 2, 4))
+    assert one.nbytes <= 10_000 < one.nbytes + one.bytes_per_token * 4
+    assert (two.kv_heads, two.num_blocks, 2 * two.nbytes) == (1, one.num_blocks, one.nbytes)
+    assert (four.kv_heads, four.num_blocks) == (1, one.num_blocks // 2)
+    with pytest.raises(ValueError, match="COMB_POOL_BYTES=100 is less than one block of 4 tokens, 768 bytes"):
+        rank_layout(config, ranks=1, **{**size, "total": 100})
+
+
+def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMB_INSTANCE_DIR", raising=False)
+    check_documents(None)
+    check_documents({"another": 1})
+    with pytest.raises(ValueError, match="keeps no documents"):
+        check_documents(args(A))
+    monkeypatch.setenv("COMB_INSTANCE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="keeps no documents"):
+        check_documents(args(A))
+    SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=4, block_size=4))
+    check_documents(args(A, B))
+    with pytest.raises(ValueError, match="the pool has 4"):
+        check_documents(args(Handle(1, (4,))))
+
+
+@pytest.mark.vllm
+def test_the_v2_model_state_sets_the_step(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from comb_serving.vllm import state
+
+    class Base:
+        def __init__(self, *given: Any) -> None:
+            self.calls: list[Any] = []
+
+        def add_request(self, req_index: int, new: Any) -> None:
+            self.calls.append(("add", new.req_id))
+
+        def remove_request(self, name: str) -> None:
+            self.calls.append(("remove", name))
+
+        def prepare_inputs(self, batch: Any, states: Any) -> dict[str, Any]:
+            return {"positions": 1}
+
+        def prepare_dummy_inputs(self, requests: int, tokens: int) -> dict[str, Any]:
+            return {"positions": 2}
+
+    pool = documents.pool
+    monkeypatch.setattr(state, "create_pool", lambda model, dtype, *, rank, ranks: pool)
+    for name, value in (("get_tensor_model_parallel_rank", 0), ("get_tensor_model_parallel_world_size", 1)):
+        monkeypatch.setattr(state, name, lambda value=value: value)
+    model = SimpleNamespace(comb=Documents())
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    found = state.with_documents(Base)(config, model, None, None)
+
+    def new(name: str, extra: Any) -> Any:
+        return SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra))
+
+    def batch(names: list[str], starts: list[int]) -> Any:
+        return SimpleNamespace(req_ids=names, query_start_loc_np=starts)
+
+    found.add_request(0, new("x", args(A)))
+    found.add_request(1, new("y", None))
+    found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None))
+    assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
+    (row,) = model.comb.step.rows
+    assert (row.start, row.stop, row.slots.numel()) == (1, 4, 5)
+    # another request in the batch position of the one before
+    found.remove_request("x")
+    found.add_request(0, new("w", None))
+    found.prepare_inputs(batch(["w"], [0, 3]), None)
+    assert not model.comb.step.rows
+    found.add_request(0, new("x", args(B)))
+    found.prepare_inputs(batch(["x"], [0, 1]), None)
+    assert found.prepare_dummy_inputs(4, 8) == {"positions": 2}
+    assert not model.comb.step.rows
+    assert found.get_additional_cg_support() == (AttentionCGSupport.NEVER, "comb")
+    assert found.calls[-2:] == [("add", "w"), ("add", "x")]
