@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 READY_S = 400
 FLAGS = [
-    "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--block-size", "16", "--max-num-seqs", "8",
+    "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--block-size", "32", "--max-num-seqs", "8",
     "--kv-cache-memory-bytes", "33554432", "--api-key", "alice", "bob", "--enable-prompt-tokens-details",
     "--max-num-batched-tokens", "512", "--served-model-name", "nano",
 ]  # fmt: skip
