@@ -1,1 +1,1 @@
-"""Serving comb checkpoints on vLLM. Empty so far: today comb answers in process, through `comb.PICEngine`."""
+"""Serving comb checkpoints on vLLM: `comb serve` (docs/serving-http.md) and what runs inside vLLM (docs/serving.md)."""

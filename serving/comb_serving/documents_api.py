@@ -49,8 +49,8 @@ async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any
         raise RequestError(400, "ttl_s is a positive number of seconds", param="ttl_s")
     if body.get("text") is None and body.get("token_ids") is None:
         raise RequestError(400, "a document needs text or token_ids", param="text")
-    library = front.library(tenant)
     (segment,) = await front.tokenize([body], tenant, encoder=True)
+    library = front.library(tenant, keep=True)
     known = library.ids()
     if segment.id not in known and len(known) >= front.max_documents:
         raise RequestError(429, f"{len(known)} documents are registered: delete some", retry_after=60)

@@ -147,7 +147,7 @@ def load(options: ServeOptions, folder: Path) -> EncoderWorker:
     device = options.encoder_device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    backbone = {} if options.backbone is None else {"backbone": resolve_name(options.backbone)}
+    backbone: dict[str, Any] = {} if options.backbone is None else {"backbone": resolve_name(options.backbone)}
     checkpoint = resolve_name(options.checkpoint)
     model = CombForCausalLM.from_pretrained(checkpoint, dtype=pools[0].layout.torch_dtype, **backbone)
     check_tokenizer(model, load_tokenizer(checkpoint, model))

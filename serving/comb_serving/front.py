@@ -73,11 +73,12 @@ class Front:
     max_documents: int = 100_000
     libraries: dict[str, Library] = field(default_factory=dict)
 
-    def library(self, tenant: str) -> Library:
-        """The documents that a tenant has registered."""
-        if tenant not in self.libraries:
-            self.libraries[tenant] = Library(self.manager or NoStore())
-        return self.libraries[tenant]
+    def library(self, tenant: str, *, keep: bool = False) -> Library:
+        """The documents that a tenant has registered; kept only where there are some, or will be."""
+        library = self.libraries.get(tenant) or Library(self.manager or NoStore())
+        if keep:
+            self.libraries[tenant] = library
+        return library
 
     async def prepare(self, path: str, body: dict[str, Any], tenant: str) -> Prepared:
         """Takes documents out of a body and builds the prompt; nothing is encoded yet.

@@ -33,7 +33,7 @@ POOL_BYTES, POOL_BLOCK = "COMB_POOL_BYTES", "COMB_POOL_BLOCK"
 MIDDLEWARE = "comb_serving.middleware.CombMiddleware"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 PLUGIN = "comb"  # its name among vLLM's plug-ins, for who lists the allowed ones
-END_SECONDS = 60.0
+END_SECONDS, LEFTOVER_SECONDS = 60.0, 3.0
 
 # what would make two managers of one pool, or prompts that the front doesn't build
 _REFUSED = {
@@ -172,7 +172,12 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of the server's session: workers and encoders of a server that crashed."""
+    """Ends what is left of the server's session, after a moment: workers and encoders of a server that crashed."""
+    deadline = time.monotonic() + (LEFTOVER_SECONDS if process.poll() is not None else 0)
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from comb.directory import IntegrityError
 from comb.picache import content_key
@@ -196,7 +197,7 @@ class PICManager:
             flight = self.encoders.submit(document.key, document.token_ids, handle)
             entry = self._entries[document.key] = _Entry(document.key, handle, flight)
             admitted[document.key] = entry
-            flight.add_done_callback(lambda _, entry=entry: self._land(entry))
+            flight.add_done_callback(partial(self._when_done, entry))
         return admitted
 
     def _make_room(self, needed: int, keep: dict[str, _Entry]) -> None:
@@ -237,6 +238,9 @@ class PICManager:
         for entry in entries.values():
             self._land(entry)
         return {key: flight.result().tier for key, flight in flights.items()}
+
+    def _when_done(self, entry: _Entry, _: object) -> None:
+        self._land(entry)
 
     def _land(self, entry: _Entry) -> None:
         """Takes note of a flight's end, whoever still waits for it; a second call does nothing."""

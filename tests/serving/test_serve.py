@@ -46,7 +46,7 @@ class Served:
         try:
             with urllib.request.urlopen(asked, timeout=120) as answer:
                 text = answer.read().decode()
-                kind = answer.headers["content-type"]
+                kind = answer.headers["content-type"] or ""
                 return answer.status, json.loads(text) if kind.startswith("application/json") else text
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
