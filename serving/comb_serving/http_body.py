@@ -68,11 +68,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 class Connection:
-    """The `receive` of a request whose body has been read: it can be watched, and gives out another body first."""
+    """The `receive` of a request whose body has been read: it can be watched, and gives out another body first.
+
+    Attributes:
+        left: whether the client went away before its answer was whole (`answered` says whether it is).
+    """
 
     def __init__(self, receive: Receive, body: bytes = b"") -> None:
         self.left = False
         self.body: bytes | None = body
+        self.answered: Callable[[], bool] = lambda: False
         self._receive = receive
         self._pending: asyncio.Future[Message] | None = None
 
@@ -82,7 +87,8 @@ class Connection:
             return {"type": "http.request", "body": body, "more_body": False}
         pending, self._pending = self._pending, None
         message = await (self._receive() if pending is None else pending)
-        self.left |= message["type"] == "http.disconnect"
+        # servers say so after every whole answer too
+        self.left |= message["type"] == "http.disconnect" and not self.answered()
         return message
 
     async def unless_left(self, work: Awaitable[Any]) -> Any:

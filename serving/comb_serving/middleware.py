@@ -194,7 +194,8 @@ class CombMiddleware:
                 body = link(prepared, lease)
             connection.body = json.dumps(body).encode()
             if prepared.segments:
-                writer = _writer(send, prepared, lease)
+                answer = writer = _writer(send, prepared, lease)
+                connection.answered = lambda: answer.finished
             await self.app(with_body(scope, connection.body), connection, writer or send)
         finally:
             if lease is not None:
