@@ -19,6 +19,7 @@ from comb_serving.handles import Handle
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 10.0
+ENCODER = (sys.executable, "-m", "comb_serving.encoder_process")
 MAX_ATTEMPTS = 3  # a document that has taken so many encoders with it is refused
 
 
@@ -84,6 +85,7 @@ class EncoderProcesses:
         environment: of the processes; holds the instance's folder and options.
         stall_seconds: without an answer for so long, a process that has work is killed and started again.
         start_seconds: longest wait for an encoder's first word.
+        command: what a process runs, to which its number is added; for tests.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class EncoderProcesses:
         count: int = 1,
         stall_seconds: float = 300.0,
         start_seconds: float = 600.0,
+        command: Sequence[str] = ENCODER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.command = tuple(command)
         self.folder, self.environment = folder, environment
         self.stall_seconds, self.start_seconds, self.clock = stall_seconds, start_seconds, clock
         self.places = [_Place(index) for index in range(count)]
@@ -112,11 +116,12 @@ class EncoderProcesses:
 
     async def stop(self) -> None:
         """Ends the processes; documents under way fail."""
+        self._refused = self._refused or "the server is shutting down"
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for place in self.places:
-            self._fail(place, list(place.jobs), "the server is shutting down")
+            self._fail(place, list(place.jobs), self._refused)
             socket_path(self.folder, place.index).unlink(missing_ok=True)
 
     async def identity(self) -> Identity:
@@ -171,7 +176,7 @@ class EncoderProcesses:
     async def _run(self, place: _Place) -> None:
         path = socket_path(self.folder, place.index)
         path.unlink(missing_ok=True)
-        arguments = [sys.executable, "-m", "comb_serving.encoder_process", "--index", str(place.index)]
+        arguments = [*self.command, "--index", str(place.index)]
         place.process = await asyncio.create_subprocess_exec(
             *arguments, env=self.environment, stdin=asyncio.subprocess.PIPE
         )
@@ -235,18 +240,23 @@ class EncoderProcesses:
             job.future.set_result(Encoded(str(answer["tier"]), float(answer["seconds"])))
 
     def _send_waiting(self, place: _Place) -> None:
-        """Sends what hasn't been sent; after a process has died one at a time, to tell the culprit from the others."""
+        """Sends what hasn't been sent to this process. What was with one that died goes alone, to find the culprit."""
+        under_way = place.sent & place.jobs.keys()
         for number, job in list(place.jobs.items()):
-            if place.writer is None or (place.failures and place.sent & place.jobs.keys()):
+            suspect = job.attempts > (number in under_way)
+            if place.writer is None or (suspect and under_way):
                 return
-            if number in place.sent:
+            if number in under_way:
                 continue
             place.sent.add(number)
+            under_way.add(number)
             job.attempts += 1
             try:
                 place.writer.write(frames.encode(job.message))
             except frames.FrameError as error:
                 self._settle(place, {"job": number, "error": str(error)})
+            if suspect:
+                return
 
     async def _end(self, place: _Place) -> None:
         """The process is gone for certain afterwards: its blocks can be written by another one."""

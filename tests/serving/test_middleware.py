@@ -286,10 +286,12 @@ def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows() -> None:
         await Client(with_engine).post(CHAT, chat())
         assert server.manager.references == 0  # an answer that is whole has left the engine
         server.echo.gate, leave = asyncio.Event(), asyncio.Event()
+        streaming = asyncio.create_task(Client(with_engine).post(CHAT, chat(stream=True), leave=leave))
+        while len(server.echo.bodies) < 2:
+            await asyncio.sleep(0)
         leave.set()
-        await Client(with_engine).post(CHAT, chat(stream=True), leave=leave)
-        if server.echo.bodies[1:]:
-            assert server.manager.references == 2
+        await streaming
+        assert server.manager.references == 2
         known.set()
         await asyncio.gather(*server.app._ending)
         server.check_idle()
