@@ -49,12 +49,19 @@ def check_fingerprint(model: PreTrainedModel, expected: dict[str, Any], name: st
         )
     if found["shapes"] != expected["shapes"] and not getattr(model, "is_quantized", False):
         raise ValueError(f"the backbone's weights have other names or shapes than the adapter's backbone; {hint}")
-    ours, theirs = (torch.frombuffer(bytearray(base64.b64decode(f["embedding"])), dtype=torch.float32)
-                    for f in (found, expected))  # fmt: skip
+    if not same_embedding(model.get_input_embeddings().weight, expected):
+        raise ValueError(f"the backbone's embedding differs from the one this adapter was trained on; {hint}")
+
+
+def same_embedding(table: Tensor, expected: dict[str, Any]) -> bool:
+    """Whether an embedding table [rows, hidden] of any dtype is the one that a fingerprint was taken from."""
+    if list(table.shape) != expected["embedding_shape"]:
+        return False
+    ours = _sketch(table.detach())
+    theirs = torch.frombuffer(bytearray(base64.b64decode(expected["embedding"])), dtype=torch.float32)
     # half a unit in the last place of bfloat16, twice (each side may have been rounded once)
     tolerance = theirs.abs() * 2**-7 + theirs.abs().max() * 1e-5
-    if not bool(((ours - theirs).abs() <= tolerance).all()):
-        raise ValueError(f"the backbone's embedding differs from the one this adapter was trained on; {hint}")
+    return bool(((ours - theirs).abs() <= tolerance).all())
 
 
 def _sketch(table: Tensor) -> Tensor:

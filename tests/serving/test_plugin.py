@@ -22,7 +22,7 @@ MIXED = [(index, names) for names in ("", "A", "AB", "C", "") for index in range
 TIGHT = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 20, "disable_log_stats": False}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plain(plugin: None) -> Any:
     """The backbone in vLLM itself: answers to each prompt alone, and to `MIXED` without its documents."""
     with engine(resolve_name("nano"), **TIGHT) as llm:
@@ -32,7 +32,7 @@ def plain(plugin: None) -> Any:
         return alone, bare.ask([(PROMPTS[index], "") for index, _ in MIXED])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An adapter on the nano backbone, served."""
     folder = tmp_path_factory.mktemp("nano")
@@ -40,7 +40,7 @@ def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def references(nano: Served) -> dict[tuple[int, str], Any]:
     """The library's answers: prompt index and document set -> (ids, log-probabilities)."""
     return {(index, names): nano.reference(prompt, names) for index, prompt in enumerate(PROMPTS) for names in SETS}

@@ -32,8 +32,8 @@ def test_a_family_is_its_backbone_without_documents_and_the_library_with(family:
     kind, values, options = FAMILIES[family]
     torch.manual_seed(0)
     backbone = tf.AutoModelForCausalLM.from_config(getattr(tf, kind)(**values))
-    for parameter in backbone.parameters():
-        if parameter.ndim > 1:
+    for name, parameter in backbone.named_parameters():
+        if parameter.ndim > 1 or name.endswith("proj.bias"):
             torch.nn.init.normal_(parameter, std=0.1)
     backbone.save_pretrained(tmp_path / "backbone")
     model = checkpoint(tmp_path / "adapter", tmp_path / "backbone")

@@ -77,6 +77,7 @@ def _adapter(config: CombConfig, source: str) -> dict[str, Any]:
         "revision": config.backbone_revision,
         "layers": list(config.cross_attention_layers or []),
         "encoder": encoder.to_diff_dict(),
+        "fingerprint": config.backbone_fingerprint,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from comb.fingerprint import same_embedding
 from comb_serving.vllm.block import PagedCrossBlock
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
 from comb_serving.vllm.layer import put_in_front
@@ -44,21 +46,25 @@ class CombMixin:
         """The backbone's weights go through its own loader, the adapter's into the cross blocks; no encoder here.
 
         Raises:
-            ValueError: if the checkpoint lacks a weight of the cross blocks, or one is not finite.
+            ValueError: if the checkpoint lacks a weight of the cross blocks, one is not finite, or the backbone's
+                embedding isn't the one that the adapter was trained on.
         """
-        loaded: set[int] = set()
-        names = set(super().load_weights(self._without_adapter(weights, loaded)))
-        ours = self.comb_blocks.values()
-        missing = [name for block in ours for name, weight in block.named_parameters() if id(weight) not in loaded]
+        reading = _Reading(getattr(self._comb_vllm_config.model_config.hf_config, ATTRIBUTE)["fingerprint"])
+        names = set(super().load_weights(self._of_backbone(weights, reading)))
+        ours = [pair for block in self.comb_blocks.values() for pair in block.named_parameters()]
+        missing = [name for name, weight in ours if id(weight) not in reading.loaded]
         if missing:
-            raise ValueError(
-                f"the checkpoint lacks {len(missing)} weights of its cross blocks, among them {missing[:3]}"
-            )
-        return names | {name for name, weight in self.named_parameters() if id(weight) in loaded}
+            raise ValueError(f"the checkpoint lacks {len(missing)} weights of its cross blocks, such as {missing[:3]}")
+        if reading.embedding_seen and not reading.embedding_found:
+            place = self.secondary_weights[-1].model_or_path
+            raise ValueError(f"the embedding in {place} differs from the one that this adapter was trained on")
+        return names | {name for name, weight in self.named_parameters() if id(weight) in reading.loaded}
 
-    def _without_adapter(self, weights: Iterable[tuple[str, Tensor]], loaded: set[int]) -> Iterator[tuple[str, Tensor]]:
+    def _of_backbone(self, weights: Iterable[tuple[str, Tensor]], reading: _Reading) -> Iterator[tuple[str, Tensor]]:
+        """Passes the backbone's weights on; the adapter's are taken out."""
         for name, tensor in weights:
             if name.startswith(BACKBONE):
+                reading.look(tensor)
                 yield name.removeprefix(BACKBONE), tensor
                 continue
             block = next((found for start, found in self.comb_blocks.items() if name.startswith(start)), None)
@@ -70,7 +76,7 @@ class CombMixin:
                 raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
             weight = block.get_parameter(name.split(".", 2)[2])
             getattr(weight, "weight_loader", default_weight_loader)(weight, tensor)
-            loaded.add(id(weight))
+            reading.loaded.add(id(weight))
 
     def get_model_state_cls(self) -> type:
         """For vLLM's V2 model runner: the backbone's model state, which also knows documents."""
@@ -83,6 +89,27 @@ class CombMixin:
             return with_documents(own())
         plain: Any = types.SimpleNamespace(modules=self.modules)  # the model without this method
         return with_documents(resolve_model_state_cls(self._comb_vllm_config, plain))
+
+
+@dataclass
+class _Reading:
+    """What has been seen of the weights so far.
+
+    Attributes:
+        fingerprint: of the adapter's backbone; its embedding is known by shape and values, as names differ.
+        loaded: ids of the cross blocks' parameters that have got their values.
+    """
+
+    fingerprint: dict[str, Any] | None
+    loaded: set[int] = field(default_factory=set)
+    embedding_seen: bool = False
+    embedding_found: bool = False
+
+    def look(self, tensor: Tensor) -> None:
+        """Compares a weight of the backbone that may be its embedding."""
+        if self.fingerprint is not None and list(tensor.shape) == self.fingerprint["embedding_shape"]:
+            self.embedding_seen = True
+            self.embedding_found |= same_embedding(tensor, self.fingerprint)
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:

@@ -1,0 +1,148 @@
+"""How vLLM reads a comb checkpoint: its configuration, and weights from two places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import checkpoint
+from families import tiny
+from torch import nn
+
+from comb.fingerprint import fingerprint
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny("llama").save_pretrained(tmp_path / "backbone")
+    checkpoint(tmp_path / "adapter", tmp_path / "backbone")
+    return tmp_path / "adapter"
+
+
+def parse(folder: Path) -> Any:
+    from comb_serving.vllm.checkpoint import CombConfigParser
+
+    return CombConfigParser().parse(folder, trust_remote_code=False)
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_the_configuration_is_the_backbones_with_the_adapter_beside_it(folder: Path) -> None:
+    from comb_serving.vllm.checkpoint import encoder_config
+
+    read, config = parse(folder)
+    plain, backbone = parse(folder.parent / "backbone")
+    assert backbone.architectures == ["LlamaForCausalLM"]
+    assert config.architectures == ["CombLlamaForCausalLM"]
+    assert read == plain
+    assert type(config) is type(backbone)
+    assert config.comb["backbone"] == str(folder.parent / "backbone")
+    assert config.comb["layers"] == [1, 3]
+    assert encoder_config(config).num_key_value_heads == backbone.num_key_value_heads
+    json.loads(config.to_json_string())
+
+
+def test_a_backbone_of_another_shape_or_none_is_refused(folder: Path) -> None:
+    change(folder.parent / "backbone" / "config.json", num_hidden_layers=5)
+    with pytest.raises(ValueError, match=r"num_hidden_layers 4, .*backbone has 5"):
+        parse(folder)
+    change(folder / "config.json", backbone_name_or_path="")
+    with pytest.raises(ValueError, match="doesn't name its backbone"):
+        parse(folder)
+
+
+def test_a_backbone_is_found_beside_the_adapter(folder: Path) -> None:
+    change(folder / "config.json", backbone_name_or_path="./../backbone")
+    assert parse(folder)[1].comb["backbone"] == str(folder.parent / "backbone")
+
+
+def options(**changed: Any) -> Any:
+    from types import SimpleNamespace
+
+    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "worker_cls": "auto"}
+    given = {"speculative_config": None, "use_v2_model_runner": False, **changed}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{name: given.pop(name, value) for name, value in parallel.items()}),
+        model_config=SimpleNamespace(logits_processors=given.pop("logits_processors", None)),
+        **given,
+    )
+
+
+def test_what_an_instance_is_set_up_with() -> None:
+    from comb_serving.vllm.setup import set_up
+
+    v1, v2 = options(logits_processors=["mine:Mine"]), options(use_v2_model_runner=True)
+    for given in (v1, v2, v1):
+        set_up(given)
+    assert v1.parallel_config.worker_cls == "comb_serving.vllm.worker_cpu.CombWorker"
+    assert v1.model_config.logits_processors == ["mine:Mine", "comb_serving.vllm.admission:CheckDocuments"]
+    assert v2.parallel_config.worker_cls == "auto"
+    assert v2.model_config.logits_processors == ["comb_serving.vllm.admission_v2:CheckDocuments"]
+    refused = {
+        "pipeline_parallel_size 1, not 2": {"pipeline_parallel_size": 2},
+        "data_parallel_size 1, not 2": {"data_parallel_size": 2},
+        "speculative": {"speculative_config": object()},
+        "need their own worker, not mine.Worker": {"worker_cls": "mine.Worker"},
+    }
+    for message, changed in refused.items():
+        with pytest.raises(ValueError, match=message):
+            set_up(options(**changed))
+
+
+class Plain(nn.Module):
+    """Stands for a backbone's class."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        self.got = dict(weights)
+        return set(self.got)
+
+
+def loading(expected: Any) -> Any:
+    from types import SimpleNamespace
+
+    from comb_serving.vllm.mixin import CombMixin
+
+    class Model(CombMixin, Plain):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.layer = nn.Linear(2, 3)
+            self.comb_blocks = {"cross_blocks.0.": self.layer}
+            config = SimpleNamespace(hf_config=SimpleNamespace(comb={"fingerprint": expected}))
+            self._comb_vllm_config = SimpleNamespace(model_config=config)
+            self.secondary_weights = [SimpleNamespace(model_or_path="there")]
+
+    return Model()
+
+
+def test_weights_go_where_they_belong() -> None:
+    backbone = tiny("llama")
+    table = backbone.get_input_embeddings().weight.detach()
+    weight, bias = torch.randn(3, 2), torch.randn(3)
+    given = [
+        ("cross_blocks.0.weight", weight),
+        ("encoder.norm.weight", torch.ones(1)),
+        ("cross_blocks.0.bias", bias),
+        ("comb_backbone.encoder.weight", torch.ones(2)),
+        ("comb_backbone.embed.weight", table.bfloat16()),
+    ]
+    model = loading(fingerprint(backbone))
+    assert model.load_weights(given) == {"encoder.weight", "embed.weight", "layer.weight", "layer.bias"}
+    assert torch.equal(model.layer.weight, weight)
+    assert torch.equal(model.layer.bias, bias)
+    assert model.got.keys() == {"encoder.weight", "embed.weight"}
+    with pytest.raises(ValueError, match="lacks 1 weights of its cross blocks"):
+        loading(None).load_weights(given[:2])
+    with pytest.raises(ValueError, match="belongs to no part"):
+        loading(None).load_weights([("decoder.weight", weight)])
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        loading(None).load_weights([("cross_blocks.0.bias", bias * float("nan"))])
+    with pytest.raises(ValueError, match="embedding in there differs"):
+        model.load_weights([*given[:4], ("comb_backbone.embed.weight", table + 0.1)])
