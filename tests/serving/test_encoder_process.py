@@ -21,7 +21,7 @@ import torch
 from comb import CombForCausalLM
 from comb_serving import frames
 from comb_serving.encoder_process import EncoderWorker, Job, drop_decoder, socket_path
-from comb_serving.encoders import EncoderError, EncoderProcesses
+from comb_serving.encoders import EncoderProcesses
 from comb_serving.handles import Handle
 from comb_serving.manager import PICManager, Wanted
 from comb_serving.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
@@ -153,24 +153,6 @@ def test_killing_encoders_under_load_ends_every_waiter_right(
                 lease.release()
             assert manager.references == manager.waiting == encoders.waiting == 0
             manager.check_integrity()
-
-    run(work())
-
-
-@pytest.mark.slow
-def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(nano_adapter: Path, folder: Path) -> None:
-    async def work() -> None:
-        layout = PoolLayout(1, 1, 1, 1)  # and no such pool
-        options = ServeOptions(str(nano_adapter))
-        environment = {**os.environ, INSTANCE_DIR: str(folder), OPTIONS: options.to_json()}
-        encoders = EncoderProcesses(folder, environment, start_seconds=120)
-        encoders.start()
-        with pytest.raises(EncoderError, match="at their start"):
-            await encoders.identity()
-        with pytest.raises(EncoderError, match="at their start"):
-            await encoders.submit("0" * 64, [1], Handle(1, (0,)))
-        assert PICManager(layout, encoders).references == 0
-        await encoders.stop()
 
     run(work())
 

@@ -93,6 +93,23 @@ def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
     run(work())
 
 
+def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(folder: Path) -> None:
+    async def work() -> None:
+        command = [sys.executable, "-c", "raise SystemExit(1)"]
+        encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30)
+        waiting = encoders.submit("0" * 64, [1], Handle(1, (0,)))
+        encoders.start()
+        with pytest.raises(EncoderError, match="at their start"):
+            await encoders.identity()
+        with pytest.raises(EncoderError, match="at their start"):
+            await waiting
+        with pytest.raises(EncoderError, match="at their start"):
+            await encoders.submit("0" * 64, [1], Handle(1, (0,)))
+        await encoders.stop()
+
+    run(work())
+
+
 def test_nothing_runs_after_the_end(folder: Path) -> None:
     async def work() -> None:
         encoders = start(folder)
