@@ -92,10 +92,12 @@ def test_the_pool_holds_what_encode_gives_bit_for_bit(
     pools[0].tensor.fill_(float("nan"))
 
     async def work() -> None:
-        async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, _):
+        async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
             assert (await manager.identity()).fingerprint == adapter.fingerprint
-            mode = stat.S_IMODE(socket_path(folder, 0).stat().st_mode)
-            assert mode == 0o600
+            while any(place.writer is None for place in encoders.places):
+                await asyncio.sleep(0.05)
+            modes = [stat.S_IMODE(socket_path(folder, index).stat().st_mode) for index in range(2)]
+            assert modes == [0o600, 0o600]
             for number in range(3):
                 (one,) = await wanted(manager, range(number, number + 1), 13 + number)
                 lease = await manager.acquire([one])
