@@ -167,6 +167,12 @@ def _assembled(
     return Prompt(head, tuple(placed), tail, tuple(gaps) if any(gaps) else ())
 
 
+def _not_empty(blocks: list[int | _Reference]) -> list[int | _Reference]:
+    if not any(isinstance(block, int) for block in blocks):
+        raise ValueError("the query is empty: there is no token to decode from")
+    return blocks
+
+
 @dataclass(frozen=True)
 class PromptBuilder:
     """Turns documents and a query into token ids, the same way in training, evaluation and serving.
@@ -224,9 +230,15 @@ class PromptBuilder:
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
         blocks = self._chat(messages) if self.tokenizer.chat_template else self._plain(query)
-        if not any(isinstance(block, int) for block in blocks):
-            raise ValueError("the query is empty: there is no token to decode from")
-        return _assembled(blocks, segments, referenced or {})
+        return _assembled(_not_empty(blocks), segments, referenced or {})
+
+    def complete(self, text: str, segments: Sequence[Sequence[int]] = ()) -> Prompt:
+        """The prompt for raw text, whatever chat template there is: documents stand behind the BOS token, if any.
+
+        Raises:
+            ValueError: for an empty text without a BOS token.
+        """
+        return _assembled(_not_empty(self._plain(text)), segments, {})
 
     def answer(self, text: str) -> tuple[int, ...]:
         """Token ids of an answer with its end-of-turn token."""

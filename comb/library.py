@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-
-from comb.store import PICacheStore
+from typing import Protocol
 
 
 class UnknownDocumentError(ValueError):
@@ -60,6 +59,18 @@ class _Entry:
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
 
+class Store(Protocol):
+    """What a library asks of the store that keeps the PICaches, see `comb.directory.Directory`."""
+
+    def pin(self, key: str) -> bool: ...
+
+    def unpin(self, key: str) -> bool: ...
+
+    def set_expiry(self, key: str, ttl_s: float | None) -> bool: ...
+
+    def remove(self, key: str) -> bool: ...
+
+
 @dataclass
 class Library:
     """Ids to segments. Token ids stay here, so an evicted PICache is compiled again, never missed.
@@ -67,7 +78,7 @@ class Library:
     Thread-safe. The store's pins follow the ids: each pinned id holds one.
     """
 
-    store: PICacheStore
+    store: Store
     clock: Callable[[], float] = time.monotonic
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,6 +113,12 @@ class Library:
         """The segments of `ids`, in order. Raises UnknownDocumentError naming the first that isn't here."""
         with self._lock:
             return [segment for entry in self._find(ids) for segment in entry.segments]
+
+    def ids(self) -> list[str]:
+        """All ids, in the order in which they were added."""
+        with self._lock:
+            self._forget_expired()
+            return list(self._entries)
 
     def remove(self, ids: Iterable[str]) -> None:
         """Forgets `ids`, and the PICaches that no other id stands for. Raises UnknownDocumentError, removing none."""

@@ -1,1 +1,1 @@
-"""Serving comb checkpoints on vLLM: the plug-in, and the pool of documents it reads (docs/serving.md)."""
+"""Serving comb checkpoints on vLLM: `comb serve` (docs/serving-http.md) and what runs inside vLLM (docs/serving.md)."""

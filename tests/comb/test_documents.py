@@ -125,6 +125,18 @@ def test_bos_is_kept_where_the_tokenizer_adds_it() -> None:
     assert PromptBuilder(tokenizer).build("a").head == (bos,)
 
 
+def test_raw_text_is_completed_without_the_chat_template() -> None:
+    chatty, plain = byte_tokenizer(), byte_tokenizer(chat_template=None)
+    for tokenizer in (chatty, plain):
+        prompt = PromptBuilder(tokenizer).complete("Q <|end|>", [(1, 2)])
+        assert (prompt.head, prompt.segments) == ((), ((1, 2),))
+        assert prompt.tail == PromptBuilder(plain).build("Q <|end|>").tail
+        assert tokenizer.eos_token_id not in prompt.tail
+    assert PromptBuilder(chatty).build("Q").tail != PromptBuilder(chatty).complete("Q").tail
+    with pytest.raises(ValueError, match="empty"):
+        PromptBuilder(chatty).complete("")
+
+
 def test_answers_end() -> None:
     tokenizer = byte_tokenizer()
     assert PromptBuilder(tokenizer).answer("yes") == (*ids(tokenizer, "yes"), tokenizer.eos_token_id)

@@ -35,3 +35,23 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
     sys.path.insert(0, str(folder))
     places = [str(folder), *(str(ROOT / part) for part in (".", "training", "serving"))]
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.fixture(scope="session")
+def nano_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter on the nano backbone, saved with its tokenizer: its encoder is untrained, its gates are open."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from comb import CombForCausalLM
+    from comb_training.nano import CHECKPOINT
+
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("adapter")
+    model = CombForCausalLM.from_backbone(str(CHECKPOINT), num_encoder_layers=2)
+    with torch.no_grad():
+        for block in model.cross_blocks:
+            block.attention_gate.fill_(0.7)
+            block.mlp_gate.fill_(0.4)
+    model.save_pretrained(folder, tokenizer=AutoTokenizer.from_pretrained(CHECKPOINT))
+    return folder

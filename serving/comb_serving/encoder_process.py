@@ -1,0 +1,266 @@
+"""The encoder process: documents come over a socket, their keys and values go into the pools.
+
+Started and watched by `comb_serving.encoders`. It holds encoder and embedding table only, takes one connection at a
+time, and ends with its parent. With a host or disk tier it keeps what it has encoded (`comb.store`), so that a
+document that has left the pool comes back by copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comb import methods
+from comb.adapter import resolve_name
+from comb.compatibility import check_tokenizer, load_tokenizer
+from comb.model import ENCODE_BATCH_TOKENS, CombForCausalLM
+from comb.picache import CrossPICache
+from comb.store import PICacheStore, PICacheTooLargeError, StoreFullError
+from comb_serving import frames
+from comb_serving.handles import Handle
+from comb_serving.options import ServeOptions, instance_dir, pool_path
+from comb_serving.pool import SharedPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One document to encode: where it goes, and the number under which it is answered."""
+
+    number: int
+    key: str
+    token_ids: tuple[int, ...]
+    handle: Handle
+
+    @classmethod
+    def parse(cls, message: dict[str, Any]) -> Job:
+        handle = Handle(len(message["token_ids"]), tuple(message["blocks"]))
+        return cls(int(message["job"]), str(message["key"]), tuple(message["token_ids"]), handle)
+
+
+class EncoderWorker:
+    """Encodes documents into the pools.
+
+    Args:
+        model: the adapter on its backbone; `drop_decoder` it first to save memory.
+        pools: one per tensor-parallel rank, in order.
+        store: keeps PICaches beyond their time in the pool; None: they are encoded again.
+    """
+
+    def __init__(self, model: CombForCausalLM, pools: Sequence[SharedPool], store: PICacheStore | None = None) -> None:
+        self.model, self.pools, self.store = model, list(pools), store
+        self.method = methods.create("comb", model)
+        config: Any = model.encoder.config
+        self.heads = [
+            slice(start := rank * config.num_key_value_heads // len(self.pools), start + pool.layout.kv_heads)
+            for rank, pool in enumerate(self.pools)
+        ]
+        expected = len(model.cross_blocks), config.head_dim, config.num_key_value_heads
+        for pool, heads in zip(self.pools, self.heads, strict=True):
+            found = pool.layout.cross_layers, pool.layout.head_dim, max(heads.stop, config.num_key_value_heads)
+            if found != expected:
+                raise ValueError(
+                    f"the pool {pool.path.name} has (cross layers, head_dim, heads) {found}, this adapter {expected}: "
+                    "decoder and encoder were started with different checkpoints"
+                )
+
+    def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Encodes documents in one batch and writes them; answers one message per job.
+
+        One document that fails doesn't take its neighbours with it: they are encoded alone then.
+        """
+        start = time.perf_counter()
+        try:
+            tiers = self._write(jobs)
+        except Exception as error:
+            if len(jobs) > 1:
+                return [answer for job in jobs for answer in self.run([job])]
+            logger.warning("document %s could not be encoded: %s", jobs[0].key[:12], error)
+            return [{"job": jobs[0].number, "error": f"{type(error).__name__}: {error}"}]
+        seconds = (time.perf_counter() - start) / len(jobs)
+        return [{"job": job.number, "tier": tier, "seconds": seconds} for job, tier in zip(jobs, tiers, strict=True)]
+
+    def _write(self, jobs: Sequence[Job]) -> list[str]:
+        if self.store is not None:
+            try:
+                with self.store.acquire(
+                    [job.key for job in jobs], lambda missing: self._compile([jobs[index] for index in missing])
+                ) as handles:
+                    self._fill(jobs, [handle.picache for handle in handles])
+                    # the store's uppermost tier is this process's memory
+                    return [{"compiled": "encoded", "device": "host"}.get(handle.tier, "disk") for handle in handles]
+            except (PICacheTooLargeError, StoreFullError):
+                logger.debug("no room to keep a batch of %d documents", len(jobs))
+        self._fill(jobs, self._compile(jobs))
+        return ["encoded"] * len(jobs)
+
+    def _compile(self, jobs: Sequence[Job]) -> list[Any]:
+        return self.method.compile([job.token_ids for job in jobs])
+
+    def _fill(self, jobs: Sequence[Job], picaches: Sequence[Any]) -> None:
+        for job, picache in zip(jobs, picaches, strict=True):
+            assert isinstance(picache, CrossPICache)
+            for pool, heads in zip(self.pools, self.heads, strict=True):
+                pool.write(job.handle, picache.keys, picache.values, heads)
+
+    def hello(self) -> dict[str, Any]:
+        """What the manager must know before the first document."""
+        return {
+            "fingerprint": self.model.fingerprint,
+            "dtype": str(self.model.encoder.dtype).removeprefix("torch."),
+            "max_document_tokens": self.model.max_document_tokens,
+            "vocab_size": self.model.info.vocab_size,
+            "pid": os.getpid(),
+        }
+
+
+def drop_decoder(model: CombForCausalLM) -> None:
+    """Frees every weight but the encoder's and the embedding table's; `encode` works on, nothing else does."""
+    _ = model.fingerprint  # names the whole backbone's shapes, so while they are there
+    kept = {id(parameter) for parameter in (*model.encoder.parameters(), *model.get_input_embeddings().parameters())}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def load(options: ServeOptions, folder: Path) -> EncoderWorker:
+    """The worker of an instance, in the dtype of its pools.
+
+    Raises:
+        FileNotFoundError: while the pools aren't complete.
+        ValueError: checkpoint, tokenizer and pools don't belong together.
+    """
+    pools = [SharedPool.attach(pool_path(folder, rank)) for rank in range(options.ranks)]
+    device = options.encoder_device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    backbone: dict[str, Any] = {} if options.backbone is None else {"backbone": resolve_name(options.backbone)}
+    checkpoint = resolve_name(options.checkpoint)
+    model = CombForCausalLM.from_pretrained(checkpoint, dtype=pools[0].layout.torch_dtype, **backbone)
+    check_tokenizer(model, load_tokenizer(checkpoint, model))
+    drop_decoder(model)
+    model.encoder.to(device)
+    model.get_input_embeddings().to(device)
+    store = None
+    if options.host_bytes or options.disk_path is not None:
+        store = PICacheStore(
+            device="cpu", device_bytes=options.host_bytes, disk_path=options.disk_path, disk_bytes=options.disk_bytes
+        )
+    return EncoderWorker(model, pools, store)
+
+
+def listen(path: Path) -> socket.socket:
+    """A Unix socket that only this user may connect to. Raises ValueError if the path is too long for one."""
+    if len(os.fsencode(path)) > 107:
+        raise ValueError(f"the path of a Unix socket has at most 107 bytes, {path} has more: use a shorter folder")
+    path.unlink(missing_ok=True)  # of an earlier process in this place, which has ended
+    server = socket.socket(socket.AF_UNIX)
+    mask = os.umask(0o177)
+    try:
+        server.bind(str(path))
+    finally:
+        os.umask(mask)
+    server.listen(1)
+    return server
+
+
+def serve(worker: EncoderWorker, server: socket.socket) -> None:
+    """Answers one connection after the other, for ever."""
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            try:
+                connection.sendall(frames.encode(worker.hello()))
+                _serve_connection(worker, connection)
+            except ConnectionError as error:
+                logger.info("connection ended: %s", error)
+
+
+def _serve_connection(worker: EncoderWorker, connection: socket.socket) -> None:
+    waiting: queue.Queue[Job | None] = queue.Queue()
+
+    def read() -> None:
+        try:
+            while True:
+                waiting.put(Job.parse(frames.receive_blocking(connection)))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            logger.info("no more documents: %r", error)
+            waiting.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    held: Job | None = None
+    while True:
+        first = waiting.get() if held is None else held
+        if first is None:
+            return
+        batch, held, ended = _batch(first, waiting)
+        for answer in worker.run(batch):
+            connection.sendall(frames.encode(answer))
+        if ended:
+            return
+
+
+def _batch(first: Job, waiting: queue.Queue[Job | None]) -> tuple[list[Job], Job | None, bool]:
+    """`first` and what is waiting behind it within the budget (padded tokens); one that doesn't fit; whether it ended.
+
+    Documents that write the same key are never in one batch twice: the manager asks for each once.
+    """
+    batch, longest = [first], len(first.token_ids)
+    while True:
+        try:
+            job = waiting.get_nowait()
+        except queue.Empty:
+            return batch, None, False
+        if job is None:
+            return batch, None, True
+        longest = max(longest, len(job.token_ids))
+        if longest * (len(batch) + 1) > ENCODE_BATCH_TOKENS:
+            return batch, job, False
+        batch.append(job)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the parent's end of its standard input closes, however the parent ended."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run as ``python -m comb_serving.encoder_process --index N`` with an instance's environment."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--index", type=int, default=0, help="number of this encoder, which names its socket")
+    index = parser.parse_args(arguments).index
+    logging.basicConfig(level=logging.INFO, format=f"encoder {index}: %(message)s", stream=sys.stderr)
+    _end_with_parent()
+    folder = instance_dir()
+    worker = load(ServeOptions.from_environment(), folder)
+    server = listen(socket_path(folder, index))
+    logger.info("ready, pid %d", os.getpid())
+    serve(worker, server)
+
+
+def socket_path(folder: Path, index: int) -> Path:
+    """Where encoder `index` listens."""
+    return folder / f"encoder-{index}.sock"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The private folder of one running server, for its pools and sockets: made, locked, and removed with all it holds.
+
+A server that was killed can't remove its folder. The lock tells: whoever gets it knows that the owner is gone, and
+removes that folder, nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PREFIX, LOCK = "comb-instance-", "owner.lock"
+
+
+def default_root() -> Path:
+    """Shared memory where there is such a place, else the folder of temporary files."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+@contextmanager
+def instance_folder(root: Path | None = None) -> Iterator[Path]:
+    """A new folder of mode 0700, gone after the ``with`` block; folders of dead servers of this user go first."""
+    root = default_root() if root is None else root
+    remove_abandoned(root)
+    # under another name until it is locked, so that nobody takes it for abandoned
+    folder = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = folder.rename(folder.with_name(folder.name[1:]))
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_abandoned(root: Path) -> list[Path]:
+    """Removes this user's instance folders whose owner is gone; returns them."""
+    removed = []
+    for folder in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or just being removed
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+                removed.append(folder)
+            finally:
+                os.close(lock)
+    if removed:
+        logger.warning("removed what killed servers had left: %s", ", ".join(map(str, removed)))
+    return removed

@@ -1,0 +1,289 @@
+"""The ASGI middleware of `comb serve`: documents go in here, and references are dropped here.
+
+It is the outermost layer of vLLM's server (``--middleware``), so it looks at the API key itself before it does
+anything for a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from comb.adapter import resolve_name
+from comb.compatibility import load_tokenizer
+from comb.config import CombConfig
+from comb.documents import PromptBuilder
+from comb_serving import documents_api, metrics
+from comb_serving.answers import AnswerWriter, report
+from comb_serving.encoders import EncoderError, EncoderProcesses
+from comb_serving.errors import RequestError
+from comb_serving.front import CHAT, COMPLETIONS, Front, link, without_handles
+from comb_serving.handles import KEY
+from comb_serving.http_body import (
+    ClientLeftError,
+    Connection,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    header,
+    parse_object,
+    path_of,
+    read_body,
+    send_json,
+    with_body,
+)
+from comb_serving.manager import Lease, PICManager, PoolFullError
+from comb_serving.options import ServeOptions, instance_dir, pool_path
+from comb_serving.pool import PoolLayout, manifest_of
+from comb_serving.tenants import authorized, tenant_of
+
+logger = logging.getLogger(__name__)
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+RETRY_AFTER_S = 2
+DRAIN_SECONDS = 60.0
+
+
+class CombMiddleware:
+    """``--middleware comb_serving.middleware.CombMiddleware``.
+
+    Args:
+        app: vLLM's server.
+        options: of `comb serve`; from the environment by default.
+        front, encoders: for tests; made from the options by default.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        options: ServeOptions | None = None,
+        front: Front | None = None,
+        encoders: EncoderProcesses | None = None,
+    ) -> None:
+        self.app = app
+        self.options = ServeOptions.from_environment() if options is None else options
+        self._front, self._encoders = front, encoders
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+        elif scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif path_of(scope) == "/metrics":
+            await self._metrics(scope, receive, send)
+        elif scope["method"] == "POST" or documents_api.handles_path(path_of(scope)):
+            await self._guarded(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    # ---- start and end ----
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                self.front()
+            elif message["type"] == "lifespan.shutdown":
+                await self.stop()
+            return message
+
+        await self.app(scope, watched, send)
+
+    def front(self) -> Front:
+        """Starts what the options ask for, the first time. Raises ValueError if vLLM's worker has made no pool."""
+        if self._front is None:
+            manager = None
+            if self.options.encoder:
+                folder = instance_dir()
+                manifest = manifest_of(pool_path(folder, 0))
+                if not manifest.exists():
+                    raise ValueError(
+                        f"vLLM has made no pool in {folder}: does {self.options.checkpoint} hold an adapter?"
+                    )
+                self._encoders = EncoderProcesses(
+                    folder,
+                    dict(os.environ),
+                    count=self.options.encoders,
+                    start_seconds=self.options.start_seconds,
+                )
+                self._encoders.start()
+                manager = PICManager(PoolLayout(**json.loads(manifest.read_text())), self._encoders)
+            self._front = Front(PromptBuilder(_tokenizer(self.options)), manager, self.options.max_documents)
+        return self._front
+
+    async def stop(self) -> None:
+        """Ends encoder processes."""
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._encoders is not None:
+            await self._encoders.stop()
+
+    # ---- requests ----
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whatever goes wrong before vLLM has the request is an error object, and never silence."""
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._request(scope, receive, watched)
+        except ClientLeftError:
+            logger.debug("a client left before its answer")
+        except Exception as error:
+            found = _as_request_error(error)
+            if found.status >= 500:
+                logger.exception("a request failed")
+            if started:
+                raise  # the server closes the connection: the client sees that the answer is not whole
+            await send_json(send, found.status, found.body, found.headers)
+
+    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = path_of(scope)
+        ours = path in (CHAT, COMPLETIONS) or documents_api.handles_path(path)
+        authorization = header(scope, "authorization")
+        if ours and not authorized(authorization, self.options.key_hashes):
+            raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
+        if not ours and (header(scope, "content-type") or "").startswith("multipart/"):
+            await self.app(scope, receive, send)
+            return
+        raw = await read_body(receive, self.options.max_body_bytes)
+        if not ours:
+            body = _stripped(raw)
+            await self.app(with_body(scope, body), Connection(receive, body), send)
+            return
+        connection = Connection(receive)
+        try:
+            if documents_api.handles_path(path):
+                await self._documents(scope, connection, send, raw, tenant_of(authorization))
+            else:
+                await self._generation(scope, connection, send, raw, tenant_of(authorization))
+        finally:
+            connection.close()
+
+    async def _documents(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
+        body = parse_object(raw) if scope["method"] == "POST" else {}
+        work = documents_api.answer(self.front(), scope["method"], path_of(scope), body, tenant)
+        status, found = await connection.unless_left(work)
+        await send_json(send, status, documents_api.dump(found))
+
+    async def _generation(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
+        front = self.front()
+        prepared = await connection.unless_left(front.prepare(path_of(scope), parse_object(raw), tenant))
+        lease: Lease | None = None
+        body = prepared.body
+        writer: AnswerWriter | None = None
+        try:
+            if prepared.segments and prepared.encoder:
+                lease = await connection.unless_left(front.acquire(prepared.segments))
+                body = link(prepared, lease)
+            connection.body = json.dumps(body).encode()
+            if prepared.segments:
+                answer = writer = _writer(send, prepared, lease)
+                connection.answered = lambda: answer.finished
+            await self.app(with_body(scope, connection.body), connection, writer or send)
+        finally:
+            if lease is not None:
+                in_engine = writer is not None and (connection.left or not writer.finished or bool(body.get("stop")))
+                self._release(lease, scope, wait=in_engine)
+
+    def _release(self, lease: Lease, scope: Scope, *, wait: bool) -> None:
+        """Drops a lease; an aborted request may be in a step of the engine still, so its blocks wait for that."""
+        engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        if not wait or engine is None:
+            lease.release()
+            return
+        task = asyncio.create_task(_release_after(lease, engine))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        manager = None if self._front is None else self._front.manager
+        start: Message | None = None
+        text = bytearray()
+
+        async def collect(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            text.extend(message.get("body", b""))
+            if message.get("more_body", False) or start is None:
+                return
+            if manager is not None and start["status"] == 200:
+                restarts = 0 if self._encoders is None else self._encoders.restarts
+                text.extend(metrics.render(manager, restarts=restarts))
+            headers = [(k, v) for k, v in start.get("headers", ()) if k.lower() != b"content-length"]
+            await send({**start, "headers": [*headers, (b"content-length", str(len(text)).encode())]})
+            await send({"type": "http.response.body", "body": bytes(text)})
+
+        # compressed text can't be appended to
+        plain = [(k, v) for k, v in scope.get("headers", ()) if k.lower() != b"accept-encoding"]
+        await self.app({**scope, "headers": plain}, receive, collect)
+
+
+def _writer(send: Send, prepared: Any, lease: Lease | None) -> AnswerWriter:
+    held = () if lease is None else lease.documents
+    tokens = prepared.prompts * sum(document.handle.tokens for document in held)
+    cached = prepared.prompts * sum(document.handle.tokens for document in held if document.tier != "encoded")
+    return AnswerWriter(send, report(prepared, lease), tokens, cached, prepared.prompt_tokens)
+
+
+async def _release_after(lease: Lease, engine: Any) -> None:
+    """Releases when the engine core has answered twice: it reads messages between steps, so the abort came first."""
+    try:
+        start = time.monotonic()
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await engine.is_sleeping()
+                await engine.is_sleeping()
+        logger.debug("an aborted request left the engine after %.3f s", time.monotonic() - start)
+    finally:
+        lease.release()
+
+
+def _stripped(raw: bytes) -> bytes:
+    """A body without handles, whatever route it is for; the same bytes if there were none."""
+    try:
+        value = json.loads(raw)
+        clean = without_handles(value)
+    except (ValueError, RecursionError):
+        if KEY.encode() in raw:
+            raise RequestError(400, f"{KEY} is not a field of requests") from None
+        return raw  # no JSON: nothing that vLLM could take for a request
+    return raw if clean == value else json.dumps(clean).encode()
+
+
+def _as_request_error(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, PoolFullError):
+        return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_S)
+    if isinstance(error, EncoderError):
+        return RequestError(503, f"the documents could not be encoded: {error}", param="documents", retry_after=10)
+    if isinstance(error, ValueError):
+        return RequestError(400, str(error))
+    return RequestError(500, f"{type(error).__name__} in the server; see its log")
+
+
+def _tokenizer(options: ServeOptions) -> Any:
+    checkpoint = resolve_name(options.checkpoint)
+    config = CombConfig.from_pretrained(checkpoint)
+    if options.backbone is not None:
+        config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))
+    return load_tokenizer(checkpoint, SimpleNamespace(config=config))

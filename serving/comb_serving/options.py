@@ -1,0 +1,79 @@
+"""What `comb serve` was asked for, as one value that reaches the API server's process through its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+INSTANCE_DIR = "COMB_INSTANCE_DIR"
+OPTIONS = "COMB_SERVE_OPTIONS"
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of the front, from `comb serve` to encoder processes and middleware.
+
+    Args:
+        checkpoint: adapter folder or Hub id.
+        backbone: where its backbone is, if not where the checkpoint says.
+        encoder: False answers every request from the plain backbone, documents inlined in the prompt.
+        encoders: encoder processes.
+        encoder_device: where they compute: auto, cpu, cuda, ...
+        ranks: tensor-parallel size of the decoder, one pool each.
+        host_bytes: per encoder process, of PICaches kept in its memory for documents that have left the pool.
+        disk_path: folder where they are kept beyond restarts; None: no such tier.
+        disk_bytes: of that folder; None: unbounded.
+        key_hashes: sha256 hex of the API keys; empty: no authentication.
+        max_body_bytes: longest request body.
+        max_documents: documents that one tenant may register.
+        start_seconds: longest wait for pools and encoders at start.
+    """
+
+    checkpoint: str
+    backbone: str | None = None
+    encoder: bool = True
+    encoders: int = 1
+    encoder_device: str = "auto"
+    ranks: int = 1
+    host_bytes: int = 0
+    disk_path: str | None = None
+    disk_bytes: int | None = None
+    key_hashes: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 2**20
+    max_documents: int = 100_000
+    start_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
+            raise ValueError(f"sizes are in bytes, >= 0, not {self.host_bytes} and {self.disk_bytes}")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServeOptions:
+        values = json.loads(text)
+        return cls(**{**values, "key_hashes": tuple(values["key_hashes"])})
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ServeOptions:
+        """The options that `comb serve` has put into the environment. Raises ValueError outside of one."""
+        if OPTIONS not in environment:
+            raise ValueError(f"{OPTIONS} is not set: encoders and middleware are started by `comb serve`")
+        return cls.from_json(environment[OPTIONS])
+
+
+def instance_dir(environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder of this instance's pools and sockets."""
+    return Path(environment[INSTANCE_DIR])
+
+
+def pool_path(folder: Path, rank: int) -> Path:
+    """The pool of a tensor-parallel rank."""
+    return folder / f"pool-{rank}"

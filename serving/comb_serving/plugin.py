@@ -1,0 +1,63 @@
+"""What serving adds to the `comb` command. Imported at every start of it, so it must stay light."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as ``512MiB``, ``8GB`` or ``1073741824``. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"a size is a number of bytes, or like 512MiB or 8GB, not {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def serve(
+    context: typer.Context,
+    checkpoint: Annotated[str, typer.Argument(help="adapter folder or Hub id")],
+    encoder: Annotated[str, typer.Option(help="on, or off for the plain backbone with documents in the prompt")] = "on",
+    backbone: Annotated[str | None, typer.Option(help="load the encoder's embedding table from here")] = None,
+    comb_pool_bytes: Annotated[str, typer.Option(help="pool of documents, of all ranks together")] = "1GiB",
+    comb_pool_block: Annotated[int, typer.Option(help="tokens per block of the pool")] = 16,
+    comb_encoders: Annotated[int, typer.Option(help="encoder processes")] = 1,
+    comb_encoder_device: Annotated[str, typer.Option(help="where they compute: auto, cpu, cuda:1, ...")] = "auto",
+    comb_host_bytes: Annotated[str, typer.Option(help="per encoder, for documents that left the pool")] = "0",
+    comb_disk: Annotated[Path | None, typer.Option(help="folder where documents are kept beyond restarts")] = None,
+    comb_disk_bytes: Annotated[str | None, typer.Option(help="of that folder; unbounded by default")] = None,
+) -> None:
+    """Serves an adapter on vLLM: its OpenAI server plus `documents`. All other options are vLLM's."""
+    from comb_serving.launcher import launch
+    from comb_serving.options import ServeOptions
+
+    if encoder not in ("on", "off"):
+        raise ValueError(f"--encoder is on or off, not {encoder!r}")
+    options = ServeOptions(
+        checkpoint=checkpoint,
+        backbone=backbone,
+        encoder=encoder == "on",
+        encoders=comb_encoders,
+        encoder_device=comb_encoder_device,
+        host_bytes=parse_bytes(comb_host_bytes),
+        disk_path=None if comb_disk is None else str(comb_disk.resolve()),
+        disk_bytes=None if comb_disk_bytes is None else parse_bytes(comb_disk_bytes),
+    )
+    ready: Callable[[str], None] = lambda address: typer.echo(f"comb: ready at {address}")  # noqa: E731
+    status = launch(
+        options, context.args, pool_bytes=parse_bytes(comb_pool_bytes), pool_block=comb_pool_block, on_ready=ready
+    )
+    raise typer.Exit(status if status >= 0 else 128 - status)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Adds `serve` to the `comb` application."""
+    app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -1,0 +1,37 @@
+"""Who sends a request: its API key decides, never its body."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Sequence
+
+
+def authorized(authorization: str | None, key_hashes: Sequence[str]) -> bool:
+    """Whether the header holds one of the server's API keys (vLLM's rule); True if the server has none."""
+    if not key_hashes:
+        return True
+    scheme, _, key = (authorization or "").partition(" ")
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    matches = [secrets.compare_digest(digest, known) for known in key_hashes]
+    return scheme.lower() == "bearer" and any(matches)
+
+
+def tenant_of(authorization: str | None) -> str:
+    """A name for the sender that doesn't give the key away; empty without one."""
+    if not authorization:
+        return ""
+    return hashlib.sha256(b"comb-tenant:" + authorization.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def prefix_salt(tenant: str, keys: Sequence[str], user_salt: str | None) -> str | None:
+    """The salt of the decoder's prefix cache; None where the plain server would have none.
+
+    The decoder's keys and values depend on the linked documents and their order, so these belong to it; a salt from
+    the body can only narrow further.
+    """
+    if not tenant and not keys:
+        return user_salt
+    text = json.dumps([tenant, list(keys), user_salt])
+    return hashlib.sha256(text.encode()).hexdigest()

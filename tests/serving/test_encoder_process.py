@@ -1,0 +1,206 @@
+"""Real encoder processes over a real pool, with the nano backbone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comb import CombForCausalLM
+from comb_serving import frames
+from comb_serving.encoder_process import EncoderWorker, Job, drop_decoder, socket_path
+from comb_serving.encoders import EncoderProcesses
+from comb_serving.handles import Handle
+from comb_serving.manager import PICManager, Wanted
+from comb_serving.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
+from comb_serving.pool import PoolLayout, SharedPool
+
+BLOCKS = 64
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a Unix socket."""
+    with tempfile.TemporaryDirectory(prefix="comb-test-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def adapter(nano_adapter: Path) -> CombForCausalLM:
+    return CombForCausalLM.from_pretrained(nano_adapter, dtype=torch.float32)
+
+
+def make_pools(adapter: CombForCausalLM, folder: Path, ranks: int = 1) -> list[SharedPool]:
+    config = adapter.encoder.config
+    heads = max(1, config.num_key_value_heads // ranks)
+    layout = PoolLayout(len(adapter.cross_blocks), heads, config.head_dim, num_blocks=BLOCKS, block_size=8)
+    return [SharedPool.create(pool_path(folder, rank), layout) for rank in range(ranks)]
+
+
+@asynccontextmanager
+async def running(
+    nano_adapter: Path, folder: Path, pool: SharedPool, *, count: int = 1, **more: Any
+) -> AsyncIterator[tuple[PICManager, EncoderProcesses]]:
+    options = ServeOptions(str(nano_adapter), encoders=count, **more)
+    environment = {**os.environ, INSTANCE_DIR: str(folder), OPTIONS: options.to_json()}
+    encoders = EncoderProcesses(folder, environment, count=count, start_seconds=120)
+    encoders.start()
+    try:
+        yield PICManager(pool.layout, encoders), encoders
+    finally:
+        await encoders.stop()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 300))
+
+
+def document(number: int, tokens: int = 20) -> tuple[int, ...]:
+    return tuple((7 * number + 3 * index) % 900 + 5 for index in range(tokens))
+
+
+async def wanted(manager: PICManager, numbers: range, tokens: int = 20) -> list[Wanted]:
+    ids = [document(number, tokens) for number in numbers]
+    return [Wanted(key, one) for key, one in zip(await manager.keys(ids, ""), ids, strict=True)]
+
+
+def check_content(adapter: CombForCausalLM, pool: SharedPool, handle: Handle, ids: tuple[int, ...]) -> None:
+    (expected,) = adapter.encode([ids])
+    for layer in range(pool.layout.cross_layers):
+        keys, values = pool.read(layer, [handle])
+        torch.testing.assert_close(keys, expected.keys[layer], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(values, expected.values[layer], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_pool_holds_what_encode_gives_bit_for_bit(
+    nano_adapter: Path, adapter: CombForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    pools = make_pools(adapter, folder)
+    pools[0].tensor.fill_(float("nan"))
+
+    async def work() -> None:
+        async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
+            assert (await manager.identity()).fingerprint == adapter.fingerprint
+            while any(place.writer is None for place in encoders.places):
+                await asyncio.sleep(0.05)
+            modes = [stat.S_IMODE(socket_path(folder, index).stat().st_mode) for index in range(2)]
+            assert modes == [0o600, 0o600]
+            for number in range(3):
+                (one,) = await wanted(manager, range(number, number + 1), 13 + number)
+                lease = await manager.acquire([one])
+                (expected,) = adapter.encode([one.token_ids])
+                for layer in range(pools[0].layout.cross_layers):
+                    keys, values = pools[0].read(layer, lease.handles)
+                    assert torch.equal(keys, expected.keys[layer])
+                    assert torch.equal(values, expected.values[layer])
+                    assert not torch.equal(keys, adapter.encode([one.token_ids[::-1]])[0].keys[layer])
+                lease.release()
+            # what has left the pool comes back by copy, the same bits
+            before = pools[0].read(0, lease.handles)[0].clone()
+            assert manager.remove(one.key)
+            pools[0].tensor.fill_(float("nan"))
+            lease = await manager.acquire([one])
+            assert lease.documents[0].tier == "host"
+            assert torch.equal(pools[0].read(0, lease.handles)[0], before)
+            with pytest.raises(ValueError, match="another model's tokenizer"):
+                await manager.keys([(10**6,)], "")
+            with pytest.raises(ValueError, match="split it"):
+                await manager.keys([(5,) * 10**6], "")
+            lease.release()
+            manager.check_integrity()
+
+    run(work())
+    assert not socket_path(folder, 0).exists()
+
+
+@pytest.mark.slow
+def test_killing_encoders_under_load_ends_every_waiter_right(
+    nano_adapter: Path, adapter: CombForCausalLM, folder: Path
+) -> None:
+    (pool,) = make_pools(adapter, folder)
+
+    async def work() -> None:
+        async with running(nano_adapter, folder, pool) as (manager, encoders):
+            everything = await wanted(manager, range(16))
+            await asyncio.sleep(0)
+            while any(place.writer is None for place in encoders.places):
+                await asyncio.sleep(0.05)
+            for place in encoders.places:  # stopped, so that the documents are under way when they die
+                os.kill(place.process.pid, signal.SIGSTOP)
+            pairs = list(itertools.pairwise(everything))
+            tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
+            await asyncio.sleep(0.3)
+            assert manager.waiting == len(tasks)
+            pool.tensor.fill_(float("nan"))
+            for place in encoders.places:
+                os.kill(place.process.pid, signal.SIGKILL)
+            leases = await asyncio.gather(*tasks)
+            assert encoders.restarts == 1
+            for lease, pair in zip(leases, pairs, strict=True):
+                for handle, one in zip(lease.handles, pair, strict=True):
+                    check_content(adapter, pool, handle, one.token_ids)
+                lease.release()
+            assert manager.references == manager.waiting == encoders.waiting == 0
+            manager.check_integrity()
+
+    run(work())
+
+
+def test_ranks_get_their_heads_and_one_bad_document_harms_nobody(adapter: CombForCausalLM, folder: Path) -> None:
+    pools = make_pools(adapter, folder, ranks=2)
+    worker = EncoderWorker(adapter, pools)
+    jobs = [
+        Job(0, "a" * 64, document(1), Handle(20, (0, 1, 2))),
+        Job(1, "b" * 64, (10**6,), Handle(1, (3,))),
+        Job(2, "c" * 64, document(2), Handle(20, (4, 5, 6))),
+    ]
+    answers = worker.run(jobs)
+    assert [answer.get("tier") for answer in answers] == ["encoded", None, "encoded"]
+    assert "1000000" in answers[1]["error"]
+    expected = adapter.encode([document(2)])[0].keys[0]
+    found = torch.cat([pool.read(0, [jobs[2].handle])[0] for pool in pools], dim=1)
+    heads = adapter.encoder.config.num_key_value_heads
+    if heads % 2 == 0:
+        assert torch.equal(found, expected)
+    else:
+        assert torch.equal(found[:, :heads], expected)
+    wrong = PoolLayout(9, pools[0].layout.kv_heads, pools[0].layout.head_dim, 1)
+    with pytest.raises(ValueError, match="different checkpoints"):
+        EncoderWorker(adapter, [SharedPool.create(folder / "wrong", wrong)])
+
+
+def test_dropping_the_decoder_changes_no_encoding(nano_adapter: Path, adapter: CombForCausalLM) -> None:
+    model = CombForCausalLM.from_pretrained(nano_adapter, dtype=torch.float32)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    drop_decoder(model)
+    kept = sum(parameter.numel() for parameter in model.parameters())
+    assert kept < before / 2
+    assert model.fingerprint == adapter.fingerprint
+    assert torch.equal(model.encode([document(3)])[0].values, adapter.encode([document(3)])[0].values)
+
+
+def test_frames_refuse_what_is_none() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frames.encode({"job": 1}) + b"\xff\xff\xff\xff")
+        assert frames.receive_blocking(theirs) == {"job": 1}
+        with pytest.raises(frames.FrameError, match="announced"):
+            frames.receive_blocking(theirs)
+        for data in (b"[1]", b"{", b"\xff"):
+            ours.sendall(len(data).to_bytes(4, "big") + data)
+            with pytest.raises(frames.FrameError):
+                frames.receive_blocking(theirs)
+    assert json.loads(frames.encode({"a": "ä"})[4:]) == {"a": "ä"}

@@ -1,0 +1,126 @@
+"""What is done about encoder processes that die, hang or change, with a small program in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb_serving import encoders as module
+from comb_serving.encoders import EncoderError, EncoderProcesses
+from comb_serving.handles import Handle
+
+DIES, HANGS, LIES = 666, 777, 888
+PROGRAM = f"""
+import os, pathlib, socket, sys, threading
+from comb_serving import frames
+folder = pathlib.Path(sys.argv[1])
+starts = folder / "starts"
+count = len(starts.read_bytes()) if starts.exists() else 0
+with starts.open("ab") as file: file.write(b"x")
+server = socket.socket(socket.AF_UNIX)
+server.bind(str(folder / "encoder-0.sock"))
+server.listen(1)
+connection, _ = server.accept()
+name = "changed" if (folder / "change").exists() else "same"
+hello = {{"fingerprint": name, "dtype": "float32", "max_document_tokens": 9, "vocab_size": 9}}
+connection.sendall(frames.encode(hello))
+while True:
+    job = frames.receive_blocking(connection)
+    token = job["token_ids"][0]
+    if token == {DIES}: os._exit(1)
+    if token == {HANGS}: threading.Event().wait()
+    if token == {LIES}: connection.sendall(b"\\xff" * 8)
+    connection.sendall(frames.encode({{"job": job["job"], "tier": "encoded", "seconds": 0.0}}))
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+    with tempfile.TemporaryDirectory(prefix="comb-test-") as name:
+        yield Path(name)
+
+
+def start(folder: Path, **more: Any) -> EncoderProcesses:
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30, **more)
+    encoders.start()
+    return encoders
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+@pytest.mark.parametrize("token", [DIES, HANGS, LIES])
+def test_a_document_that_takes_encoders_with_it_is_refused_and_its_neighbours_are_not(folder: Path, token: int) -> None:
+    async def work() -> None:
+        encoders = start(folder, stall_seconds=0.5)
+        good = [encoders.submit(f"{number:064x}", [1], Handle(1, (0,))) for number in range(3)]
+        bad = encoders.submit("f" * 64, [token], Handle(1, (1,)))
+        good += [encoders.submit(f"{number:064x}", [1], Handle(1, (0,))) for number in range(3, 6)]
+        results = await asyncio.gather(*good, bad, return_exceptions=True)
+        assert [getattr(result, "tier", None) for result in results] == ["encoded"] * 6 + [None]
+        assert isinstance(results[-1], EncoderError)
+        assert "3 encoder processes ended over this document" in str(results[-1])
+        assert encoders.waiting == 0
+        assert (await encoders.submit("a" * 64, [1], Handle(1, (0,)))).tier == "encoded"
+        await encoders.stop()
+        with pytest.raises(EncoderError, match="shutting down"):
+            await encoders.submit("a" * 64, [1], Handle(1, (0,)))
+
+    run(work())
+
+
+def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
+    async def work() -> None:
+        encoders = start(folder)
+        assert (await encoders.identity()).fingerprint == "same"
+        (folder / "change").touch()
+        with pytest.raises(EncoderError, match="changed while serving"):
+            await encoders.submit("a" * 64, [DIES], Handle(1, (0,)))
+        with pytest.raises(EncoderError, match="changed while serving"):
+            await encoders.identity()
+        await encoders.stop()
+
+    run(work())
+
+
+def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(folder: Path) -> None:
+    async def work() -> None:
+        command = [sys.executable, "-c", "raise SystemExit(1)"]
+        encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30)
+        waiting = encoders.submit("0" * 64, [1], Handle(1, (0,)))
+        encoders.start()
+        with pytest.raises(EncoderError, match="at their start"):
+            await encoders.identity()
+        with pytest.raises(EncoderError, match="at their start"):
+            await waiting
+        with pytest.raises(EncoderError, match="at their start"):
+            await encoders.submit("0" * 64, [1], Handle(1, (0,)))
+        await encoders.stop()
+
+    run(work())
+
+
+def test_nothing_runs_after_the_end(folder: Path) -> None:
+    async def work() -> None:
+        encoders = start(folder)
+        await encoders.identity()
+        process = encoders.places[0].process
+        assert process is not None
+        hanging = encoders.submit("a" * 64, [HANGS], Handle(1, (0,)))
+        await encoders.stop()
+        assert process.returncode is not None
+        with pytest.raises(EncoderError, match="shutting down"):
+            await hanging
+        assert not (folder / "encoder-0.sock").exists()
+
+    run(work())

@@ -1,0 +1,134 @@
+"""`comb serve` with a small program in vLLM's place: folders, signals, and the flags that are looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from comb_serving.instance import LOCK, PREFIX, instance_folder, remove_abandoned
+from comb_serving.launcher import launch, read_flags
+from comb_serving.options import ServeOptions
+from comb_serving.plugin import parse_bytes
+
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+folder = pathlib.Path(os.environ["COMB_INSTANCE_DIR"])
+(folder / "pool-0").write_text("x")
+seen = pathlib.Path({seen!r})
+keep = {{name: os.environ[name] for name in os.environ if name.startswith(("COMB_", "VLLM_PLUGINS"))}}
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+seen.with_suffix(".tmp").write_text(json.dumps({{"argv": sys.argv[1:], "environment": keep, "pid": os.getpid()}}))
+seen.with_suffix(".tmp").rename(seen)
+{then}
+"""
+LAUNCH = """
+import sys, pathlib
+from comb_serving.launcher import launch
+from comb_serving.options import ServeOptions
+sys.exit(launch(ServeOptions("adapter"), ["--port", "1"], pool_bytes=99, root=pathlib.Path(sys.argv[1]),
+    server=[sys.executable, "-c", sys.argv[2]]))
+"""
+
+
+def program(tmp_path: Path, then: str) -> tuple[str, Path]:
+    seen = tmp_path / "seen.json"
+    return PROGRAM.format(seen=str(seen), then=then), seen
+
+
+def wait_for(path: Path) -> dict[str, object]:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    found: dict[str, object] = json.loads(path.read_text())
+    return found
+
+
+def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    root = tmp_path / "root"
+    root.mkdir()
+    code, seen = program(tmp_path, "sys.exit(3)")
+    arguments = ["--max-model-len", "64", "-tp", "2", "--api-key", "k"]
+    server = [sys.executable, "-c", code]
+    status = launch(ServeOptions("adapter"), arguments, pool_bytes=4096, root=root, server=server)
+    assert status == 3
+    found = wait_for(seen)
+    assert found["argv"][:2] == ["--model", "adapter"]
+    assert found["argv"][-2:] == ["--middleware", "comb_serving.middleware.CombMiddleware"]
+    environment = found["environment"]
+    assert environment["COMB_POOL_BYTES"] == "4096"
+    assert environment["VLLM_PLUGINS"] == "other,comb"
+    options = ServeOptions.from_environment(environment)
+    assert (options.ranks, len(options.key_hashes)) == (2, 1)
+    assert "k" not in options.key_hashes
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    bystander = root / "comb-instance-like"
+    bystander.mkdir()
+    code, seen = program(tmp_path, "time.sleep(60)")
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(root), code])
+    pid = wait_for(seen)["pid"]
+    folders = [folder for folder in root.iterdir() if (folder / LOCK).exists()]
+    assert len(folders) == 1
+    assert folders[0].stat().st_mode & 0o077 == 0
+    assert remove_abandoned(root) == []  # its owner lives
+    launcher.send_signal(number)
+    assert launcher.wait(30) == (7 if number == signal.SIGTERM else -signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]:
+        assert time.monotonic() < deadline, "the server outlived its launcher"
+        time.sleep(0.05)
+    if number == signal.SIGKILL:
+        assert folders[0].exists()
+        with instance_folder(root) as mine:
+            assert mine.name.startswith(PREFIX)
+            assert {path.name for path in root.iterdir()} == {mine.name, bystander.name}
+    assert list(root.iterdir()) == [bystander]
+
+
+def test_flags_that_cannot_be_served_are_refused() -> None:
+    read = read_flags(["--tensor_parallel_size=4", "--host", "0.0.0.0", "--seed", "3"], {"VLLM_API_KEY": "x"})
+    assert (read.ranks, read.host, len(read.key_hashes)) == (4, "0.0.0.0", 1)
+    assert len(read_flags(["--api-key", "a", "b"], {"VLLM_API_KEY": "x"}).key_hashes) == 2
+    for flag in (
+        ["--api-server-count", "2"],
+        ["-dp=2"],
+        ["--data_parallel_size", "3"],
+        ["--chat-template", "x"],
+        ["--model", "m"],
+    ):
+        with pytest.raises(ValueError, match="comb serve"):
+            read_flags(flag, {})
+    with pytest.raises(ValueError, match="invalid int"):
+        read_flags(["--port", "many"], {})
+
+
+def test_sizes() -> None:
+    sizes = [parse_bytes(text) for text in ("512MiB", "8GB", "17", "1.5 KiB", "2g")]
+    assert sizes == [512 * 2**20, 8 * 10**9, 17, 1536, 2 * 10**9]
+    for wrong in ("", "big", "-1", "1 XB"):
+        with pytest.raises(ValueError, match="512MiB"):
+            parse_bytes(wrong)
+
+
+def test_options_survive_the_environment() -> None:
+    options = ServeOptions("a", key_hashes=("x",), host_bytes=3)
+    assert ServeOptions.from_json(options.to_json()) == options
+    with pytest.raises(ValueError, match="comb serve"):
+        ServeOptions.from_environment({})
+    with pytest.raises(ValueError, match="encoders"):
+        ServeOptions("a", encoders=0)
+    assert os.environ.get("COMB_SERVE_OPTIONS") is None

@@ -1,0 +1,254 @@
+"""The PIC manager over encoders that a test answers for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from fakes import FakeEncoders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comb.directory import IntegrityError
+from comb_serving.encoders import EncoderError
+from comb_serving.manager import DocumentsTooLargeError, Lease, PICManager, PoolFullError, Wanted
+from comb_serving.pool import PoolLayout
+
+LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def wanted(name: str, tokens: int = 4) -> Wanted:
+    return Wanted(name, tuple(range(tokens)))
+
+
+def test_a_document_is_encoded_once_for_all_who_want_it() -> None:
+    async def work() -> None:
+        encoders = FakeEncoders(at_once=False)
+        manager = PICManager(LAYOUT, encoders)
+        tasks = [asyncio.create_task(manager.acquire([wanted("a", 5), wanted("b")])) for _ in range(5)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert encoders.asked == ["a", "b"]
+        assert manager.waiting == 5
+        for _ in range(2):
+            encoders.answer()
+        leases = await asyncio.gather(*tasks)
+        assert len({lease.documents[0].handle for lease in leases}) == 1
+        assert [lease.documents[0].tier for lease in leases] == ["encoded"] + ["pool"] * 4
+        assert manager.references == 10
+        for lease in leases:
+            lease.release()
+            lease.release()
+        assert manager.references == manager.waiting == 0
+        again = await manager.acquire([wanted("b"), wanted("a", 5), wanted("b")])
+        assert encoders.asked == ["a", "b"]
+        assert [document.hit for document in again.documents] == [True] * 3
+        assert again.documents[0].handle == again.documents[2].handle
+        assert manager.references == 2
+        manager.check_integrity()
+
+    run(work())
+
+
+def test_only_requests_that_miss_wait() -> None:
+    async def work() -> None:
+        encoders = FakeEncoders()
+        manager = PICManager(LAYOUT, encoders)
+        (await manager.acquire([wanted("a")])).release()
+        encoders.at_once = False
+        slow = asyncio.create_task(manager.acquire([wanted("b")]))
+        await asyncio.sleep(0)
+        (await manager.acquire([wanted("a")])).release()
+        assert not slow.done()
+        encoders.answer()
+        (await slow).release()
+
+    run(work())
+
+
+def test_the_least_recently_used_goes_first_and_nothing_that_is_kept() -> None:
+    async def work() -> None:
+        encoders = FakeEncoders()
+        manager = PICManager(LAYOUT, encoders)
+        held = await manager.acquire([wanted("held", 8)])
+        for name in ("pinned", "old", "new"):
+            (await manager.acquire([wanted(name, 8)])).release()
+        assert manager.pin("pinned")
+        (await manager.acquire([wanted("old", 8)])).release()
+        (await manager.acquire([wanted("x", 8)])).release()
+        assert [manager.lookup(name) for name in ("held", "pinned", "old", "new", "x")] == [
+            True,
+            True,
+            True,
+            False,
+            True,
+        ]
+        with pytest.raises(PoolFullError, match="in use or pinned"):
+            await manager.acquire([wanted("y", 20)])
+        assert manager.lookup("old")  # refused without having evicted in vain
+        with pytest.raises(DocumentsTooLargeError, match="larger --comb-pool-bytes"):
+            await manager.acquire([wanted("z", 33)])
+        assert manager.unpin("pinned")
+        assert not manager.unpin("pinned")
+        held.release()
+        (await manager.acquire([wanted("z", 32)])).release()
+        assert manager.documents == 1
+        manager.check_integrity()
+
+    run(work())
+
+
+def test_a_failed_document_fails_its_waiters_and_nobody_else() -> None:
+    async def work() -> None:
+        encoders = FakeEncoders(at_once=False)
+        manager = PICManager(LAYOUT, encoders)
+        good = asyncio.create_task(manager.acquire([wanted("good")]))
+        await asyncio.sleep(0)
+        bad = [asyncio.create_task(manager.acquire([wanted("bad"), wanted("good")])) for _ in range(3)]
+        await asyncio.sleep(0)
+        encoders.answer()
+        encoders.answer(error="NaN")
+        results = await asyncio.gather(*bad, return_exceptions=True)
+        assert all(isinstance(result, EncoderError) and "NaN" in str(result) for result in results)
+        assert manager.references == 1
+        (await good).release()
+        assert not manager.lookup("bad")
+        assert manager.lookup("good")
+        assert manager.counters.failures == 1
+        manager.check_integrity()
+
+    run(work())
+
+
+def test_a_client_that_leaves_while_waiting_gives_back_everything() -> None:
+    async def work() -> None:
+        encoders = FakeEncoders(at_once=False)
+        manager = PICManager(LAYOUT, encoders)
+        leaving = asyncio.create_task(manager.acquire([wanted("a", 32)]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert manager.references == 0
+        manager.remove("a")
+        assert manager.blocks.free == 0  # the encoder still writes there
+        encoders.answer()
+        await manager.settle()
+        assert manager.blocks.free == LAYOUT.num_blocks
+        manager.check_integrity()
+
+    run(work())
+
+
+def test_removed_in_use_and_expired() -> None:
+    async def work() -> None:
+        now = 0.0
+        manager = PICManager(LAYOUT, FakeEncoders(), clock=lambda: now)
+        lease = await manager.acquire([wanted("a")])
+        assert manager.remove("a")
+        assert not manager.lookup("a")
+        assert manager.blocks.free == LAYOUT.num_blocks - 1
+        lease.release()
+        assert manager.blocks.free == LAYOUT.num_blocks
+        (await manager.acquire([wanted("b", 32)])).release()
+        manager.pin("b")
+        manager.set_expiry("b", 5.0)
+        now = 4.9
+        assert manager.lookup("b")
+        now = 5.0
+        (await manager.acquire([wanted("c", 32)])).release()  # a pin doesn't outlive its document
+        assert manager.counters.expired == 1
+        manager.check_integrity()
+
+    run(work())
+
+
+def test_check_integrity_notices() -> None:
+    async def work() -> None:
+        manager = PICManager(LAYOUT, FakeEncoders())
+        lease = await manager.acquire([wanted("a")])
+        manager.check_integrity()
+        manager.blocks.release(lease.handles[0].blocks)
+        with pytest.raises(IntegrityError, match="taken blocks"):
+            manager.check_integrity()
+
+    run(work())
+
+
+SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("acquire"), st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4)),
+        st.tuples(st.just("release"), st.integers(0, 20)),
+        st.tuples(st.just("cancel"), st.integers(0, 20)),
+        st.tuples(st.just("answer"), st.booleans()),
+        st.tuples(st.sampled_from(["pin", "unpin", "remove", "expire"]), st.sampled_from("abcdef")),
+        st.tuples(st.just("later"), st.none()),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(STEPS)
+def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]]) -> None:
+    run(_play(steps))
+
+
+async def _play(steps: list[tuple[str, Any]]) -> None:
+    now = 0.0
+    encoders = FakeEncoders(at_once=False)
+    manager = PICManager(LAYOUT, encoders, clock=lambda: now)
+    tasks: list[asyncio.Task[Lease]] = []
+    leases: list[Lease] = []
+
+    async def settle() -> None:
+        for _ in range(4):
+            await asyncio.sleep(0)
+        for task in [task for task in tasks if task.done()]:
+            tasks.remove(task)
+            if not task.cancelled() and task.exception() is None:
+                leases.append(task.result())
+            elif not task.cancelled():
+                assert isinstance(task.exception(), PoolFullError | EncoderError | DocumentsTooLargeError)
+        # whoever has a lease has blocks that nobody else has
+        owner: dict[int, str] = {}
+        for lease in leases:
+            for document in lease.documents:
+                for block in document.handle.blocks:
+                    assert owner.setdefault(block, document.key) == document.key
+        manager.check_integrity()
+
+    for what, value in steps:
+        if what == "acquire":
+            tasks.append(asyncio.create_task(manager.acquire([wanted(name, SIZES[name]) for name in value])))
+        elif what == "release" and leases:
+            leases.pop(value % len(leases)).release()
+        elif what == "cancel" and tasks:
+            tasks[value % len(tasks)].cancel()
+        elif what == "answer" and encoders.open:
+            encoders.answer(error=None if value else "no")
+        elif what == "expire":
+            manager.set_expiry(value, 1.0)
+        elif what in ("pin", "unpin", "remove"):
+            getattr(manager, what)(value)
+        elif what == "later":
+            now += 1.0
+        await settle()
+    while encoders.open:
+        encoders.answer()
+    await manager.settle()
+    await settle()
+    for lease in leases:
+        lease.release()
+    assert manager.references == manager.waiting == 0
+    manager.check_integrity()
+    for name in SIZES:
+        manager.remove(name)
+    assert manager.blocks.free == LAYOUT.num_blocks

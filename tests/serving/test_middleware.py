@@ -1,0 +1,452 @@
+"""The middleware in front of a small server that says what vLLM would get."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from fakes import Client, Echo, FakeEncoders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from comb.documents import Document, PromptBuilder
+from comb_serving.front import CHAT, COMPLETIONS, Front
+from comb_serving.handles import KEY, unpack
+from comb_serving.manager import PICManager
+from comb_serving.middleware import CombMiddleware
+from comb_serving.options import ServeOptions
+from comb_serving.pool import PoolLayout
+from comb_training.nano import CHECKPOINT
+
+LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=16)
+MESSAGES = [{"role": "user", "content": "Where is Ada?"}]
+DOCUMENTS = [{"title": "A", "text": "Ada went to the garden."}, "Bob is in the kitchen."]
+BUILDER = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
+
+
+class Server:
+    """Middleware, manager, fake encoders and the echoing server behind it."""
+
+    def __init__(self, *, encoder: bool = True, layout: PoolLayout = LAYOUT, **options: Any) -> None:
+        self.echo, self.encoders = Echo(), FakeEncoders()
+        self.manager = PICManager(layout, self.encoders) if encoder else None
+        front = Front(BUILDER, self.manager, max_documents=3)
+        self.app = CombMiddleware(self.echo, options=ServeOptions("nano", **options), front=front)
+
+    def client(self, key: str | None = None) -> Client:
+        return Client(self.app, key)
+
+    def check_idle(self) -> None:
+        assert self.manager is not None
+        assert self.manager.references == self.manager.waiting == 0
+        self.manager.check_integrity()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 30))
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": MESSAGES, "documents": DOCUMENTS, **more}
+
+
+def ids_of(text: str, title: str | None = None) -> tuple[int, ...]:
+    return BUILDER.segment(Document(text, title=title))
+
+
+def test_documents_become_handles_and_the_prompt_is_the_builders() -> None:
+    async def work() -> None:
+        server = Server()
+        cold = await server.client().post(CHAT, chat())
+        warm = await server.client().post(CHAT, chat(documents=DOCUMENTS[::-1]))
+        first, second = server.echo.bodies
+        assert "documents" not in first
+        handles = unpack(first["vllm_xargs"][KEY], num_blocks=8, block_size=16)
+        assert [handle.tokens for handle in handles] == [
+            len(ids_of(DOCUMENTS[0]["text"], "A")),
+            len(ids_of(DOCUMENTS[1])),
+        ]
+        assert unpack(second["vllm_xargs"][KEY], num_blocks=8, block_size=16) == handles[::-1]
+        assert first["cache_salt"] != second["cache_salt"]
+        assert first["kv_transfer_params"] == {"prompt_token_ids": list(BUILDER.build(MESSAGES).query)}
+        states = [[document["state"] for document in answer.json["comb"]["documents"]] for answer in (cold, warm)]
+        assert states == [["encoded", "encoded"], ["hit", "hit"]]
+        documents = sum(handle.tokens for handle in handles)
+        usage = warm.json["usage"]
+        assert usage["prompt_tokens"] == documents + len(BUILDER.build(MESSAGES).query)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == documents
+        server.check_idle()
+
+    run(work())
+
+
+@pytest.mark.parametrize("per_request", [True, False])
+def test_encoder_off_puts_documents_into_the_prompt_as_method_full_does(per_request: bool) -> None:
+    async def work() -> None:
+        server = Server(encoder=per_request)
+        off = {"comb": {"encoder": False}} if per_request else {}
+        answer = await server.client().post(CHAT, chat(**off))
+        (got,) = server.echo.bodies
+        segments = [ids_of(DOCUMENTS[0]["text"], "A"), ids_of(DOCUMENTS[1])]
+        assert got["kv_transfer_params"]["prompt_token_ids"] == list(BUILDER.build(MESSAGES, segments).flat)
+        assert KEY not in (got.get("vllm_xargs") or {})
+        assert "cache_salt" not in got
+        assert [document["state"] for document in answer.json["comb"]["documents"]] == ["inlined", "inlined"]
+        assert answer.json["comb"]["encoder"] is False
+        assert server.encoders.asked == []
+        await server.client().post(COMPLETIONS, {"prompt": "Where?", "documents": DOCUMENTS, **off})
+        flat = [token for segment in segments for token in segment]
+        assert server.echo.bodies[1]["prompt"] == [list(BUILDER.complete("Where?", [flat]).flat)]
+
+    run(work())
+
+
+def test_completions_take_texts_and_ids() -> None:
+    async def work() -> None:
+        server = Server()
+        for prompt in ("Where?", ["Where?", [5, 6]], [5, 6, 7]):
+            answer = await server.client().post(COMPLETIONS, {"prompt": prompt, "documents": DOCUMENTS[1:]})
+            assert answer.status == 200, answer.body
+        query = list(BUILDER.complete("Where?").query)
+        assert [body["prompt"] for body in server.echo.bodies] == [[query], [query, [5, 6]], [[5, 6, 7]]]
+        tokens = len(ids_of(DOCUMENTS[1]))
+        answer = await server.client().post(COMPLETIONS, {"prompt": [[5], [6]], "documents": DOCUMENTS[1:]})
+        assert answer.json["usage"]["prompt_tokens"] == 2 + 2 * tokens
+        server.check_idle()
+
+    run(work())
+
+
+def test_without_documents_the_body_is_the_clients() -> None:
+    async def work() -> None:
+        server = Server()
+        body = {"messages": MESSAGES, "temperature": 0, "cache_salt": "mine"}
+        answer = await server.client().post(CHAT, body)
+        assert server.echo.bodies == [body]
+        assert "comb" not in answer.json
+        await server.client("key").post(CHAT, body)
+        assert server.echo.bodies[1]["cache_salt"] not in ("mine", "")  # a body's salt narrows the tenant's
+        await server.client().post("/v1/embeddings", {"input": "x"})
+        assert server.echo.bodies[2] == {"input": "x"}
+
+    run(work())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/invocations"])
+def test_a_clients_own_handles_are_stripped(path: str) -> None:
+    async def work() -> None:
+        server = Server()
+        forged = [4, 1, 0]
+        body = {
+            "messages": MESSAGES,
+            "prompt": "x",
+            "vllm_xargs": {KEY: forged, "kept": 1},
+            "kv_transfer_params": {KEY: forged, "kept": 2},
+            "nested": [{"vllm_xargs": {KEY: forged}}],
+        }
+        for data in (json.dumps(body), json.dumps(body).replace("comb_docs", "\\u0063omb_docs")):
+            await server.client().post(path, data.encode(), kind="text/plain" if path == "/invocations" else None)
+        for got in server.echo.bodies:
+            assert KEY not in json.dumps(got)
+            assert got["vllm_xargs"]["kept"] == 1
+            assert got["kv_transfer_params"]["kept"] == 2
+
+    run(work())
+
+
+def test_two_tenants_share_no_hit() -> None:
+    async def work() -> None:
+        server = Server()
+        states = []
+        for key in ("alice", "bob", "alice", None):
+            answer = await server.client(key).post(CHAT, chat())
+            states.append(answer.json["comb"]["documents"][0]["state"])
+        assert states == ["encoded", "encoded", "hit", "encoded"]
+        salts = [body["cache_salt"] for body in server.echo.bodies]
+        assert salts[0] == salts[2]
+        assert len(set(salts)) == 3
+        blocks = [tuple(body["vllm_xargs"][KEY]) for body in server.echo.bodies]
+        assert blocks[0] == blocks[2] != blocks[1]
+        made = await server.client("alice").post("/v1/documents", {"text": "secret", "id": "s"})
+        assert made.status == 200
+        for key, status in (("alice", 200), ("bob", 404), (None, 404)):
+            assert (await server.client(key).send("GET", "/v1/documents/s")).status == status
+            assert (await server.client(key).post(CHAT, chat(documents=[{"id": "s"}]))).status == status
+
+    run(work())
+
+
+def test_a_wrong_key_gets_nothing() -> None:
+    async def work() -> None:
+        import hashlib
+
+        server = Server(key_hashes=(hashlib.sha256(b"right").hexdigest(),))
+        for key, status in (("right", 200), ("wrong", 401), (None, 401)):
+            assert (await server.client(key).post(CHAT, chat())).status == status
+            assert (await server.client(key).send("GET", "/v1/documents")).status == status
+        assert len(server.echo.bodies) == 1
+
+    run(work())
+
+
+def test_registered_documents() -> None:
+    async def work() -> None:
+        server = Server()
+        client = server.client()
+        made = (await client.post("/v1/documents", {"text": "Ada is here.", "title": "T", "pin": True})).json
+        assert (made["state"], made["tokens"]) == ("encoded", len(ids_of("Ada is here.", "T")))
+        assert (await client.post("/v1/documents", {"text": "Ada is here.", "title": "T"})).json["state"] == "hit"
+        listed = (await client.send("GET", "/v1/documents")).json["data"]
+        assert [item["id"] for item in listed] == [made["id"]]
+        part = {"type": "document", "id": made["id"]}
+        asked = chat(messages=[{"role": "user", "content": [part, {"type": "text", "text": "Where?"}]}])
+        answer = await client.post(CHAT, asked)
+        assert [document["id"] for document in answer.json["comb"]["documents"]][-1] == made["id"]
+        assert len(answer.json["comb"]["documents"]) == 3
+        assert server.echo.bodies[-1]["messages"] == [{"role": "user", "content": "Where?"}]
+        for index in range(2):
+            assert (await client.post("/v1/documents", {"text": f"more {index}", "id": f"d{index}"})).status == 200
+        assert (await client.post("/v1/documents", {"text": "too many"})).status == 429
+        assert (await client.post("/v1/documents", {"text": "other", "id": "d0"})).status == 400
+        assert (await client.send("DELETE", f"/v1/documents/{made['id']}")).json["deleted"] is True
+        assert (await client.send("DELETE", f"/v1/documents/{made['id']}")).status == 404
+        gone = await client.post(CHAT, asked)
+        assert (gone.status, gone.json["error"]["code"]) == (404, 404)
+        server.check_idle()
+
+    run(work())
+
+
+def test_a_stream_carries_the_report_in_its_last_chunk() -> None:
+    async def work() -> None:
+        server = Server()
+        events = (await server.client().post(CHAT, chat(stream=True))).events
+        assert events[-1] == "[DONE]"
+        assert [("comb" in event) for event in events[:-1]] == [False, False, True]
+        assert events[0]["choices"][0]["delta"]["content"] == "a"
+        assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(MESSAGES).query)
+        plain = (await server.client().post(CHAT, {"messages": MESSAGES, "stream": True})).events
+        assert "comb" not in json.dumps(plain)
+        server.check_idle()
+
+    run(work())
+
+
+def test_a_client_that_leaves_mid_stream_or_while_waiting_holds_nothing() -> None:
+    async def work() -> None:
+        server = Server()
+        assert server.manager is not None
+        server.echo.gate = asyncio.Event()
+        leave = asyncio.Event()
+        streaming = asyncio.create_task(server.client().post(CHAT, chat(stream=True), leave=leave))
+        while server.manager.references == 0 or not server.echo.bodies:
+            await asyncio.sleep(0)
+        assert server.manager.references == 2
+        leave.set()
+        await streaming
+        server.check_idle()
+        server.encoders.at_once = False
+        leave = asyncio.Event()
+        waiting = asyncio.create_task(server.client().post(CHAT, chat(documents=["another"]), leave=leave))
+        while server.manager.waiting == 0:
+            await asyncio.sleep(0.001)
+        leave.set()
+        answer = await waiting
+        assert answer.status is None
+        assert len(server.echo.bodies) == 1
+        server.check_idle()
+
+    run(work())
+
+
+def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows() -> None:
+    async def work() -> None:
+        server = Server()
+        assert server.manager is not None
+        known = asyncio.Event()
+
+        class Engine:
+            async def is_sleeping(self) -> bool:
+                await known.wait()
+                return False
+
+        class State:
+            engine_client = Engine()
+
+        class Application:
+            state = State()
+
+        async def with_engine(scope: Any, receive: Any, send: Any) -> None:
+            await server.app({**scope, "app": Application()}, receive, send)
+
+        await Client(with_engine).post(CHAT, chat())
+        assert server.manager.references == 0  # an answer that is whole has left the engine
+        server.echo.gate, leave = asyncio.Event(), asyncio.Event()
+        streaming = asyncio.create_task(Client(with_engine).post(CHAT, chat(stream=True), leave=leave))
+        while len(server.echo.bodies) < 2:
+            await asyncio.sleep(0)
+        leave.set()
+        await streaming
+        assert server.manager.references == 2
+        known.set()
+        await asyncio.gather(*server.app._ending)
+        server.check_idle()
+
+    run(work())
+
+
+def test_trouble_is_an_error_object_and_holds_nothing() -> None:
+    async def work() -> None:
+        server = Server()
+        assert server.manager is not None
+        client = server.client()
+        server.encoders.at_once = False
+        failing = asyncio.create_task(client.post(CHAT, chat(documents=["one"])))
+        while not server.encoders.open:
+            await asyncio.sleep(0.001)
+        server.encoders.answer(error="out of memory")
+        answer = await failing
+        assert (answer.status, answer.json["error"]["type"]) == (503, "InternalServerError")
+        server.encoders.at_once = True
+        server.echo.fails = True
+        assert (await client.post(CHAT, chat())).status == 500
+        server.echo.fails = False
+        server.check_idle()
+        for index in range(4):
+            made = await client.post(
+                "/v1/documents", {"token_ids": [index] * 32, "pin": True, "id": f"p{index % 3}{index}"}
+            )
+        assert made.status == 429
+        full = await client.post(CHAT, chat(documents=[{"token_ids": [9] * 60}]))
+        assert full.status == 429
+        assert int(full.headers["retry-after"]) > 0
+        assert (await client.post(CHAT, chat(documents=[{"token_ids": [9] * 65}]))).status == 400
+        assert (
+            await client.post(CHAT, chat(documents=[{"token_ids": [9] * 64}, {"token_ids": [8] * 63}] * 2))
+        ).status in (400, 429)
+        server.check_idle()
+
+    run(work())
+
+
+def test_a_prompt_that_vllm_did_not_take_is_no_answer() -> None:
+    async def work() -> None:
+        server = Server()
+
+        async def ignores_ids(scope: Any, receive: Any, send: Any) -> None:
+            body = json.loads((await receive())["body"])
+            del body["kv_transfer_params"]
+
+            async def again() -> dict[str, Any]:
+                return {"type": "http.request", "body": json.dumps(body).encode()}
+
+            await server.echo({**scope, "headers": []}, again, send)
+
+        server.app.app = ignores_ids
+        answer = await server.client().post(CHAT, chat())
+        assert answer.status == 500
+        server.check_idle()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat(documents="text"), "documents"),
+        (chat(documents=[1]), "documents"),
+        (chat(documents=[{"text": ""}]), "documents"),
+        (chat(documents=[{"text": "a", "token_ids": [1]}]), "documents"),
+        (chat(documents=[{"text": "a", "colour": "red"}]), "documents"),
+        (chat(documents=[{"token_ids": [10**9]}]), "documents"),
+        (chat(documents=[{"id": 3}]), "documents"),
+        (chat(comb={"encoder": 1}), "comb"),
+        (chat(comb={"other": 1}), "comb"),
+        (chat(cache_salt=3), "cache_salt"),
+        (chat(messages=[]), "messages"),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages"),
+        (chat(echo=True), "echo"),
+        (chat(vllm_xargs=[1]), "vllm_xargs"),
+        (chat(add_generation_prompt=False), "add_generation_prompt"),
+        (chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
+        (chat(kv_transfer_params={"prompt_token_ids": [1]}), "documents"),
+    ],
+)
+def test_bad_requests_name_the_field(body: dict[str, Any], param: str) -> None:
+    async def work() -> None:
+        server = Server()
+        answer = await server.client().post(CHAT, body)
+        assert answer.status == 400, answer.body
+        assert answer.json["error"]["param"] == param
+        assert answer.json["error"]["type"] == "BadRequestError"
+        server.check_idle()
+
+    run(work())
+
+
+NAMES = ["id", "text", "title", "token_ids", "role", "content", "type", "documents", "pin", "ttl_s", "encoder", KEY]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=8,
+)
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": VALUES | st.just(MESSAGES),
+        "prompt": VALUES,
+        "documents": VALUES | st.just(DOCUMENTS) | st.lists(VALUES, max_size=2),
+        "comb": VALUES,
+        "cache_salt": VALUES,
+        "vllm_xargs": VALUES,
+        "kv_transfer_params": VALUES,
+        "chat_template_kwargs": VALUES,
+        "tools": VALUES,
+        "stop": VALUES,
+        "text": VALUES,
+        "id": VALUES,
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([CHAT, COMPLETIONS, "/v1/documents", "/v1/documents/x"]), BODIES | st.binary(max_size=40))
+def test_no_body_makes_a_500(path: str, body: Any) -> None:
+    async def work() -> None:
+        server = Server()
+        answer = await server.client().post(path, body)
+        assert answer.status is not None
+        assert answer.status < 500, answer.body
+        if answer.status >= 400:
+            assert answer.json["error"]["message"]
+        server.check_idle()
+
+    run(work())
+
+
+def test_half_a_surrogate_and_deep_nesting_are_refused() -> None:
+    async def work() -> None:
+        server = Server(max_body_bytes=300_000)
+        for body in (b'{"messages": [{"role": "user", "content": "\\ud800"}], "documents": ["a"]}', b"[" * 100_000):
+            assert (await server.client().post(CHAT, body)).status == 400
+        assert (await server.client().post(CHAT, b" " * 300_001)).status == 413
+        assert (await server.client().post(CHAT, chat(documents=["\U0001f600"]))).status == 200
+
+    run(work())
+
+
+def test_metrics_follow_vllms_own() -> None:
+    async def work() -> None:
+        server = Server()
+        await server.client().post(CHAT, chat())
+        await server.client().post(CHAT, chat())
+        text = (await server.client().send("GET", "/metrics")).body.decode()
+        assert text.startswith("vllm_metric 1\n")
+        for line in ("comb_document_hits_total 2", "comb_document_misses_total 2", "comb_pool_references 0"):
+            assert f"\n{line}\n" in text
+
+    run(work())
