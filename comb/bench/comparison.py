@@ -93,18 +93,13 @@ def drop_too_long(setting: Setting, examples: Sequence[Example], max_new_tokens:
     limit = setting.engine("full").method.max_prompt_tokens
     if limit is None:
         return list(examples)
-    kept = [example for example in examples if _prompt_tokens(setting, example) + max_new_tokens <= limit]
+    kept = setting.fitting(examples, limit - max_new_tokens)
     counts.drop(
         f"prompt and {max_new_tokens} new tokens exceed the model's {limit} positions", len(examples) - len(kept)
     )
     if not kept:
         raise ValueError(f"no example fits the model's {limit} positions ({counts}): use fewer or shorter documents")
     return kept
-
-
-def _prompt_tokens(setting: Setting, example: Example) -> int:
-    segments = [setting.builder.segment(document) for document in example.documents]
-    return len(setting.builder.build(setting.query_template.replace("{query}", example.query), segments).flat)
 
 
 def _peak(engine: PICEngine, request: tuple[str, Sequence[Any]]) -> int:

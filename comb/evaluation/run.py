@@ -172,7 +172,7 @@ def _with_room(examples: Sequence[Example], runs: Sequence[_Run]) -> tuple[list[
     if not limits:
         return list(examples), ""
     least, setting = min(limits), runs[0].setting
-    kept = [example for example in examples if setting.prompt_tokens(example) <= least]
+    kept = setting.fitting(examples, least)
     if not kept:
         raise ValueError(
             f"no question fits: with documents and answer all of their prompts are longer than {least} tokens, which "
@@ -202,10 +202,14 @@ class Setting:
         extra |= {"prompt_builder": self.builder, "mac": self.mac}
         return PICEngine(self.model, self.tokenizer, method=name, store=store, **extra)
 
-    def prompt_tokens(self, example: Example) -> int:
-        """Tokens of the prompt with its documents in it."""
-        segments = [self.builder.segment(document) for document in example.documents]
-        return len(self.builder.build(self.request("full", example)[0], segments).flat)
+    def fitting(self, examples: Sequence[Example], most_tokens: int) -> list[Example]:
+        """Those whose prompts with their documents in them are no longer."""
+
+        def tokens(example: Example) -> int:
+            segments = [self.builder.segment(document) for document in example.documents]
+            return len(self.builder.build(self.request("full", example)[0], segments).flat)
+
+        return [example for example in examples if tokens(example) <= most_tokens]
 
     def request(self, method: str, example: Example) -> tuple[str, Sequence[Document]]:
         """Question and documents; no documents for the control "none"."""
