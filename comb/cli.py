@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from comb.bench.commands import bench
-from comb.bench.mac_command import mac_command as _mac_command  # noqa: F401  registers `comb bench mac`
-from comb.bench.parallel_command import parallel_command as _parallel_command  # noqa: F401  and `comb bench parallel`
+from comb.bench import commands as _commands  # noqa: F401  registers itself, and so do the next two
+from comb.bench import mac_command as _mac_command  # noqa: F401
+from comb.bench import parallel_command as _parallel_command  # noqa: F401
+from comb.bench.options import bench
 
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",

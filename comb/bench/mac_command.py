@@ -7,8 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from comb.bench import commands
-from comb.bench.commands import Backbone, Device, Dtype, Model, Out, Seed, bench
+from comb.bench.inputs import make_setting, read
+from comb.bench.options import (
+    Backbone,
+    DataPath,
+    Device,
+    DocumentTemplate,
+    Dtype,
+    Limit,
+    MaxNewTokens,
+    Model,
+    Out,
+    QueryTemplate,
+    Seed,
+    Split,
+    bench,
+)
+from comb.bench.output import show
 
 QUALITY = "context;context:max_chain=none,max_drift=false;generation;generation:tau=0.9;context:audit_bound=0.25"
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
@@ -35,16 +50,16 @@ def mac_command(
     common: Annotated[str, typer.Option(help="parameters of all of these, in front of their own")] = SMALL,
     method: Annotated[str, typer.Option(help="method that links documents for the answers")] = "full",
     dataset: Annotated[str, typer.Option(help="questions, and needles and filler of the haystacks")] = "nano",
-    path: commands.DataPath = None,
-    split: commands.Split = "heldout",
-    limit: commands.Limit = 200,
+    path: DataPath = None,
+    split: Split = "heldout",
+    limit: Limit = 200,
     questions: Annotated[int, typer.Option(min=1, help="of those read, how many are asked as they are")] = 40,
     lengths: Annotated[str, typer.Option(help="tokens of the needles' haystacks")] = "512,1024",
     depths: Annotated[str, typer.Option(help="where the needle stands, in percent")] = "0,25,50,75,100",
     repeats: Annotated[int, typer.Option(min=1, help="haystacks per length and depth")] = 4,
-    max_new_tokens: commands.MaxNewTokens = 48,
-    query_template: commands.QueryTemplate = None,
-    document_template: commands.DocumentTemplate = None,
+    max_new_tokens: MaxNewTokens = 48,
+    query_template: QueryTemplate = None,
+    document_template: DocumentTemplate = None,
     seed: Seed = 0,
     out: Out = None,
     backbone: Backbone = None,
@@ -72,8 +87,8 @@ def mac_command(
     )  # fmt: skip
     answers: list[QualityResult] = []
     if configs:
-        examples, _ = commands._read(dataset, path, split, None, limit, seed)
-        setting = commands._setting(model, backbone, dtype, device, query_template, document_template, None)
+        examples, _ = read(dataset, path, split, None, limit, seed)
+        setting = make_setting(model, backbone, dtype, device, query_template, document_template, None)
         haystack = ExampleHaystack(examples, setting.builder, setting.query_template)
         tasks = [Task(dataset, tuple(examples[:questions]))]
         # a case holds the question as it is asked, so templates are not applied again
@@ -90,7 +105,7 @@ def mac_command(
             )
         ]  # fmt: skip
     title = f"MAC, {config}: streams of {spec.heads} heads, {spec.kv_heads} of keys, width {spec.width}"
-    commands._show(
+    show(
         out, [*points, *answers], [*stream_tables(points), *quality_tables(answers)],
         lambda file: plot_mac(points, file, title=title), heading=title, benchmark="mac", model=model, config=config,
         steps=steps, drift=drift, recency=recency, quality=texts, common=common, dataset=dataset, split=split,

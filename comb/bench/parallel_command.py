@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from comb.bench import commands
-from comb.bench.commands import Backbone, Device, Dtype, Methods, Out, Seed, bench
+from comb.bench.inputs import load, make_random
+from comb.bench.options import Backbone, Device, Dtype, Methods, OfRandomModel, Out, Seed, bench
+from comb.bench.output import show
 
 
 @bench.command("parallel")
@@ -29,11 +30,11 @@ def parallel_command(
     trace: Annotated[
         Path | None, typer.Option(help="segment lengths to simulate: one JSON list per request and line")
     ] = None,
-    layers: Annotated[int, typer.Option(help="of the random model")] = 12,
-    hidden: Annotated[int, typer.Option(help="of the random model")] = 768,
-    heads: Annotated[int, typer.Option(help="of the random model")] = 12,
-    kv_heads: Annotated[int, typer.Option(help="of the random model")] = 4,
-    vocab: Annotated[int, typer.Option(help="of the random model")] = 8192,
+    layers: OfRandomModel = 12,
+    hidden: OfRandomModel = 768,
+    heads: OfRandomModel = 12,
+    kv_heads: OfRandomModel = 4,
+    vocab: OfRandomModel = 8192,
     seed: Seed = 0,
     out: Out = None,
     backbone: Backbone = None,
@@ -41,7 +42,6 @@ def parallel_command(
     device: Device = "auto",
 ) -> None:
     """TTFT of a cold prompt over several workers, by dispatch, transfer and combine, and simulated beyond (HYPIC)."""
-    from comb.bench.context_length import random_model
     from comb.bench.parallel import measure_parallel, prompt, simulate_beyond, vocabulary
     from comb.bench.parallel_report import parallel_tables, plot_parallel
     from comb.bench.report import check_out
@@ -55,17 +55,16 @@ def parallel_command(
     counts, simulated = integers(workers, "--workers"), integers(beyond, "--beyond")
     requests = random_trace(200, segments, segment_tokens, seed=seed) if trace is None else read_trace(trace)
     trace_name = str(trace or f"200 requests of {segments} log-normal lengths")
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
         if model == "random":
             work = prompt(vocab, segments, segment_tokens, query_tokens, spread=spread, seed=seed)
-            made = random_model(**sizes, positions=max(len(work.flat) + 1, commands.LEAST_POSITIONS), seed=seed)
-            loaded = commands._placed(made, dtype, device)
+            loaded = make_random(sizes, len(work.flat) + 1, dtype, device, seed=seed)
             loaded.save_pretrained(folder)
             source = ModelSource(folder, device=str(loaded.device))
         else:
-            loaded = commands._load(model, backbone, dtype, device)
+            loaded = load(model, backbone, dtype, device)
             work = prompt(vocabulary(loaded), segments, segment_tokens, query_tokens, spread=spread, seed=seed)
             source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))
         with process_executor(source, max(counts), threads=threads) as executor:
@@ -76,7 +75,7 @@ def parallel_command(
     name = f"random Llama, {layers} layers, hidden {hidden}" if model == "random" else model
     lengths = f"{segment_tokens}" if not spread else f"{segment_tokens} (median)"
     title = f"{name}: {segments} segments of {lengths}, query of {query_tokens} tokens, {threads} thread(s) each"
-    commands._show(
+    show(
         out, [*results, *found], parallel_tables(results, found),
         lambda file: plot_parallel(results, found, file, title=title),
         heading=title, benchmark="parallel", model=model, seed=seed, segment_tokens=segment_tokens, spread=spread,

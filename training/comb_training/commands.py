@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from comb.bench.options import Memory, OfRandomModel
+
 if TYPE_CHECKING:
     from comb.evaluation.run import MethodResult
     from comb_training.answers import Targets
@@ -173,9 +175,9 @@ def bench_train(
     lora_rank: Annotated[int, typer.Option(min=1, help="rank of LoRA, the rival's and on the encoder")] = 16,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="gradient checkpointing for all")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="measured steps; in each repeat all take their turn")] = 5,
-    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="measure peak memory")] = True,
-    layers: Annotated[int, typer.Option(help="of the random model")] = 12,
-    hidden: Annotated[int, typer.Option(help="of the random model")] = 512,
+    memory: Memory = True,
+    layers: OfRandomModel = 12,
+    hidden: OfRandomModel = 512,
     seed: Annotated[int, typer.Option(help="of weights and tokens")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON for the results")] = None,
 ) -> None:

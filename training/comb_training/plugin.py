@@ -59,7 +59,7 @@ def register() -> None:
 
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands to the `comb` application."""
-    from comb.bench.commands import bench
+    from comb.bench.options import bench
     from comb_training import commands
 
     app.command("train")(commands.train)

@@ -1,0 +1,83 @@
+"""What the commands below `comb bench` measure on: the model, how it is asked, and the questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from comb.documents import Example
+    from comb.evaluation.datasets import Counts
+    from comb.evaluation.run import Setting
+
+LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
+
+
+def load(model: str, backbone: str | None, dtype: str, device: str) -> Any:
+    from comb import cli
+
+    return cli.load(model, backbone=backbone, dtype=dtype, device=device).eval()
+
+
+def make_random(
+    sizes: Mapping[str, int], positions: int, dtype: str, device: str, *, hybrid: bool = False, seed: int = 0
+) -> Any:
+    """`random_model` of these sizes with at least so many positions, in the dtype and on the device asked for."""
+    import torch
+
+    from comb.bench.context_length import random_model
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
+    made = random_model(**sizes, positions=max(positions, LEAST_POSITIONS), hybrid=hybrid, seed=seed)
+    return made.to(device=device, dtype=kind)
+
+
+def make_setting(
+    model: str,
+    backbone: str | None,
+    dtype: str,
+    device: str,
+    query_template: str | None,
+    document_template: str | None,
+    splitter: str | None,
+) -> Setting:
+    """Model, tokenizer and templates; an adapter's own templates where none are given."""
+    from comb.compatibility import load_tokenizer
+    from comb.documents import PromptBuilder
+    from comb.evaluation.run import Setting
+
+    trained = _trained_templates(model)
+    query = query_template or trained.get("query_template") or "{query}"
+    if "{query}" not in query:
+        raise ValueError(f"--query-template {query!r} has no {{query}}: every question would be the same")
+    loaded = load(model, backbone, dtype, device)
+    tokenizer = load_tokenizer(model, loaded)
+    builder = PromptBuilder(tokenizer, document_template=document_template or trained.get("document_template"))
+    return Setting(loaded, tokenizer, builder, query, splitter)
+
+
+def _trained_templates(model: str) -> dict[str, Any]:
+    """How text was written when an adapter was trained, if its folder says so."""
+    import json
+
+    path = Path(model) / "training.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))["config"]["data"]
+        return {name: data.get(name) for name in ("query_template", "document_template")}
+    except (OSError, KeyError, TypeError, AttributeError, ValueError):
+        return {}
+
+
+def read(
+    dataset: str, path: str | None, split: str, num_documents: int | None, limit: int, seed: int
+) -> tuple[list[Example], Counts]:
+    from comb.evaluation.datasets import read_dataset
+
+    extra = {} if num_documents is None else {"num_documents": num_documents}
+    found = read_dataset(dataset, path, split=split, seed=seed, limit=limit, **extra)
+    return list(found), found.counts
