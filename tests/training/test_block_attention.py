@@ -152,3 +152,18 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trains no encoder"):
         config_from_dict({"train": {"method": "block"}, "eval": {"methods": ["comb"], "limit": 3}})
     assert config_from_dict({"train": {"method": "block"}}).eval.methods == ("full", "block")
+
+
+def test_a_teacher_answers_what_is_left_of_the_rows(tmp_path: Path) -> None:
+    settings = config_from_dict(
+        {
+            "data": {"num_documents": 2, "max_prompt_tokens": 60, "options": {"scenes": 10, "questions": 2}},
+            "train": {
+                "method": "block", "steps": 1, "batch_size": 4, "teacher": "nano", "output_dir": str(tmp_path),
+                "answer_max_new_tokens": 8,
+            },
+        }
+    )  # fmt: skip
+    result = run_training(settings, progress=False)
+    assert result.counts.dropped["prompt and answer of more than 60 tokens"]
+    assert result.statistics.examples

@@ -28,10 +28,11 @@ from comb_training import demo, plugin
 from comb_training.batches import Collator, TrainingExample
 from comb_training.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
 from comb_training.config import TrainConfig, config_from_dict
+from comb_training.data.mixture import read_examples
 from comb_training.losses import target_loss
 from comb_training.nano import CHECKPOINT
 from comb_training.schedule import Schedule, total_steps
-from comb_training.train import prepare, read_examples, run_training, trained_config
+from comb_training.train import prepare, run_training, trained_config
 from comb_training.trainer import CombTrainer, batch_sampler, parameter_groups
 
 
@@ -651,7 +652,7 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
     model = result.model
     assert model is not None
     examples, _ = read_examples(
-        settings, PromptBuilder(result.tokenizer), model.max_document_tokens, split="heldout", limit=6
+        settings.data, PromptBuilder(result.tokenizer), model.max_document_tokens, split="heldout", limit=6
     )
     [found] = evaluate((model, result.tokenizer), examples, ["comb"], timing_examples=0, progress=False)
     assert result.heldout_em[-1] == (4, found.em)

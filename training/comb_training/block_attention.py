@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from comb.documents import Prompt
@@ -25,6 +26,7 @@ from comb.linking.masks import Masks, for_attention
 from comb.linking.positions import UnmovableError
 from comb.linking.support import find_support
 from comb_training.batches import Collator, TrainingExample
+from comb_training.checkpoints import WEIGHTS
 from comb_training.lora import lora_layers
 
 FRESH, PADDING = 0, -1
@@ -106,6 +108,12 @@ class BlockAttentionModel(nn.Module):
         finally:
             for layer in layers:
                 layer.enable_adapters(True)
+
+    def save_trained(self, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor]) -> None:
+        """What `load_trainable` reads; the tokenizer is the backbone's own and stays there."""
+        del tokenizer
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(dict(weights), folder / WEIGHTS, metadata={"format": "pt"})
 
     def save_pretrained(self, folder: str | Path, *, tokenizer: Any, state_dict: Mapping[str, Tensor]) -> None:
         """An ordinary Hugging Face checkpoint of the backbone, with ``block_attention`` in its configuration."""

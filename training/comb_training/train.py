@@ -19,7 +19,7 @@ from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from comb.compatibility import load_tokenizer
-from comb.documents import Example, PromptBuilder
+from comb.documents import PromptBuilder
 from comb.evaluation.datasets import Counts
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
@@ -29,16 +29,15 @@ from comb.hub import RESULTS, refresh_card
 from comb_training import distributed, plugin
 from comb_training.answers import answer_prepared
 from comb_training.batches import TrainingExample
-from comb_training.block_attention import BlockAttentionModel
 from comb_training.config import Config, config_from_dict
-from comb_training.data import mixture
-from comb_training.data.mixture import read_tokenized
+from comb_training.data.mixture import read_examples, read_tokenized
 from comb_training.heldout import HeldoutAnswers
-from comb_training.loading import device_of, load_block_model, load_model, set_threads
+from comb_training.loading import device_of, set_threads
 from comb_training.lora import unload
 from comb_training.schedule import total_steps
 from comb_training.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.trainer import CombTrainer, batch_sampler
+from comb_training.ways import WAYS
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +112,10 @@ def prepare(config: Config) -> Prepared:
     plugin.register()
     set_threads(config)
     set_seed(config.train.seed)
-    model: Any = load_block_model(config) if config.train.method == "block" else load_model(config)
+    model = WAYS[config.train.method].load(config)
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
-    tokenized, counts = read_tokenized(
-        config.data, builder, model.max_document_tokens, split="train", limit=config.data.limit
-    )
-    if config.train.method == "block":
-        tokenized = within_positions(tokenized, model, config, counts)
+    tokenized, counts = _tokenized(config, builder, model, split="train", limit=config.data.limit)
     sets = statistics_by_set(tokenized) if config.data.mixture else {}
     return Prepared(config, model, tokenizer, builder, tokenized, counts, TokenStatistics.of(tokenized), sets)
 
@@ -189,8 +184,7 @@ def run_training(
         trainer.save_model(config.train.output_dir)
         if result.model is not None:
             unload(result.model)
-            if isinstance(result.model, BlockAttentionModel):
-                result.model = result.model.backbone
+            result.model = WAYS[config.train.method].answering(result.model)
         if distributed.is_main():
             save(result, config)
             refresh_card(result.output_dir)  # it tells what training.json says
@@ -237,10 +231,8 @@ def save(result: TrainResult, config: Config) -> None:
 
 def heldout_examples(run: Prepared) -> Sequence[TrainingExample]:
     """The held-out side of the data with its own answers, `eval.limit` examples of it, for the loss on it."""
-    data, limit = run.config.data, run.config.eval.limit
-    examples, counts = read_tokenized(data, run.builder, run.model.max_document_tokens, split="heldout", limit=limit)
-    if run.config.train.method == "block":
-        examples = within_positions(examples, run.model, run.config, counts)
+    limit = run.config.eval.limit
+    examples, counts = _tokenized(run.config, run.builder, run.model, split="heldout", limit=limit)
     logger.info("held-out data: %s", counts)
     return examples
 
@@ -250,8 +242,9 @@ def heldout_answers(run: Prepared) -> HeldoutAnswers | None:
     limit = run.config.train.eval_answers
     if not limit:
         return None
-    examples, _ = read_examples(run.config, run.builder, run.model.max_document_tokens, split="heldout", limit=limit)
-    model = run.model.backbone if run.config.train.method == "block" else run.model
+    data, longest = run.config.data, run.model.max_document_tokens
+    examples, _ = read_examples(data, run.builder, longest, split="heldout", limit=limit)
+    model = WAYS[run.config.train.method].answering(run.model)
     return HeldoutAnswers(model, run.tokenizer, examples, run.config)
 
 
@@ -259,23 +252,12 @@ def _logged(trainer: CombTrainer, name: str) -> list[tuple[int, float]]:
     return [(int(row["step"]), row[name]) for row in trainer.state.log_history if name in row]
 
 
-def within_positions(
-    examples: Sequence[TrainingExample], model: Any, config: Config, counts: Counts
-) -> list[TrainingExample]:
-    """Without (and counted) examples whose row is longer than `data.max_prompt_tokens` or the backbone's positions."""
-    limit: int = model.config.get_text_config().max_position_embeddings
-    limit = min(limit, config.data.max_prompt_tokens or limit)
-    kept = [example for example in examples if len(example.prompt.flat) + len(example.target) <= limit]
-    counts.drop(f"prompt and answer of more than {limit} tokens", len(examples) - len(kept))
-    return kept
-
-
-def read_examples(
-    config: Config, builder: PromptBuilder, max_document_tokens: int, *, split: str, limit: int | None
-) -> tuple[list[Example], Counts]:
-    """One side of the configured data, documents fitted to what the encoder takes and questions
-    written by the template, and what happened to the rows."""
-    return mixture.read_examples(config.data, builder, max_document_tokens, split=split, limit=limit)
+def _tokenized(
+    config: Config, builder: PromptBuilder, model: Any, *, split: str, limit: int | None
+) -> tuple[Sequence[TrainingExample], Counts]:
+    """One side of the data, and what happened to the rows."""
+    examples, counts = read_tokenized(config.data, builder, model.max_document_tokens, split=split, limit=limit)
+    return WAYS[config.train.method].fitting(examples, model, config, counts), counts
 
 
 def evaluate_heldout(
@@ -285,7 +267,7 @@ def evaluate_heldout(
     plugin.register()
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
     longest = getattr(model, "max_document_tokens", None) or sys.maxsize
-    examples, counts = read_examples(config, builder, longest, split=split, limit=config.eval.limit)
+    examples, counts = read_examples(config.data, builder, longest, split=split, limit=config.eval.limit)
     results = evaluate(
         (model, tokenizer),
         examples,

@@ -25,7 +25,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -42,12 +41,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from comb_training import distributed
-from comb_training.batches import IGNORED, Collator, TrainingExample
-from comb_training.block_attention import BlockCollator, whole_prompt
+from comb_training.batches import IGNORED, TrainingExample
 from comb_training.callbacks import ClockCallback, EpochCallback, JsonLines, ProgressBar, TerminationCallback
 from comb_training.checkpoints import (
     PARTIAL,
-    WEIGHTS,
     WRITE_ERRORS,
     CheckpointError,
     TrainingDivergedError,
@@ -62,6 +59,7 @@ from comb_training.lora import lora_layers, merged
 from comb_training.losses import Teacher, target_loss
 from comb_training.sampler import BatchSampler, Budget
 from comb_training.schedule import Schedule, total_steps
+from comb_training.ways import WAYS
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +109,7 @@ class CombTrainer(Trainer):
         if config.kl_weight > 0:
             _check_teacher_reads(model, [*examples, *heldout])
         self.comb_config = config
+        self.way = WAYS[config.method]
         self.trained_model: Any = model  # `self.model` may be wrapped by then
         self.sampler = batch_sampler(examples, config, together=together)
         if self.sampler.left_out:
@@ -128,13 +127,12 @@ class CombTrainer(Trainer):
         self._tokens = self._logged_tokens = 0
         self._logged_at = 0.0
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        collator = BlockCollator if config.method == "block" else Collator
         super().__init__(
             model=model,
             args=_arguments(config, steps, use_cpu=use_cpu),
             train_dataset=list(examples),
             eval_dataset=list(heldout) or None,
-            data_collator=collator(int(pad), full_prompts=config.kl_weight > 0),
+            data_collator=self.way.collator(int(pad), full_prompts=config.kl_weight > 0),
             processing_class=tokenizer,
             compute_loss_func=self._target_loss,
         )
@@ -268,8 +266,7 @@ class CombTrainer(Trainer):
         if prompts is None:
             return None
         ids, mask = prompts["input_ids"], prompts["attention_mask"]
-        block = self.comb_config.method == "block"
-        with self.trained_model.plain() if block else nullcontext(self.trained_model.backbone) as backbone:
+        with self.way.plain(self.trained_model) as backbone:
             logits = backbone(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return Teacher.of(logits, prompts["labels"], self.comb_config.kl_top_k)
 
@@ -367,7 +364,7 @@ class CombTrainer(Trainer):
         if not layers:
             return weights
         base = {}
-        part = "backbone" if self.comb_config.method == "block" else "encoder"
+        part = self.way.part
         for name, parameter in self.trained_model.get_submodule(part).named_parameters(prefix=part):
             if not parameter.requires_grad:
                 with _whole(parameter):
@@ -383,9 +380,8 @@ class CombTrainer(Trainer):
         check_finite(weights)
         if not self.args.should_save:
             return
-        if _internal_call and self.comb_config.method == "block":
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            save_file(weights, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+        if _internal_call:
+            self.way.save_trained(self.trained_model, Path(folder), self.processing_class, weights)
         else:
             self.trained_model.save_pretrained(folder, tokenizer=self.processing_class, state_dict=weights)
 
@@ -448,7 +444,7 @@ def batch_sampler(
 ) -> BatchSampler:
     """The sampler that `config` describes, for this run's ranks unless others are named."""
     return BatchSampler(
-        [whole_prompt(example) for example in examples] if config.method == "block" else examples,
+        [WAYS[config.method].row(example) for example in examples],
         Budget(config.batch_size, config.batch_document_tokens, config.batch_query_tokens),
         seed=config.seed,
         together=together,

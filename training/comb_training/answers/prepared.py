@@ -29,6 +29,8 @@ from comb_training.answers.greedy import TransformersEngine
 from comb_training.answers.store import Answer
 from comb_training.answers.vllm_engine import VllmEngine, vllm_installed
 from comb_training.batches import TrainingExample, tokenize
+from comb_training.data.mixture import read_examples
+from comb_training.ways import WAYS
 
 if TYPE_CHECKING:
     from comb_training.train import Prepared
@@ -174,15 +176,14 @@ def _own(run: Prepared) -> _Asked:
 
 def _teacher(run: Prepared, name: str) -> _Asked:
     """Another model, with the same questions and documents as its own tokenizer and template write them."""
-    from comb_training.train import read_examples  # train imports this package
-
     model = AutoModelForCausalLM.from_pretrained(resolve_name(name), dtype=run.model.backbone.dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(resolve_name(name))
     data = run.config.data
-    source, _ = read_examples(run.config, run.builder, run.model.max_document_tokens, split="train", limit=data.limit)
+    source, _ = read_examples(data, run.builder, run.model.max_document_tokens, split="train", limit=data.limit)
     # by number, so that what the student's side has dropped is left out here, too
     numbered = [replace(example, id=str(number)) for number, example in enumerate(source)]
-    student = tokenize(numbered, run.builder, Counts(), max_query_tokens=data.max_query_tokens)
+    tokenized = tokenize(numbered, run.builder, Counts(), max_query_tokens=data.max_query_tokens)
+    student = WAYS[run.config.train.method].fitting(tokenized, run.model, run.config, Counts())
     if [example.prompt for example in student] != [example.prompt for example in run.examples]:
         raise ValueError("the data has changed while it was read: the teacher's questions are not the student's")
     builder = PromptBuilder(tokenizer, document_template=data.document_template)
