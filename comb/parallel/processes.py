@@ -104,7 +104,6 @@ class ProcessPool(WorkerPool):
         self._spec = spec
         self._restarts = restarts
         self._selector = selectors.DefaultSelector()
-        self._told: list[Reply] = []
         self._workers: list[_Worker] = []
         # also when the pool is forgotten, or the interpreter ends
         self._finalizer = weakref.finalize(self, _end_all, self._workers)
