@@ -32,6 +32,8 @@ READERS = {
     "xsum": "comb_training.data.xsum:read_xsum",
 }
 
+BACKBONES = {"nano": "comb_training.nano:CHECKPOINT", "nano-hybrid": "comb_training.nano:HYBRID_CHECKPOINT"}
+
 # where the card of an adapter links to, per part of the path the data was read from
 HUB_IDS = {
     "2wikimultihopqa": (("", "framolfese/2WikiMultihopQA"),),
@@ -48,13 +50,14 @@ HUB_IDS = {
 
 
 def register() -> None:
-    """Adds dataset readers and the nano backbone to their registries; calling it again changes nothing."""
+    """Adds dataset readers and the nano backbones to their registries; calling it again changes nothing."""
     for name, target in READERS.items():
         if name not in datasets:
             datasets.register_lazy(name, target)
     hub_ids.update(HUB_IDS)
-    if "nano" not in backbones:
-        backbones.register_lazy("nano", "comb_training.nano:CHECKPOINT")
+    for name, target in BACKBONES.items():
+        if name not in backbones:
+            backbones.register_lazy(name, target)
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -254,18 +254,23 @@ class Trainer:
             "seconds": round(time.monotonic() - self.started),
             "parameters": self.model.num_parameters(),
             "held_out_packed": scores,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "tokenizers": tokenizers.__version__,
-            },
+            "versions": versions(),
         }
         (self.output / "training.json").write_text(json.dumps(self.metadata, indent=2) + "\n")
 
     @staticmethod
     def _show(scores: dict[str, float]) -> str:
         return ", ".join(f"{kind} {value:.3f}" for kind, value in scores.items())
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in making a checkpoint."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Recipe, Path]:

@@ -1,0 +1,73 @@
+"""The hybrid nano backbone: what it takes over from the nano, how its linear layers learn, and what it can do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from comb_training.nano import CHECKPOINT, HYBRID_CHECKPOINT
+from comb_training.nano.evaluate import exact_match
+from comb_training.nano.hybrid import LINEAR, Recipe, build_hybrid, distil, match_layers, row_stream
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def nano() -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(CHECKPOINT).eval().requires_grad_(False)
+
+
+def test_all_but_the_linear_layers_is_the_nano(nano: LlamaForCausalLM) -> None:
+    hybrid = build_hybrid(nano, seed=0).eval()
+    ids = torch.arange(5, 45)[None]
+    without = LlamaForCausalLM.from_pretrained(CHECKPOINT).eval()
+    for index in LINEAR:
+        hybrid.model.layers[index].mamba.out_proj.weight.data.zero_()
+        without.model.layers[index].self_attn.o_proj.weight.data.zero_()
+    with torch.no_grad():
+        found, expected, whole = hybrid(ids).logits, without(ids).logits, nano(ids).logits
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert (expected - whole).abs().max() > 1
+
+
+def test_rows_ask_one_question_each(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = next(row_stream(tokenizer, Recipe(scenes=3, questions=2)))
+    assert rows.input_ids.shape[0] <= 6
+    for segment, places in zip(rows.segment, rows.position_ids, strict=True):
+        assert segment.max() == 1
+        real = segment >= 0
+        assert places[real].tolist() == list(range(int(real.sum())))
+
+
+def test_both_steps_learn(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    recipe = Recipe(scenes=2, questions=1, matching_steps=8, distillation_steps=3)
+    hybrid, ids = build_hybrid(nano, seed=0), torch.arange(5, 60)[None]
+    mixer = hybrid.model.layers[0].mamba
+
+    def distance() -> float:
+        with torch.no_grad():
+            return (hybrid(ids).logits.log_softmax(-1).exp() - nano(ids).logits.log_softmax(-1).exp()).abs().sum().item()
+
+    start, untrained = distance(), mixer.in_proj.weight.clone()
+    others = hybrid.model.layers[1].self_attn.q_proj.weight.clone()
+    match_layers(hybrid, nano, row_stream(tokenizer, recipe), recipe)
+    assert not torch.equal(mixer.in_proj.weight, untrained)
+    assert torch.equal(hybrid.model.layers[1].self_attn.q_proj.weight, others)
+    matched = distance()
+    distil(hybrid, nano, row_stream(tokenizer, recipe), recipe)
+    assert not torch.equal(hybrid.model.layers[1].self_attn.q_proj.weight, others)
+    assert matched < start
+
+
+@pytest.mark.slow
+def test_the_checkpoint_answers_and_needs_its_linear_layers(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = AutoModelForCausalLM.from_pretrained(HYBRID_CHECKPOINT).eval()
+    assert [index for index, kind in enumerate(model.config.layer_types) if kind == "linear_attention"] == list(LINEAR)
+    assert exact_match(model, tokenizer, num_scenes=5, seed=20_000)["all"]["exact_match"] > 0.9
+    for index in LINEAR:
+        model.model.layers[index].mamba.out_proj.weight.data.zero_()
+    assert exact_match(model, tokenizer, num_scenes=2, seed=20_000)["all"]["exact_match"] < 0.1
