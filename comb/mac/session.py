@@ -8,7 +8,6 @@ restores everything. The model's lock is held inside of it: others wait.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from comb.kernels.choice import why_plain
-from comb.linking.cache import LinkCache, LinkLayer, RoomyLayer
 from comb.linking.forward import decoder_of
 from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
@@ -30,44 +28,11 @@ from comb.mac.config import MacConfig
 from comb.mac.continuity import Seen, empty
 from comb.mac.fill import prompt_rows, rows_to_keep
 from comb.mac.interface import Attended, Call, begin, end, stand_in
+from comb.mac.passes import Pass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
 from comb.mac.state import MacState
 from comb.mac.step import Step, step
 from comb.methods.base import backbone_of
-
-# kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
-_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, LinkLayer.__name__)
-_OPTIONS = {
-    "sliding_window": "sliding window",
-    "softcap": "soft cap",
-    "s_aux": "attention sinks",
-    "position_bias": "position bias",
-    "cache": "paged cache",
-}
-
-
-@dataclass
-class _Pass:
-    """One forward pass of the decoder.
-
-    Args:
-        decodes: one token per row behind all others; anything else is a prompt, or a part of one.
-        cache: what it reads and writes; None without one.
-        index: key indices [N] of the queries where they are scattered (linking); None: the last N.
-        start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
-        mask_length: keys that the mask covers; None without one.
-        positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
-        audited: exact attention is computed as well.
-    """
-
-    decodes: bool
-    cache: Any
-    index: Tensor | None
-    start: Tensor | None
-    mask_length: int | None
-    positions: Tensor | None
-    unclear: str
-    audited: bool = False
 
 
 @dataclass
@@ -103,10 +68,8 @@ class MacSession:
         self.exact: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
         self._layers: dict[int, _Layer] = {}
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._token: Any = None
-        self._unpadded: Tensor | None = None
-        self._padding: Tensor | None = None
         self._least: dict[tuple[int, int], int | None] = {}
         self._stack = ExitStack()
 
@@ -124,7 +87,7 @@ class MacSession:
                 self._layers[index] = _Layer(queries, config or self.config, off=off)
             stack.enter_context(attention(self.backbone, stand_in(name)))
             decoder = decoder_of(self.backbone)
-            self._signature = inspect.signature(decoder.forward)
+            self._reader = PassReader(decoder)
             hooks = (
                 decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
                 decoder.register_forward_hook(self._finish, with_kwargs=True, always_call=True),
@@ -166,9 +129,7 @@ class MacSession:
             self._end_pass()
         if self.backbone.config._attn_implementation not in STAND_INS:
             return  # somebody has put another attention in place for this pass
-        bound = self._signature.bind_partial(*args, **kwargs).arguments
-        given = {**bound, **bound.get("kwargs", {})}
-        self._pass = self._understood(given)
+        self._pass = self._reader.read(args, kwargs)
         if self._pass.decodes:
             self.steps += 1
             self._pass.audited = self.config.audit_every > 0 and self.steps % self.config.audit_every == 0
@@ -187,51 +148,11 @@ class MacSession:
             cache = getattr(output, "past_key_values", None)
         for index, layer in self._layers.items():
             if layer.state is not None:
-                layer.seen = Seen.of(_cache_layer(cache, index))
+                layer.seen = Seen.of(cache_layer(cache, index))
 
     def _end_pass(self) -> None:
         end(self._token)
         self._token = self._pass = None
-
-    def _understood(self, given: dict[str, Any]) -> _Pass:
-        """Where the pass's queries stand, as far as its arguments say."""
-        inputs = given.get("input_ids")
-        inputs = given.get("inputs_embeds") if inputs is None else inputs
-        assert inputs is not None
-        rows, tokens = inputs.shape[:2]
-        cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
-        start: Tensor | None = self._no_padding(rows, inputs.device)
-        index, unclear, mask_length = None, "", None
-        if isinstance(cache, LinkCache):
-            index = cache.rows.positions.to(inputs.device)  # its masks are comb's own: causal by position
-        elif isinstance(mask, Tensor) and mask.ndim == 2:
-            mask_length = mask.shape[1]
-            seen = mask != 0
-            start = seen.int().argmax(dim=1).to(inputs.device)
-            inside = torch.arange(mask_length, device=mask.device) >= start[:, None].to(mask.device)
-            if not bool((seen == inside).all()) or not bool(seen.any(dim=1).all()):
-                start, unclear = None, "mask with holes"
-            else:
-                start = self._same_padding(start)
-        elif mask is not None:
-            start, unclear = None, "mask of the caller's own"
-        if isinstance(positions, Tensor) and positions.ndim != 2:
-            unclear = "positions of several axes"
-        # a single row that linking computes is still a part of a prompt: it may stand anywhere
-        return _Pass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
-
-    def _no_padding(self, rows: int, device: torch.device) -> Tensor:
-        if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:
-            self._unpadded = torch.zeros(rows, dtype=torch.long, device=device)
-        return self._unpadded
-
-    def _same_padding(self, start: Tensor) -> Tensor:
-        """The last pass's very tensor where it says the same, so that layers needn't wait for the device to compare."""
-        last = self._padding
-        same = last is not None and last.shape == start.shape and last.device == start.device
-        if last is None or not same or not torch.equal(last, start):
-            self._padding = last = start
-        return last
 
     def _check_continuity(self, cache: Any) -> None:
         """Empties the rings of layers whose keys aren't those that were seen last."""
@@ -239,7 +160,7 @@ class MacSession:
         for index, layer in self._layers.items():
             if layer.state is None:
                 continue
-            now = _cache_layer(cache, index)
+            now = cache_layer(cache, index)
             if layer.seen is not None and layer.seen.continues(now):
                 continue
             events.add("new prompt" if empty(now) else "cache changed")
@@ -256,7 +177,7 @@ class MacSession:
         layer = self._layers.get(index) if isinstance(index, int) else None
         if layer is None or call.module is not layer.queries.module:
             return call.exact()  # another attention than the decoder's own layers
-        reason = layer.off or self._reason(call, current, index)
+        reason = layer.off or why_exact(call, current, index)
         if current.decodes:
             reason = reason or self._too_small(call, layer, current)
             if reason:
@@ -267,28 +188,7 @@ class MacSession:
         with torch.autocast(call.query.device.type, enabled=False):
             return self._reuse(call, layer, current, decodes=current.decodes and not reason)
 
-    def _reason(self, call: Call, current: _Pass, index: int | None) -> str:
-        """Why this call has to be left to exact attention; empty if it hasn't."""
-        for option, reason in _OPTIONS.items():
-            if call.options.get(option) is not None:
-                return reason
-        if call.dropout:
-            return "dropout"
-        if torch.is_grad_enabled() and call.query.requires_grad:
-            return "gradients"
-        held = _cache_layer(current.cache, index)
-        if current.cache is None or held is None:
-            return "no cache"
-        if type(held).__name__ not in _GROWING:
-            return _kind_of(held)
-        if current.unclear:
-            return current.unclear
-        length = call.keys.shape[2]
-        if current.mask_length is not None and current.mask_length != length:
-            return "mask of another length"
-        return ""
-
-    def _too_small(self, call: Call, layer: _Layer, current: _Pass) -> str:
+    def _too_small(self, call: Call, layer: _Layer, current: Pass) -> str:
         length = call.keys.shape[2]
         if length - 1 < layer.config.min_length:
             return _SHORT
@@ -305,7 +205,7 @@ class MacSession:
         least = self._least[key]
         return least is not None and length >= least
 
-    def _reuse(self, call: Call, layer: _Layer, current: _Pass, *, decodes: bool) -> Attended:
+    def _reuse(self, call: Call, layer: _Layer, current: Pass, *, decodes: bool) -> Attended:
         """Exact attention that leaves rows, or one step of MAC."""
         config, length = layer.config, call.keys.shape[2]
         heads, tokens = call.query.shape[1:3]
@@ -395,14 +295,3 @@ def mac(
 
     chosen = MacConfig.context() if config is None else MacConfig.parse(config) if isinstance(config, str) else config
     return MacSession(model, replace(chosen, **changes), costs=costs, hit_rate=hit_rate)
-
-
-def _cache_layer(cache: Any, index: int | None) -> Any:
-    layers = getattr(cache, "layers", None)
-    return None if layers is None or index is None or index >= len(layers) else layers[index]
-
-
-def _kind_of(layer: Any) -> str:
-    name = type(layer).__name__
-    kinds = {"Sliding": "sliding window", "Static": "static cache", "Quant": "quantised cache"}
-    return next((reason for part, reason in kinds.items() if part in name), f"cache of {name}")
