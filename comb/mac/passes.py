@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ _OPTIONS = {
     "position_bias": "position bias",
     "cache": "paged cache",
 }
+_MAX_CHECKED = 2**26
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Pass:
         mask_length: keys that the mask covers; None without one.
         positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
         audited: exact attention is computed as well.
+        masks: that attention got in this pass, and whether they are causal with padding in front and nothing else.
     """
 
     decodes: bool
@@ -45,6 +47,42 @@ class Pass:
     positions: Tensor | None
     unclear: str
     audited: bool = False
+    masks: list[tuple[Tensor, bool]] = field(default_factory=list)
+
+    def key_indices(self, call: Call) -> Tensor:
+        """Key indices [N] of a call's queries."""
+        length, device = call.keys.shape[2], call.query.device
+        last = torch.arange(length - call.query.shape[2], length, device=device)
+        return last if self.index is None else self.index.to(device)
+
+    def plain_mask(self, call: Call) -> bool:
+        """Whether attention gets no other mask than its arguments promise; layers that share a mask share the answer.
+
+        Some models choose keys inside of their layers (chunks, indexers, dynamic masks) and say so in the mask only.
+        """
+        if call.mask is None:
+            return True
+        for mask, plain in self.masks:
+            if mask is call.mask:
+                return plain
+        self.masks.append((call.mask, self._causal(call, call.mask)))
+        return self.masks[-1][1]
+
+    def _causal(self, call: Call, mask: Tensor) -> bool:
+        if self.start is None or mask.shape[-1] != call.keys.shape[2] or mask.shape[1] != 1:
+            return False
+        start, index = self.start.to(mask.device)[:, None, None, None], self.key_indices(call).to(mask.device)
+        place = torch.arange(mask.shape[-1], device=mask.device)
+        portion = max(1, _MAX_CHECKED // (len(self.start) * mask.shape[-1]))
+        for part in range(0, len(index), portion):
+            some, stands = mask[:, :, part : part + portion], index[part : part + portion, None]
+            # anything between nothing and the least number is a bias
+            boolean = mask.dtype == torch.bool
+            seen, shut = (some, ~some) if boolean else (some == 0, some <= torch.finfo(mask.dtype).min)
+            allowed = (place >= start) & (place <= stands)
+            if not bool((torch.where(allowed, seen, shut) | (stands < start)).all()):
+                return False
+        return True
 
 
 class PassReader:
@@ -117,7 +155,7 @@ def why_exact(call: Call, current: Pass, index: int | None) -> str:
     length = call.keys.shape[2]
     if current.mask_length is not None and current.mask_length != length:
         return "mask of another length"
-    return ""
+    return "" if current.plain_mask(call) else "mask of the layer's own"
 
 
 def cache_layer(cache: Any, index: int | None) -> Any:

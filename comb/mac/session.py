@@ -207,12 +207,11 @@ class MacSession:
 
     def _reuse(self, call: Call, layer: _Layer, current: Pass, *, decodes: bool) -> Attended:
         """Exact attention that leaves rows, or one step of MAC."""
-        config, length = layer.config, call.keys.shape[2]
+        config = layer.config
         heads, tokens = call.query.shape[1:3]
         assert current.start is not None
         start = current.start.to(call.query.device)
-        index = current.index
-        index = torch.arange(length - tokens, length, device=start.device) if index is None else index.to(start.device)
+        index = current.key_indices(call)
         positions = index[None] if current.positions is None else current.positions.to(start.device)
         state = self._state(call, layer, start)
         state.crop(index[0] - start)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from families import BASE, tiny
 from torch import Tensor
 from transformers import DynamicCache
@@ -32,12 +33,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def model_of(family: str) -> Any:
-    if family == "mistral_full":
-        import transformers as tf
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral_full": ("MistralConfig", {**BASE, "sliding_window": None}),
+    "doge": ("DogeConfig", {**BASE, "keep_window_size": 8}),
+}
 
+
+def model_of(family: str) -> Any:
+    if family in OTHERS:
+        name, values = OTHERS[family]
         torch.manual_seed(0)
-        model = tf.AutoModelForCausalLM.from_config(tf.MistralConfig(**BASE, sliding_window=None)).eval()
+        model = tf.AutoModelForCausalLM.from_config(getattr(tf, name)(**values)).eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -294,6 +300,22 @@ def test_what_mac_does_not_know_is_exact_and_counted(family: str, reasons: set[s
     assert report.layers == ()
     layers = len(find_queries(model))
     assert sum(report.exact.values()) == layers * (NEW - 1)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("doge", 4), ("llama4", 3)])
+def test_keys_that_a_layer_chooses_by_itself_are_noticed(family: str, layers: int) -> None:
+    """Dynamic masks and chunks are nowhere but in the mask that attention gets."""
+    model, (ids, _) = model_of(family), batch(rows=1)
+
+    def run() -> Tensor:
+        cache = DynamicCache()  # it isn't told the model's kinds of layers, so it keeps all keys of all of them
+        return torch.stack([forward(model, part, cache) for part in (ids, *ids[:, :6].split(1, dim=1))])
+
+    plain = run()
+    with mac(model, NEVER) as session:
+        again = run()
+    assert float((plain - again).abs().max()) < 1e-4
+    assert session.report().exact == {"mask of the layer's own": 6 * layers}
 
 
 def test_autocast_takes_no_sums_in_16_bits() -> None:
