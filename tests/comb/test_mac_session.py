@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import BASE, tiny
+from families import BASE, MLA, tiny
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -36,6 +36,10 @@ def _one_thread() -> Iterator[None]:
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_full": ("MistralConfig", {**BASE, "sliding_window": None}),
     "doge": ("DogeConfig", {**BASE, "keep_window_size": 8}),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {**BASE, **MLA, "q_lora_rank": 16, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16},
+    ),
 }
 
 
@@ -420,10 +424,12 @@ def test_layers_are_switched_off_by_configuration_audit_and_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "message"), [("gptj", "its own code"), ("bloom", "position_ids"), ("mpt", "position_ids")]
-)
+    ("family", "message"), [
+        ("gptj", "its own code"), ("bloom", "position_ids"), ("mpt", "position_ids"), ("deepseek_v32", "indexer"),
+    ],
+)  # fmt: skip
 def test_models_that_mac_cannot_stand_in_for_are_refused(family: str, message: str) -> None:
-    model = tiny(family)
+    model = model_of(family)
     with pytest.raises(UnsupportedModelError, match=message), mac(model):
         pass
     assert model.config._attn_implementation in ("eager", "sdpa")
