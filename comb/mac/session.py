@@ -128,7 +128,11 @@ class MacSession:
         if self._token is not None:  # an exception may have kept the last pass from finishing
             self._end_pass()
         if self.backbone.config._attn_implementation not in STAND_INS:
-            return  # somebody has put another attention in place for this pass
+            for layer in self._layers.values():
+                layer.seen = (
+                    None  # somebody has put another attention in place, and what it does to the cache isn't seen
+                )
+            return
         self._pass = self._reader.read(args, kwargs)
         if self._pass.decodes:
             self.steps += 1
@@ -183,6 +187,9 @@ class MacSession:
             if reason:
                 self.exact[reason] += 1
         if reason and reason != _SHORT:
+            if layer.state is not None and layer.start is not None:
+                # this pass leaves no rows, and those of an earlier one at its positions are of other tokens
+                layer.state.crop(current.key_indices(call)[0] - layer.start)
             return call.exact()
         # autocast would take sums in 16 bits
         with torch.autocast(call.query.device.type, enabled=False):

@@ -255,6 +255,32 @@ def test_a_continued_and_a_cropped_cache_keep_their_rows() -> None:
     assert hits > 0.9
 
 
+@pytest.mark.parametrize("how", ["mask of the caller's own", "mask with holes", "does not pay"])
+def test_what_an_exact_pass_replaces_is_forgotten(how: str) -> None:
+    """A cropped cache that goes on with other tokens, of which the rings hear nothing."""
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache, other = DynamicCache(config=model.config), torch.arange(50, 58)[None]
+    with torch.no_grad(), mac(model, FREE) as session:
+        model(ids, past_key_values=cache)
+        cache.crop(-8)
+        mask = torch.ones(1, 40, dtype=torch.long)
+        if how == "mask of the caller's own":
+            model(other, past_key_values=cache, attention_mask=torch.ones(1, 1, 8, 40, dtype=torch.bool).tril(32))
+        elif how == "mask with holes":
+            mask[0, 5] = 0
+            model(other, past_key_values=cache, attention_mask=mask)
+        else:
+            session.costs = PAPER_H100
+            for token in other.split(1, dim=1):
+                model(token, past_key_values=cache)
+            session.costs = None
+        model(other[:, :1], past_key_values=cache)
+        states = session.states().values()
+        assert len(states) == 4
+        for state in states:
+            assert sorted(state.pos[0][state.pos[0] >= 0].tolist()) == [*range(25, 32), 40]
+
+
 def test_keys_written_in_place_are_noticed() -> None:
     model, (ids, _) = model_of("llama"), batch(rows=1)
     cache = DynamicCache(config=model.config)
