@@ -141,6 +141,9 @@ def why_exact(call: Call, current: Pass, index: int | None) -> str:
     for option, reason in _OPTIONS.items():
         if call.options.get(option) is not None:
             return reason
+    asked = call.options.get("output_attentions")
+    if getattr(call.module.config, "output_attentions", False) if asked is None else asked:
+        return "attention weights asked for"
     if call.dropout:
         return "dropout"
     if torch.is_grad_enabled() and call.query.requires_grad:

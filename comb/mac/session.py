@@ -51,7 +51,8 @@ class _Layer:
 class MacSession:
     """MAC attention on `model` inside of a ``with`` block; made by `mac`.
 
-    Holds the rings of one batch at a time: that of the cache which was used last. Not to be shared by threads.
+    Holds the rings of one batch at a time: that of the cache which was used last. Not to be shared by threads. Entered
+    again, it goes on counting, and layers that an audit has switched off stay off.
 
     Raises:
         UnsupportedModelError: on entering, when MAC can't stand in for the model's attention.
@@ -84,7 +85,8 @@ class MacSession:
             for index, queries in find_queries(self.backbone).items():
                 config = self.config.for_layer(index)
                 off = queries.unknown or ("" if config is not None else "switched off")
-                self._layers[index] = _Layer(queries, config or self.config, off=off)
+                layer = self._layers.setdefault(index, _Layer(queries, config or self.config, off=off))
+                layer.queries = queries  # anew where weights have changed since the session was left
             stack.enter_context(attention(self.backbone, stand_in(name)))
             decoder = decoder_of(self.backbone)
             self._reader = PassReader(decoder)

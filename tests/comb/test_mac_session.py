@@ -399,6 +399,27 @@ def test_static_caches_holes_and_other_masks_are_exact() -> None:
     assert session.report().exact == {"mask of the caller's own": 4, "no cache": 4}
 
 
+@pytest.mark.parametrize("by", ["argument", "configuration"])
+def test_attention_weights_that_are_asked_for_are_given(by: str) -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = by == "configuration"
+    arguments = {"output_attentions": True} if by == "argument" else {}
+
+    def run() -> Any:
+        cache = DynamicCache(config=model.config)
+        forward(model, ids, cache)
+        with torch.no_grad():
+            return model(ids[:, :1], past_key_values=cache, **arguments).attentions
+
+    plain = run()
+    with mac(model, FREE) as session:
+        again = run()
+    assert session.report().exact == {"attention weights asked for": 4}
+    assert len(again) == len(plain) == 4
+    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
+
+
 def test_gradients_flow_through_exact_attention() -> None:
     model, (ids, _) = model_of("llama"), batch(rows=1)
     cache = DynamicCache(config=model.config)
@@ -486,6 +507,24 @@ def test_leaving_restores_everything() -> None:
     assert session.nbytes == 0
     assert session.report().hit_rate > 0  # what was counted stays
     assert torch.equal(before, decode(model, ids, mask)[1])
+
+
+def test_a_session_that_is_entered_again_goes_on_counting() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    session = mac(model, FREE, audit_every=10, audit_bound=0.0)
+    reports = []
+    for _ in range(2):
+        with session:
+            decode(model, ids)
+        reports.append(session.report())
+    first, second = reports
+    assert first.steps == NEW - 1
+    assert second.steps == 2 * first.steps
+    # the audit at the tenth step has switched all layers off, and they stay off
+    assert all("audit" in layer.off for layer in second.layers)
+    assert second.layers == first.layers
+    with session, pytest.raises(RuntimeError, match="already"):
+        session.__enter__()
 
 
 def test_a_pass_that_fails_leaves_no_trace() -> None:
