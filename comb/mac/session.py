@@ -17,21 +17,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from comb.kernels.choice import why_plain
+from comb.kernels.choice import computed_step
 from comb.linking.forward import decoder_of
 from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.audit import band_mass, exceeds, relative_error
-from comb.mac.breakeven import AttentionShape, Costs, least_context
+from comb.mac.breakeven import Costs, least_context
 from comb.mac.config import MacConfig
 from comb.mac.continuity import Seen, empty
 from comb.mac.fill import prompt_rows, rows_to_keep
 from comb.mac.interface import Attended, Call, begin, end, stand_in
+from comb.mac.measure import measure_costs, shape_of
 from comb.mac.passes import Pass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
 from comb.mac.state import MacState
-from comb.mac.step import Step, step
 from comb.methods.base import backbone_of
 
 
@@ -111,8 +111,12 @@ class MacSession:
         layers = [
             layer.counts.report(index) for index, layer in sorted(self._layers.items()) if layer.counts is not None
         ]
+        pays_from: dict[int, int | None] = {}
+        for (rows, _), least in self._least.items():
+            known = pays_from.get(rows, 0)
+            pays_from[rows] = None if least is None or known is None else max(least, known)
         return MacReport(
-            self.steps, self.prompts, tuple(layers), dict(self.exact), dict(self.events), nbytes=self.nbytes
+            self.steps, self.prompts, tuple(layers), dict(self.exact), dict(self.events), pays_from, self.nbytes
         )
 
     @property
@@ -184,8 +188,10 @@ class MacSession:
         if layer is None or call.module is not layer.queries.module:
             return call.exact()  # another attention than the decoder's own layers
         reason = layer.off or why_exact(call, current, index)
+        if not current.decodes and self._least.get((call.query.shape[0], id(layer)), 0) is None:
+            reason = reason or _UNPAID  # no step will ask for rows
         if current.decodes:
-            reason = reason or self._too_small(call, layer, current)
+            reason = reason or self._too_small(call, layer)
             if reason:
                 self.exact[reason] += 1
         if reason and reason != _SHORT:
@@ -197,22 +203,31 @@ class MacSession:
         with torch.autocast(call.query.device.type, enabled=False):
             return self._reuse(call, layer, current, decodes=current.decodes and not reason)
 
-    def _too_small(self, call: Call, layer: _Layer, current: Pass) -> str:
+    def _too_small(self, call: Call, layer: _Layer) -> str:
         length = call.keys.shape[2]
         if length - 1 < layer.config.min_length:
             return _SHORT
-        return "" if self.costs is None or self._pays(call, layer, length) else "does not pay"
+        return "" if self._pays(call, layer, length) else _UNPAID
 
     def _pays(self, call: Call, layer: _Layer, length: int) -> bool:
-        """The break-even rule, asked once per batch size and layer."""
-        assert self.costs is not None
-        rows, heads, _, width = call.query.shape
-        key = rows, id(layer)
-        if key not in self._least:
-            shape = AttentionShape(heads, call.keys.shape[1], width, call.values.shape[-1], call.keys.element_size())
-            self._least[key] = least_context(rows, self.hit_rate, shape, layer.config, self.costs)
-        least = self._least[key]
+        """The break-even rule; what it needs is found out once per batch size and layer."""
+        if not self.config.break_even:
+            return True
+        rows = call.query.shape[0]
+        if (rows, id(layer)) not in self._least:
+            costs = self.costs or self._measured(call, layer)
+            least = least_context(rows, self.hit_rate, shape_of(call), layer.config, costs)
+            self._least[rows, id(layer)] = least
+        least = self._least[rows, id(layer)]
         return least is not None and length >= least
+
+    def _measured(self, call: Call, layer: _Layer) -> Costs:
+        """Costs of layers like this one, kept on the model."""
+        kept: dict[Any, Costs] = self.backbone.__dict__.setdefault("_comb_mac_costs", {})
+        key = call.query.shape[0], shape_of(call), str(call.query.device), call.query.dtype, layer.config
+        if key not in kept:
+            kept[key] = measure_costs(call, layer.queries, layer.config)
+        return kept[key]
 
     def _reuse(self, call: Call, layer: _Layer, current: Pass, *, decodes: bool) -> Attended:
         """Exact attention that leaves rows, or one step of MAC."""
@@ -236,7 +251,10 @@ class MacSession:
                 )
             return output
         unrotated = layer.queries.unrotated(call.query, positions)[:, :, 0]
-        done = self._step(state, unrotated, call, start, config)
+        query = call.query[:, :, 0]
+        done, plain = computed_step(state, unrotated, query, call.keys, call.values, start, config, call.scale)
+        if plain:
+            self.events[f"no kernels: {plain}"] += 1
         if layer.counts is None:
             layer.counts = LayerCounts(heads, call.keys.shape[1], call.query.device)
         layer.counts.add(done, config)
@@ -249,20 +267,6 @@ class MacSession:
                 layer.state = None
                 return exact
         return done.output.to(call.query.dtype)[:, None], None
-
-    def _step(self, state: MacState, unrotated: Tensor, call: Call, start: Tensor, config: MacConfig) -> Step:
-        """One step and its rows in the rings: by the kernels where they can, else by the plain step, counted by why."""
-        inputs = (state, unrotated, call.query[:, :, 0], call.keys, call.values, start, config, call.scale)
-        if config.kernels == "triton" or (config.kernels == "auto" and call.query.is_cuda):
-            reason = why_plain(state, *inputs[2:5])
-            if not reason:
-                from comb.kernels.step import mac_step_triton
-
-                return mac_step_triton(*inputs, write=True)
-            self.events[f"no kernels: {reason}"] += 1
-        done = step(*inputs)
-        state.write(done.rows)
-        return done
 
     def _state(self, call: Call, layer: _Layer, start: Tensor) -> MacState:
         """The layer's rings; new ones for a new batch, rows emptied whose padding has changed."""
@@ -278,6 +282,7 @@ class MacSession:
 
 
 _SHORT = "below min_length"
+_UNPAID = "does not pay"
 
 
 def mac(
@@ -292,8 +297,9 @@ def mac(
 
     Args:
         config: a `MacConfig`, or a preset as `MacConfig.parse` reads it; the paper's context preset by default.
-        costs: of this machine; with them, steps for which `breakeven.pays` says no are left to exact attention.
-        hit_rate: that the break-even rule counts on.
+        costs: of this machine, for the break-even rule; None: measured at a batch's first step that is long enough,
+            and kept on the model.
+        hit_rate: that the rule counts on.
         changes: of the configuration: ``mac(model, "generation", band=128)``.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ from transformers.cache_utils import DynamicLayer
 
 from comb.linking.forward import decoder_of
 from comb.mac import MacConfig, MacSession, mac
-from comb.mac.breakeven import PAPER_H100
+from comb.mac.breakeven import PAPER_H100, Costs
 from comb.mac.continuity import Seen
 from comb.mac.rotation import UnsupportedModelError, find_queries
 
 NEW = 16
 # everything that can match, does: the loosest threshold, no caps
-FREE = MacConfig(window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None)
-NEVER = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=4, audit_bound=1e-3)
+FREE = MacConfig(
+    window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None, break_even=False
+)
+NEVER = replace(FREE, tau=1.0, audit_every=4, audit_bound=1e-3)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +88,7 @@ REUSED = {
 def test_without_a_match_generation_is_exact(family: str, layers: int) -> None:
     model, (ids, mask) = model_of(family), batch()
     tokens, logits = decode(model, ids, mask)
-    for config in (NEVER, MacConfig(window=16, band=10**6, tau=0.0, min_length=0)):
+    for config in (NEVER, replace(FREE, band=10**6)):
         with mac(model, config) as session:
             again, close = decode(model, ids, mask)
         report = session.report()
@@ -165,7 +168,7 @@ def test_queries_are_those_before_the_rotary_embedding(family: str, producer: st
             made[index] = output
 
         getattr(layer.self_attn, producer).register_forward_hook(keep)
-    config = MacConfig(window=64, band=4, min_length=0)
+    config = replace(FREE, window=64)
     with torch.no_grad(), mac(model, config) as session:
         model(ids, past_key_values=DynamicCache(config=model.config))
         states = session.states()
@@ -270,10 +273,10 @@ def test_what_an_exact_pass_replaces_is_forgotten(how: str) -> None:
             mask[0, 5] = 0
             model(other, past_key_values=cache, attention_mask=mask)
         else:
-            session.costs = PAPER_H100
+            session.costs, session.config = PAPER_H100, replace(FREE, break_even=True)
             for token in other.split(1, dim=1):
                 model(token, past_key_values=cache)
-            session.costs = None
+            session.config = FREE
         model(other[:, :1], past_key_values=cache)
         states = session.states().values()
         assert len(states) == 4
@@ -351,7 +354,7 @@ def test_keys_that_a_layer_chooses_by_itself_are_noticed(family: str, layers: in
 def test_autocast_takes_no_sums_in_16_bits() -> None:
     model, (ids, _) = model_of("llama"), batch(rows=1)
     seen = []
-    config = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=1, audit_bound=None)
+    config = replace(NEVER, audit_every=1, audit_bound=None)
     for cast in (False, True):
         with mac(model, config) as session, torch.autocast("cpu", torch.bfloat16, enabled=cast):
             decode(model, ids)
@@ -465,9 +468,65 @@ def test_layers_are_switched_off_by_configuration_audit_and_cost() -> None:
     assert session.report().error_max > 0.1  # type: ignore[operator]
     assert not torch.equal(plain, free)
 
-    with mac(model, FREE, costs=PAPER_H100) as session:
+    with mac(model, FREE, costs=PAPER_H100, break_even=True) as session:
         assert torch.equal(plain, decode(model, ids)[1])
     assert session.report().exact == {"does not pay": 4 * (NEW - 1)}
+    assert session.report().layers == ()
+
+
+# --- the break-even rule --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [((1e-6, 4e-6, 1e-5), False), ((1e6, 4e6, 1.0), True)])
+def test_costs_are_measured_once_and_decide(
+    seconds: tuple[float, ...], pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of exact attention at two lengths, and of a step of MAC."""
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain, left = decode(model, ids)[1], list(seconds)
+
+    def timed(call: Any, device: torch.device) -> float:
+        call()
+        return left.pop(0)
+
+    monkeypatch.setattr("comb.mac.measure._seconds", timed)
+    for _ in range(2):  # layers are alike, and the second session finds what the first has measured
+        with mac(model, FREE, break_even=True) as session:
+            logits = decode(model, ids)[1]
+        report = session.report()
+        assert report.exact == ({} if pays else {"does not pay": 4 * (NEW - 1)})
+        assert torch.equal(plain, logits) is not pays
+        least = report.pays_from[1]
+        assert least is not None
+        assert (least < 40) is pays
+        assert f"pays from {least:,d} tokens on (1 row)" in str(report)
+    assert not left
+
+
+def test_measuring_takes_what_a_session_takes_and_no_random_number() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=2)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with mac(model, FREE, break_even=True) as session:
+        forward(model, ids[:, :20], cache := DynamicCache(config=model.config))
+        forward(model, ids[:, :1], cache)
+    assert torch.equal(torch.rand(3), expected)
+    (costs,) = model.__dict__["_comb_mac_costs"].values()
+    assert costs.mac_s > 0
+    assert costs.bytes_per_s > 0
+    assert session.report().pays_from.keys() == {2}
+
+
+def test_prompts_leave_no_rows_where_mac_never_pays() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    never = Costs(exact_s=0.0, mac_s=1e9, bytes_per_s=1e9)
+    with mac(model, FREE, costs=never, break_even=True) as session:
+        decode(model, ids)
+        assert session.report().pays_from == {1: None}
+        decode(model, ids)
+        assert session.nbytes == 0
+    assert "never pays (1 row)" in str(session.report())
 
 
 @pytest.mark.parametrize(
