@@ -58,7 +58,8 @@ def measure_costs(call: Call, queries: LayerQueries, config: MacConfig) -> Costs
 
     def reuse() -> None:
         unrotated = queries.unrotated(query, position)[:, :, 0]
-        computed_step(state, unrotated, query[:, :, 0], keys, values, start, config, call.scale)
+        with torch.autocast(device.type, enabled=False):  # as in a session
+            computed_step(state, unrotated, query[:, :, 0], keys, values, start, config, call.scale)
 
     read = rows * (config.hit_keys() * shape.key_bytes + config.window * shape.query_bytes)
     reused = float(read), _seconds(reuse, device)
