@@ -95,10 +95,8 @@ class MacReport:
 
     def __str__(self) -> str:
         error = "no audit" if self.error_max is None else f"worst audited error {self.error_max:.3f}"
-        head = [
-            f"MAC: {self.steps} steps, {100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read",
-            error,
-        ]
+        done = f"{100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read"
+        head = [f"MAC: {self.steps} steps", *([done, error] if self.layers else ["all exact"])]
         parts = [", ".join(head)]
         exact = ", ".join(f"{reason} {count}" for reason, count in sorted(self.exact.items()))
         if exact:
@@ -150,6 +148,10 @@ class LayerCounts:
         self.query_norms.append(torch.quantile(query.float().norm(dim=-1).flatten(), points))
         norms = values.float().norm(dim=-1).flatten()
         self.value_norms.append(torch.quantile(norms[:: max(1, len(norms) // 2**20)], points))
+
+    def read_share(self) -> float:
+        """Keys read over all keys so far, where heads that share keys read for the worst of them."""
+        return float(self.group_read.sum() / self.group_exact.sum())
 
     def report(self, layer: int) -> LayerReport:
         """Sums and means so far."""

@@ -23,7 +23,7 @@ from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.audit import band_mass, exceeds, relative_error
-from comb.mac.breakeven import Costs, least_context
+from comb.mac.breakeven import Costs, least_context, pays_reading
 from comb.mac.config import MacConfig
 from comb.mac.continuity import Seen, empty
 from comb.mac.fill import prompt_rows, rows_to_keep
@@ -71,7 +71,7 @@ class MacSession:
         self._layers: dict[int, _Layer] = {}
         self._pass: Pass | None = None
         self._token: Any = None
-        self._least: dict[tuple[int, int], int | None] = {}
+        self._rules: dict[tuple[int, int], tuple[Costs, int | None]] = {}
         self._stack = ExitStack()
 
     # ---- the block ----
@@ -112,7 +112,7 @@ class MacSession:
             layer.counts.report(index) for index, layer in sorted(self._layers.items()) if layer.counts is not None
         ]
         pays_from: dict[int, int | None] = {}
-        for (rows, _), least in self._least.items():
+        for (rows, _), (_, least) in self._rules.items():
             known = pays_from.get(rows, 0)
             pays_from[rows] = None if least is None or known is None else max(least, known)
         return MacReport(
@@ -188,7 +188,7 @@ class MacSession:
         if layer is None or call.module is not layer.queries.module:
             return call.exact()  # another attention than the decoder's own layers
         reason = layer.off or why_exact(call, current, index)
-        if not current.decodes and self._least.get((call.query.shape[0], id(layer)), 0) is None:
+        if not current.decodes and self._rules.get((call.query.shape[0], id(layer)), (None, 0))[1] is None:
             reason = reason or _UNPAID  # no step will ask for rows
         if current.decodes:
             reason = reason or self._too_small(call, layer)
@@ -214,11 +214,11 @@ class MacSession:
         if not self.config.break_even:
             return True
         rows = call.query.shape[0]
-        if (rows, id(layer)) not in self._least:
+        if (rows, id(layer)) not in self._rules:
             costs = self.costs or self._measured(call, layer)
             least = least_context(rows, self.hit_rate, shape_of(call), layer.config, costs)
-            self._least[rows, id(layer)] = least
-        least = self._least[rows, id(layer)]
+            self._rules[rows, id(layer)] = costs, least
+        _, least = self._rules[rows, id(layer)]
         return least is not None and length >= least
 
     def _measured(self, call: Call, layer: _Layer) -> Costs:
@@ -262,11 +262,26 @@ class MacSession:
             exact = call.exact()
             error = relative_error(done.output, exact[0][:, 0])
             layer.counts.audit(error, band_mass(done.tail_lse, done.lse), unrotated, call.values)
-            if exceeds(error, config.audit_bound):
-                layer.off = layer.counts.off = f"audit: error {error:.3f} above {config.audit_bound:g}"
+            off = self._why_off(error, call, layer, layer.counts)
+            if off:
+                layer.off = layer.counts.off = off
                 layer.state = None
                 return exact
         return done.output.to(call.query.dtype)[:, None], None
+
+    def _why_off(self, error: float, call: Call, layer: _Layer, counts: LayerCounts) -> str:
+        """Why an audit switches the layer off; empty where it doesn't."""
+        if exceeds(error, layer.config.audit_bound):
+            return f"audit: error {error:.3f} above {layer.config.audit_bound:g}"
+        rows, length = call.query.shape[0], call.keys.shape[2]
+        costs, _ = self._rules.get((rows, id(layer)), (None, 0))
+        # the rule has counted on `hit_rate`; by the second audit there is a share to go by
+        if costs is None or len(counts.errors) < 2:
+            return ""
+        share = counts.read_share()
+        if pays_reading(share, length, rows, shape_of(call), layer.config, costs):
+            return ""
+        return f"does not pay: {100 * share:.0f}% of keys are read"
 
     def _state(self, call: Call, layer: _Layer, start: Tensor) -> MacState:
         """The layer's rings; new ones for a new batch, rows emptied whose padding has changed."""

@@ -518,6 +518,20 @@ def test_measuring_takes_what_a_session_takes_and_no_random_number() -> None:
     assert session.report().pays_from.keys() == {2}
 
 
+@pytest.mark.parametrize(("tau", "pays"), [(0.0, True), (1.0, False)])
+def test_a_layer_that_reads_more_than_the_rule_counts_on_is_switched_off(tau: float, pays: bool) -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    free = Costs(exact_s=0.0, mac_s=0.0, bytes_per_s=1e12)  # cheaper as long as some keys are left out
+    config = replace(FREE, window=1, tau=tau, audit_every=4, break_even=True)
+    with mac(model, config, costs=free) as session:
+        decode(model, ids)
+    report = session.report()
+    off = {layer.off for layer in report.layers}
+    assert off == ({""} if pays else {"does not pay: 100% of keys are read"})
+    assert {layer.audits for layer in report.layers} == {3 if pays else 2}
+    assert report.exact == ({} if pays else {"does not pay: 100% of keys are read": 4 * (NEW - 1 - 8)})
+
+
 def test_prompts_leave_no_rows_where_mac_never_pays() -> None:
     model, (ids, _) = model_of("llama"), batch(rows=1)
     never = Costs(exact_s=0.0, mac_s=1e9, bytes_per_s=1e9)
@@ -526,6 +540,7 @@ def test_prompts_leave_no_rows_where_mac_never_pays() -> None:
         assert session.report().pays_from == {1: None}
         decode(model, ids)
         assert session.nbytes == 0
+    assert "all exact" in str(session.report())
     assert "never pays (1 row)" in str(session.report())
 
 
