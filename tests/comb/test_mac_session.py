@@ -38,6 +38,8 @@ def _one_thread() -> Iterator[None]:
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_full": ("MistralConfig", {**BASE, "sliding_window": None}),
+    "three_to_one": ("LlamaConfig", {**BASE, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "five_to_one": ("LlamaConfig", {**BASE, "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}),
     "doge": ("DogeConfig", {**BASE, "keep_window_size": 8}),
     "deepseek_v32": (
         "DeepseekV32Config",
@@ -80,7 +82,7 @@ def decode(model: Any, ids: Tensor, mask: Tensor | None = None, **arguments: Any
 
 REUSED = {
     "llama": 4, "qwen3": 4, "mistral_full": 4, "deepseek_v2": 4, "deepseek_v3": 4, "qwen3_moe": 4, "qwen3_next": 1,
-    "falcon_h1": 4, "gemma3": 2, "yarn": 4, "phi": 4,
+    "falcon_h1": 4, "gemma3": 2, "yarn": 4, "phi": 4, "three_to_one": 4, "five_to_one": 4,
 }  # fmt: skip
 
 
@@ -132,6 +134,36 @@ def test_rows_of_a_batch_are_as_if_alone() -> None:
             alone, own = decode(model, ids[row : row + 1, 7 * row :])
         assert torch.equal(alone[0], tokens[row])
         assert float((own[0] - logits[row]).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("how", ["another model", "the prompt itself"])
+def test_guessed_tokens_are_checked_by_exact_attention(how: str) -> None:
+    """Assisted decoding: several tokens at once behind a cache, of which wrong ones are cropped away again."""
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    guesses = {"assistant_model": tiny("llama", seed=1, std=0.2)} if how == "another model" else {}
+    arguments: dict[str, Any] = guesses or {"prompt_lookup_num_tokens": 3}
+    arguments |= {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    with mac(model, NEVER) as session:
+        again = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    assert torch.equal(plain, again)
+    assert session.report().events == {}
+    assert session.prompts > 1
+
+
+def test_two_models_in_turn() -> None:
+    models, (ids, _) = [model_of("llama"), model_of("qwen3")], batch(rows=1)
+    alone = [decode(model, ids)[0] for model in models]
+    caches = [DynamicCache(config=model.config) for model in models]
+    tokens: list[list[Tensor]] = [[], []]
+    with mac(models[0], NEVER) as first, mac(models[1], NEVER) as second:
+        for _ in range(NEW):
+            for model, cache, own in zip(models, caches, tokens, strict=True):
+                own.append(forward(model, own[-1] if own else ids, cache).argmax(-1, keepdim=True))
+    for own, expected, session in zip(tokens, alone, (first, second), strict=True):
+        assert torch.equal(torch.cat(own, 1), expected)
+        assert session.report().events == {}
+        assert len(session.report().layers) == 4
 
 
 def test_bfloat16_and_eager() -> None:
