@@ -23,14 +23,14 @@ from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.audit import band_mass, exceeds, relative_error
-from comb.mac.breakeven import Costs, least_context, pays_reading
+from comb.mac.breakeven import Costs
 from comb.mac.config import MacConfig
 from comb.mac.continuity import Seen, empty
 from comb.mac.fill import prompt_rows, rows_to_keep
 from comb.mac.interface import Attended, Call, begin, end, stand_in
-from comb.mac.measure import measure_costs, shape_of
 from comb.mac.passes import Pass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
+from comb.mac.rule import Rule
 from comb.mac.state import MacState
 from comb.methods.base import backbone_of
 
@@ -39,6 +39,7 @@ from comb.methods.base import backbone_of
 class _Layer:
     """What the session knows of one layer."""
 
+    index: int
     queries: LayerQueries
     config: MacConfig
     state: MacState | None = None
@@ -62,8 +63,7 @@ class MacSession:
     def __init__(self, model: Any, config: MacConfig, *, costs: Costs | None = None, hit_rate: float = 0.99) -> None:
         self.backbone = backbone_of(model)
         self.config = config
-        self.costs = costs
-        self.hit_rate = hit_rate
+        self.rule = Rule(self.backbone, enabled=config.break_even, costs=costs, hit_rate=hit_rate)
         self.steps = 0
         self.prompts = 0
         self.exact: Counter[str] = Counter()
@@ -71,7 +71,6 @@ class MacSession:
         self._layers: dict[int, _Layer] = {}
         self._pass: Pass | None = None
         self._token: Any = None
-        self._rules: dict[tuple[int, int], tuple[Costs, int | None]] = {}
         self._stack = ExitStack()
 
     # ---- the block ----
@@ -85,7 +84,7 @@ class MacSession:
             for index, queries in find_queries(self.backbone).items():
                 config = self.config.for_layer(index)
                 off = queries.unknown or ("" if config is not None else "switched off")
-                layer = self._layers.setdefault(index, _Layer(queries, config or self.config, off=off))
+                layer = self._layers.setdefault(index, _Layer(index, queries, config or self.config, off=off))
                 layer.queries = queries  # anew where weights have changed since the session was left
             stack.enter_context(attention(self.backbone, stand_in(name)))
             decoder = decoder_of(self.backbone)
@@ -111,12 +110,14 @@ class MacSession:
         layers = [
             layer.counts.report(index) for index, layer in sorted(self._layers.items()) if layer.counts is not None
         ]
-        pays_from: dict[int, int | None] = {}
-        for (rows, _), (_, least) in self._rules.items():
-            known = pays_from.get(rows, 0)
-            pays_from[rows] = None if least is None or known is None else max(least, known)
         return MacReport(
-            self.steps, self.prompts, tuple(layers), dict(self.exact), dict(self.events), pays_from, self.nbytes
+            self.steps,
+            self.prompts,
+            tuple(layers),
+            dict(self.exact),
+            dict(self.events),
+            self.rule.pays_from(),
+            self.nbytes,
         )
 
     @property
@@ -188,12 +189,16 @@ class MacSession:
         if layer is None or call.module is not layer.queries.module:
             return call.exact()  # another attention than the decoder's own layers
         reason = layer.off or why_exact(call, current, index)
-        if not current.decodes and self._rules.get((call.query.shape[0], id(layer)), (None, 0))[1] is None:
-            reason = reason or _UNPAID  # no step will ask for rows
-        if current.decodes:
-            reason = reason or self._too_small(call, layer)
-            if reason:
-                self.exact[reason] += 1
+        if not current.decodes:
+            never = self.rule.never_pays(call.query.shape[0], layer.index)
+            reason = reason or (_UNPAID if never else "")  # no step will ask for rows
+        elif not reason:
+            if call.keys.shape[2] - 1 < layer.config.min_length:
+                reason = _SHORT
+            elif not self.rule.pays(call, layer.index, layer.queries, layer.config):
+                reason = _UNPAID
+        if reason and current.decodes:
+            self.exact[reason] += 1
         if reason and reason != _SHORT:
             if layer.state is not None and layer.start is not None:
                 # this pass leaves no rows, and those of an earlier one at its positions are of other tokens
@@ -202,32 +207,6 @@ class MacSession:
         # autocast would take sums in 16 bits
         with torch.autocast(call.query.device.type, enabled=False):
             return self._reuse(call, layer, current, decodes=current.decodes and not reason)
-
-    def _too_small(self, call: Call, layer: _Layer) -> str:
-        length = call.keys.shape[2]
-        if length - 1 < layer.config.min_length:
-            return _SHORT
-        return "" if self._pays(call, layer, length) else _UNPAID
-
-    def _pays(self, call: Call, layer: _Layer, length: int) -> bool:
-        """The break-even rule; what it needs is found out once per batch size and layer."""
-        if not self.config.break_even:
-            return True
-        rows = call.query.shape[0]
-        if (rows, id(layer)) not in self._rules:
-            costs = self.costs or self._measured(call, layer)
-            least = least_context(rows, self.hit_rate, shape_of(call), layer.config, costs)
-            self._rules[rows, id(layer)] = costs, least
-        _, least = self._rules[rows, id(layer)]
-        return least is not None and length >= least
-
-    def _measured(self, call: Call, layer: _Layer) -> Costs:
-        """Costs of layers like this one, kept on the model."""
-        kept: dict[Any, Costs] = self.backbone.__dict__.setdefault("_comb_mac_costs", {})
-        key = call.query.shape[0], shape_of(call), str(call.query.device), call.query.dtype, layer.config
-        if key not in kept:
-            kept[key] = measure_costs(call, layer.queries, layer.config)
-        return kept[key]
 
     def _reuse(self, call: Call, layer: _Layer, current: Pass, *, decodes: bool) -> Attended:
         """Exact attention that leaves rows, or one step of MAC."""
@@ -273,13 +252,9 @@ class MacSession:
         """Why an audit switches the layer off; empty where it doesn't."""
         if exceeds(error, layer.config.audit_bound):
             return f"audit: error {error:.3f} above {layer.config.audit_bound:g}"
-        rows, length = call.query.shape[0], call.keys.shape[2]
-        costs, _ = self._rules.get((rows, id(layer)), (None, 0))
-        # the rule has counted on `hit_rate`; by the second audit there is a share to go by
-        if costs is None or len(counts.errors) < 2:
-            return ""
-        share = counts.read_share()
-        if pays_reading(share, length, rows, shape_of(call), layer.config, costs):
+        # the rule has counted on a hit rate; by the second audit there is a share to go by
+        share = counts.read_share() if len(counts.errors) > 1 else 0.0
+        if self.rule.pays_at(share, call, layer.index, layer.config):
             return ""
         return f"does not pay: {100 * share:.0f}% of keys are read"
 

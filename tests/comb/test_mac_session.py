@@ -295,7 +295,7 @@ def test_what_an_exact_pass_replaces_is_forgotten(how: str) -> None:
     """A cropped cache that goes on with other tokens, of which the rings hear nothing."""
     model, (ids, _) = model_of("llama"), batch(rows=1)
     cache, other = DynamicCache(config=model.config), torch.arange(50, 58)[None]
-    with torch.no_grad(), mac(model, FREE) as session:
+    with torch.no_grad(), mac(model, FREE, costs=PAPER_H100) as session:
         model(ids, past_key_values=cache)
         cache.crop(-8)
         mask = torch.ones(1, 40, dtype=torch.long)
@@ -305,10 +305,10 @@ def test_what_an_exact_pass_replaces_is_forgotten(how: str) -> None:
             mask[0, 5] = 0
             model(other, past_key_values=cache, attention_mask=mask)
         else:
-            session.costs, session.config = PAPER_H100, replace(FREE, break_even=True)
+            session.rule.enabled = True
             for token in other.split(1, dim=1):
                 model(token, past_key_values=cache)
-            session.config = FREE
+            session.rule.enabled = False
         model(other[:, :1], past_key_values=cache)
         states = session.states().values()
         assert len(states) == 4
