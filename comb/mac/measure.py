@@ -15,7 +15,7 @@ from comb.mac.interface import Call
 from comb.mac.rotation import LayerQueries
 from comb.mac.state import MacState
 
-# more than caches hold, and no more than is free beside a model
+# keys and values of one layer: more than the device's caches hold
 _BYTES = {"cpu": 2**27, "cuda": 2**29}
 _MOST_TOKENS = 2**17
 _BATCHES, _BATCH_S, _MOST_CALLS = 3, 0.02, 20
@@ -38,7 +38,7 @@ def measure_costs(call: Call, queries: LayerQueries, config: MacConfig) -> Costs
     rows, shape, device = call.query.shape[0], shape_of(call), call.query.device
     # nothing but the price counts here: everything hits
     config = replace(config, min_length=0, tau=0.0, max_chain=None, max_drift=False)
-    fitting = _BYTES.get(device.type, _BYTES["cpu"]) // (rows * shape.key_bytes)
+    fitting = _budget(device) // (rows * shape.key_bytes)
     length = max(min(fitting, _MOST_TOKENS), 2 * config.hit_keys())
     keys, values = (t.new_full((rows, shape.kv_heads, length, t.shape[-1]), 0.1) for t in (call.keys, call.values))
     query = torch.full_like(call.query, 0.1)
@@ -67,6 +67,11 @@ def measure_costs(call: Call, queries: LayerQueries, config: MacConfig) -> Costs
         return fit_costs(exact, [reused])
     except ValueError:  # too fast or too noisy to see what reading costs: then MAC saves nothing that could be seen
         return Costs(exact_s=exact[-1][1], mac_s=reused[1], bytes_per_s=float("inf"))
+
+
+def _budget(device: torch.device) -> int:
+    most = _BYTES.get(device.type, _BYTES["cpu"])
+    return min(most, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else most
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
