@@ -171,6 +171,10 @@ def test_bfloat16_and_eager() -> None:
     with mac(model, FREE):
         _, logits = decode(model, ids, mask)
     assert logits.isfinite().all()
+    with mac(model, NEVER, audit_bound=None) as session:
+        decode(model, ids, mask)
+    assert session.report().error_max is not None
+    assert session.report().error_max < 1e-2  # eight bits of mantissa
     model = model_of("llama")
     model.set_attn_implementation("eager")
     tokens, logits = decode(model, ids, mask)
