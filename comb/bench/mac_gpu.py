@@ -73,7 +73,7 @@ class Sizes:
     repeats: int = 15
 
 
-TINY = Sizes((48, 96), (1, 2), (0.0, 1.0), heads=4, groups=2, width=16, repeats=1)
+TINY = Sizes((48, 96), (1, 2), (0.0, 1.0), heads=2, groups=1, width=16, repeats=1)
 
 
 class Request:

@@ -1,4 +1,4 @@
-"""Whether a step can be computed by the kernels; needs no triton to say no."""
+"""What computes a step: the kernels or the plain one; needs no triton to say no."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from comb.mac.config import MacConfig
 from comb.mac.state import MacState
+from comb.mac.step import Step, step
 
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_CHANNELS = 256
@@ -40,3 +42,31 @@ def why_plain(state: MacState, query: Tensor, keys: Tensor, values: Tensor) -> s
     if query.shape[1] // keys.shape[1] > MOST_HEADS:
         return f"more than {MOST_HEADS} query heads to a key/value head"
     return ""
+
+
+def computed_step(
+    state: MacState,
+    unrotated: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    config: MacConfig,
+    scale: float,
+) -> tuple[Step, str]:
+    """One step as `comb.mac.step.step` takes it, its rows put into `state`.
+
+    Returns:
+        the step, and why the kernels didn't compute it; empty where they did or weren't asked to.
+    """
+    inputs = (state, unrotated, query, keys, values, start, config, scale)
+    reason = ""
+    if config.kernels == "triton" or (config.kernels == "auto" and query.is_cuda):
+        reason = why_plain(state, query, keys, values)
+        if not reason:
+            from comb.kernels.step import mac_step_triton
+
+            return mac_step_triton(*inputs, write=True), ""
+    done = step(*inputs)
+    state.write(done.rows)
+    return done, reason

@@ -59,6 +59,8 @@ class MacReport:
         layers: those that were reused at all.
         exact: attention calls of decode steps left to exact attention, by reason.
         events: how often rings were emptied, by reason.
+        pays_from: by rows of a batch, the context from which on MAC is at least as fast as exact attention in all
+            layers; None: never. Empty where the break-even rule wasn't asked.
         nbytes: of the rings.
     """
 
@@ -67,6 +69,7 @@ class MacReport:
     layers: tuple[LayerReport, ...]
     exact: dict[str, int] = field(default_factory=dict)
     events: dict[str, int] = field(default_factory=dict)
+    pays_from: dict[int, int | None] = field(default_factory=dict)
     nbytes: int = 0
 
     @property
@@ -92,14 +95,15 @@ class MacReport:
 
     def __str__(self) -> str:
         error = "no audit" if self.error_max is None else f"worst audited error {self.error_max:.3f}"
-        head = [
-            f"MAC: {self.steps} steps, {100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read",
-            error,
-        ]
+        done = f"{100 * self.hit_rate:.1f}% hits, {100 * self.read_share:.1f}% of keys read"
+        head = [f"MAC: {self.steps} steps", *([done, error] if self.layers else ["all exact"])]
         parts = [", ".join(head)]
         exact = ", ".join(f"{reason} {count}" for reason, count in sorted(self.exact.items()))
         if exact:
             parts.append(f"left to exact attention: {exact}")
+        for rows, least in sorted(self.pays_from.items()):
+            pays = "never pays" if least is None else f"pays from {least:,d} tokens on"
+            parts.append(f"{pays} ({rows} row{'s' * (rows > 1)})")
         off = ", ".join(f"layer {layer.layer} ({layer.off})" for layer in self.layers if layer.off)
         if off:
             parts.append(f"switched off: {off}")
@@ -144,6 +148,10 @@ class LayerCounts:
         self.query_norms.append(torch.quantile(query.float().norm(dim=-1).flatten(), points))
         norms = values.float().norm(dim=-1).flatten()
         self.value_norms.append(torch.quantile(norms[:: max(1, len(norms) // 2**20)], points))
+
+    def read_share(self) -> float:
+        """Keys read over all keys so far, where heads that share keys read for the worst of them."""
+        return float(self.group_read.sum() / self.group_exact.sum())
 
     def report(self, layer: int) -> LayerReport:
         """Sums and means so far."""

@@ -81,12 +81,23 @@ def step_seconds(
     context: int, rows: int, hit_rate: float, shape: AttentionShape, config: MacConfig, costs: Costs
 ) -> tuple[float, float]:
     """Seconds that a layer's attention takes for one token of `rows` requests: exact, and with MAC."""
-    exact = costs.exact_s + rows * context * shape.key_bytes / costs.bytes_per_s
     together = hit_rate ** (shape.heads // shape.kv_heads)
-    short = min(context, config.hit_keys())
-    keys = together * short + (1 - together) * context
+    read = together * min(context, config.hit_keys()) + (1 - together) * context
+    return _seconds(context, read, rows, shape, config, costs)
+
+
+def pays_reading(share: float, context: int, rows: int, shape: AttentionShape, config: MacConfig, costs: Costs) -> bool:
+    """Whether a step with MAC takes no longer than an exact one if key/value heads read this share of their keys."""
+    exact, mac = _seconds(context, share * context, rows, shape, config, costs)
+    return mac <= exact
+
+
+def _seconds(
+    context: int, read: float, rows: int, shape: AttentionShape, config: MacConfig, costs: Costs
+) -> tuple[float, float]:
+    exact = costs.exact_s + rows * context * shape.key_bytes / costs.bytes_per_s
     searched = config.window * shape.query_bytes
-    return exact, costs.mac_s + rows * (keys * shape.key_bytes + searched) / costs.bytes_per_s
+    return exact, costs.mac_s + rows * (read * shape.key_bytes + searched) / costs.bytes_per_s
 
 
 def pays(context: int, rows: int, hit_rate: float, shape: AttentionShape, config: MacConfig, costs: Costs) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 KERNELS = ("auto", "triton", "torch")
 RING_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-_NOT_PER_LAYER = ("layers", "audit_every", "audit_bound")
+_NOT_PER_LAYER = ("layers", "audit_every", "audit_bound", "break_even")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class MacConfig:
             Log-sum-exps are never kept in fewer than 32 bits.
         kernels: what computes a step: the Triton kernels where they can (auto: on a GPU; triton: also on a CPU under
             Triton's interpreter, for tests), or always the plain step (torch).
+        break_even: leaves steps in which exact attention is faster to it, by costs that are given or measured where the
+            model runs (`comb.mac.breakeven`); False reuses whatever it costs.
         audit_every: decode steps between audits, which also compute exact attention; 0 for none.
         audit_bound: relative error of a layer's output above which an audit switches the layer off; None: never.
         layers: other values for single layers, by index: ``{3: {"tau": 0.6}, 7: {"enabled": False}}``.
@@ -49,6 +51,7 @@ class MacConfig:
     max_gap: int | None = None
     ring_dtype: str = "auto"
     kernels: str = "auto"
+    break_even: bool = True
     audit_every: int = 64
     audit_bound: float | None = 0.25
     layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, hash=False)
@@ -61,14 +64,16 @@ class MacConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < bound:
                 raise ValueError(f"{name} must be a whole number of at least {bound}, got {value!r}")
+        for name in ("max_drift", "break_even"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not 0 <= self.tau <= 1:
             raise ValueError(f"tau must lie in 0..1 (1 never matches), got {self.tau!r}")
         if self.audit_bound is not None and not self.audit_bound >= 0:
             raise ValueError(f"audit_bound must be a relative error of at least 0 or None, got {self.audit_bound!r}")
-        if self.ring_dtype not in RING_DTYPES:
-            raise ValueError(f"ring_dtype must be one of {', '.join(RING_DTYPES)}, got {self.ring_dtype!r}")
-        if self.kernels not in KERNELS:
-            raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        for name, choices in (("ring_dtype", RING_DTYPES), ("kernels", KERNELS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         allowed = {"enabled", *(item.name for item in fields(self) if item.name not in _NOT_PER_LAYER)}
         for layer, values in self.layers.items():
             unknown = sorted(set(values) - allowed)

@@ -19,6 +19,9 @@ from comb.mac.algebra import accumulator
 from comb.mac.interface import Attended, Call, answering, register, stand_in
 from comb.weights import weights_stamp
 
+# under which sparse attention (DeepSeek-V3.2, GLM-MoE-DSA, MiniMax-M3) hands over the keys that its indexer has chosen
+_CHOSEN = ("indices", "block_indices")
+
 
 class UnsupportedModelError(ValueError):
     """A model whose attention MAC can't stand in for; the message says why."""
@@ -97,6 +100,13 @@ def _find(model: Any) -> dict[int, LayerQueries]:
         raise UnsupportedModelError(
             f"no layer of {name} computes softmax attention through transformers' AttentionInterface: "
             "use it without MAC"
+        )
+    if any(
+        call.options.get(name) is not None for calls in recorder.seen.values() for call in calls for name in _CHOSEN
+    ):
+        raise UnsupportedModelError(
+            f"{name} chooses the keys of every query by an indexer, and does so only under attention that it knows by "
+            "name: use it without MAC"
         )
     return {index: _explained(probe, *calls) for index, calls in recorder.seen.items()}
 

@@ -8,7 +8,6 @@ restores everything. The model's lock is held inside of it: others wait.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,62 +17,29 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from comb.kernels.choice import why_plain
-from comb.linking.cache import LinkCache, LinkLayer, RoomyLayer
+from comb.kernels.choice import computed_step
 from comb.linking.forward import decoder_of
 from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.audit import band_mass, exceeds, relative_error
-from comb.mac.breakeven import AttentionShape, Costs, least_context
+from comb.mac.breakeven import Costs
 from comb.mac.config import MacConfig
 from comb.mac.continuity import Seen, empty
 from comb.mac.fill import prompt_rows, rows_to_keep
 from comb.mac.interface import Attended, Call, begin, end, stand_in
+from comb.mac.passes import Pass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
+from comb.mac.rule import Rule
 from comb.mac.state import MacState
-from comb.mac.step import Step, step
 from comb.methods.base import backbone_of
-
-# kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
-_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, LinkLayer.__name__)
-_OPTIONS = {
-    "sliding_window": "sliding window",
-    "softcap": "soft cap",
-    "s_aux": "attention sinks",
-    "position_bias": "position bias",
-    "cache": "paged cache",
-}
-
-
-@dataclass
-class _Pass:
-    """One forward pass of the decoder.
-
-    Args:
-        decodes: one token per row behind all others; anything else is a prompt, or a part of one.
-        cache: what it reads and writes; None without one.
-        index: key indices [N] of the queries where they are scattered (linking); None: the last N.
-        start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
-        mask_length: keys that the mask covers; None without one.
-        positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
-        audited: exact attention is computed as well.
-    """
-
-    decodes: bool
-    cache: Any
-    index: Tensor | None
-    start: Tensor | None
-    mask_length: int | None
-    positions: Tensor | None
-    unclear: str
-    audited: bool = False
 
 
 @dataclass
 class _Layer:
     """What the session knows of one layer."""
 
+    index: int
     queries: LayerQueries
     config: MacConfig
     state: MacState | None = None
@@ -86,7 +52,8 @@ class _Layer:
 class MacSession:
     """MAC attention on `model` inside of a ``with`` block; made by `mac`.
 
-    Holds the rings of one batch at a time: that of the cache which was used last. Not to be shared by threads.
+    Holds the rings of one batch at a time: that of the cache which was used last. Not to be shared by threads. Entered
+    again, it goes on counting, and layers that an audit has switched off stay off.
 
     Raises:
         UnsupportedModelError: on entering, when MAC can't stand in for the model's attention.
@@ -96,18 +63,14 @@ class MacSession:
     def __init__(self, model: Any, config: MacConfig, *, costs: Costs | None = None, hit_rate: float = 0.99) -> None:
         self.backbone = backbone_of(model)
         self.config = config
-        self.costs = costs
-        self.hit_rate = hit_rate
+        self.rule = Rule(self.backbone, enabled=config.break_even, costs=costs, hit_rate=hit_rate)
         self.steps = 0
         self.prompts = 0
         self.exact: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
         self._layers: dict[int, _Layer] = {}
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._token: Any = None
-        self._unpadded: Tensor | None = None
-        self._padding: Tensor | None = None
-        self._least: dict[tuple[int, int], int | None] = {}
         self._stack = ExitStack()
 
     # ---- the block ----
@@ -121,10 +84,11 @@ class MacSession:
             for index, queries in find_queries(self.backbone).items():
                 config = self.config.for_layer(index)
                 off = queries.unknown or ("" if config is not None else "switched off")
-                self._layers[index] = _Layer(queries, config or self.config, off=off)
+                layer = self._layers.setdefault(index, _Layer(index, queries, config or self.config, off=off))
+                layer.queries = queries  # anew where weights have changed since the session was left
             stack.enter_context(attention(self.backbone, stand_in(name)))
             decoder = decoder_of(self.backbone)
-            self._signature = inspect.signature(decoder.forward)
+            self._reader = PassReader(decoder)
             hooks = (
                 decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
                 decoder.register_forward_hook(self._finish, with_kwargs=True, always_call=True),
@@ -147,7 +111,13 @@ class MacSession:
             layer.counts.report(index) for index, layer in sorted(self._layers.items()) if layer.counts is not None
         ]
         return MacReport(
-            self.steps, self.prompts, tuple(layers), dict(self.exact), dict(self.events), nbytes=self.nbytes
+            self.steps,
+            self.prompts,
+            tuple(layers),
+            dict(self.exact),
+            dict(self.events),
+            self.rule.pays_from(),
+            self.nbytes,
         )
 
     @property
@@ -165,10 +135,12 @@ class MacSession:
         if self._token is not None:  # an exception may have kept the last pass from finishing
             self._end_pass()
         if self.backbone.config._attn_implementation not in STAND_INS:
-            return  # somebody has put another attention in place for this pass
-        bound = self._signature.bind_partial(*args, **kwargs).arguments
-        given = {**bound, **bound.get("kwargs", {})}
-        self._pass = self._understood(given)
+            for layer in self._layers.values():
+                layer.seen = (
+                    None  # somebody has put another attention in place, and what it does to the cache isn't seen
+                )
+            return
+        self._pass = self._reader.read(args, kwargs)
         if self._pass.decodes:
             self.steps += 1
             self._pass.audited = self.config.audit_every > 0 and self.steps % self.config.audit_every == 0
@@ -187,51 +159,11 @@ class MacSession:
             cache = getattr(output, "past_key_values", None)
         for index, layer in self._layers.items():
             if layer.state is not None:
-                layer.seen = Seen.of(_cache_layer(cache, index))
+                layer.seen = Seen.of(cache_layer(cache, index))
 
     def _end_pass(self) -> None:
         end(self._token)
         self._token = self._pass = None
-
-    def _understood(self, given: dict[str, Any]) -> _Pass:
-        """Where the pass's queries stand, as far as its arguments say."""
-        inputs = given.get("input_ids")
-        inputs = given.get("inputs_embeds") if inputs is None else inputs
-        assert inputs is not None
-        rows, tokens = inputs.shape[:2]
-        cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
-        start: Tensor | None = self._no_padding(rows, inputs.device)
-        index, unclear, mask_length = None, "", None
-        if isinstance(cache, LinkCache):
-            index = cache.rows.positions.to(inputs.device)  # its masks are comb's own: causal by position
-        elif isinstance(mask, Tensor) and mask.ndim == 2:
-            mask_length = mask.shape[1]
-            seen = mask != 0
-            start = seen.int().argmax(dim=1).to(inputs.device)
-            inside = torch.arange(mask_length, device=mask.device) >= start[:, None].to(mask.device)
-            if not bool((seen == inside).all()) or not bool(seen.any(dim=1).all()):
-                start, unclear = None, "mask with holes"
-            else:
-                start = self._same_padding(start)
-        elif mask is not None:
-            start, unclear = None, "mask of the caller's own"
-        if isinstance(positions, Tensor) and positions.ndim != 2:
-            unclear = "positions of several axes"
-        # a single row that linking computes is still a part of a prompt: it may stand anywhere
-        return _Pass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
-
-    def _no_padding(self, rows: int, device: torch.device) -> Tensor:
-        if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:
-            self._unpadded = torch.zeros(rows, dtype=torch.long, device=device)
-        return self._unpadded
-
-    def _same_padding(self, start: Tensor) -> Tensor:
-        """The last pass's very tensor where it says the same, so that layers needn't wait for the device to compare."""
-        last = self._padding
-        same = last is not None and last.shape == start.shape and last.device == start.device
-        if last is None or not same or not torch.equal(last, start):
-            self._padding = last = start
-        return last
 
     def _check_continuity(self, cache: Any) -> None:
         """Empties the rings of layers whose keys aren't those that were seen last."""
@@ -239,7 +171,7 @@ class MacSession:
         for index, layer in self._layers.items():
             if layer.state is None:
                 continue
-            now = _cache_layer(cache, index)
+            now = cache_layer(cache, index)
             if layer.seen is not None and layer.seen.continues(now):
                 continue
             events.add("new prompt" if empty(now) else "cache changed")
@@ -256,63 +188,33 @@ class MacSession:
         layer = self._layers.get(index) if isinstance(index, int) else None
         if layer is None or call.module is not layer.queries.module:
             return call.exact()  # another attention than the decoder's own layers
-        reason = layer.off or self._reason(call, current, index)
-        if current.decodes:
-            reason = reason or self._too_small(call, layer, current)
-            if reason:
-                self.exact[reason] += 1
+        reason = layer.off or why_exact(call, current, index)
+        if not current.decodes:
+            never = self.rule.never_pays(call.query.shape[0], layer.index)
+            reason = reason or (_UNPAID if never else "")  # no step will ask for rows
+        elif not reason:
+            if call.keys.shape[2] - 1 < layer.config.min_length:
+                reason = _SHORT
+            elif not self.rule.pays(call, layer.index, layer.queries, layer.config):
+                reason = _UNPAID
+        if reason and current.decodes:
+            self.exact[reason] += 1
         if reason and reason != _SHORT:
+            if layer.state is not None and layer.start is not None:
+                # this pass leaves no rows, and those of an earlier one at its positions are of other tokens
+                layer.state.crop(current.key_indices(call)[0] - layer.start)
             return call.exact()
         # autocast would take sums in 16 bits
         with torch.autocast(call.query.device.type, enabled=False):
             return self._reuse(call, layer, current, decodes=current.decodes and not reason)
 
-    def _reason(self, call: Call, current: _Pass, index: int | None) -> str:
-        """Why this call has to be left to exact attention; empty if it hasn't."""
-        for option, reason in _OPTIONS.items():
-            if call.options.get(option) is not None:
-                return reason
-        if call.dropout:
-            return "dropout"
-        if torch.is_grad_enabled() and call.query.requires_grad:
-            return "gradients"
-        held = _cache_layer(current.cache, index)
-        if current.cache is None or held is None:
-            return "no cache"
-        if type(held).__name__ not in _GROWING:
-            return _kind_of(held)
-        if current.unclear:
-            return current.unclear
-        length = call.keys.shape[2]
-        if current.mask_length is not None and current.mask_length != length:
-            return "mask of another length"
-        return ""
-
-    def _too_small(self, call: Call, layer: _Layer, current: _Pass) -> str:
-        length = call.keys.shape[2]
-        if length - 1 < layer.config.min_length:
-            return _SHORT
-        return "" if self.costs is None or self._pays(call, layer, length) else "does not pay"
-
-    def _pays(self, call: Call, layer: _Layer, length: int) -> bool:
-        """The break-even rule, asked once per batch size and layer."""
-        assert self.costs is not None
-        rows, heads, _, width = call.query.shape
-        key = rows, id(layer)
-        if key not in self._least:
-            shape = AttentionShape(heads, call.keys.shape[1], width, call.values.shape[-1], call.keys.element_size())
-            self._least[key] = least_context(rows, self.hit_rate, shape, layer.config, self.costs)
-        least = self._least[key]
-        return least is not None and length >= least
-
-    def _reuse(self, call: Call, layer: _Layer, current: _Pass, *, decodes: bool) -> Attended:
+    def _reuse(self, call: Call, layer: _Layer, current: Pass, *, decodes: bool) -> Attended:
         """Exact attention that leaves rows, or one step of MAC."""
-        config, length = layer.config, call.keys.shape[2]
+        config = layer.config
         heads, tokens = call.query.shape[1:3]
         assert current.start is not None
         start = current.start.to(call.query.device)
-        index = current.index
-        index = torch.arange(length - tokens, length, device=start.device) if index is None else index.to(start.device)
+        index = current.key_indices(call)
         positions = index[None] if current.positions is None else current.positions.to(start.device)
         state = self._state(call, layer, start)
         state.crop(index[0] - start)
@@ -328,7 +230,10 @@ class MacSession:
                 )
             return output
         unrotated = layer.queries.unrotated(call.query, positions)[:, :, 0]
-        done = self._step(state, unrotated, call, start, config)
+        query = call.query[:, :, 0]
+        done, plain = computed_step(state, unrotated, query, call.keys, call.values, start, config, call.scale)
+        if plain:
+            self.events[f"no kernels: {plain}"] += 1
         if layer.counts is None:
             layer.counts = LayerCounts(heads, call.keys.shape[1], call.query.device)
         layer.counts.add(done, config)
@@ -336,25 +241,22 @@ class MacSession:
             exact = call.exact()
             error = relative_error(done.output, exact[0][:, 0])
             layer.counts.audit(error, band_mass(done.tail_lse, done.lse), unrotated, call.values)
-            if exceeds(error, config.audit_bound):
-                layer.off = layer.counts.off = f"audit: error {error:.3f} above {config.audit_bound:g}"
+            off = self._why_off(error, call, layer, layer.counts)
+            if off:
+                layer.off = layer.counts.off = off
                 layer.state = None
                 return exact
         return done.output.to(call.query.dtype)[:, None], None
 
-    def _step(self, state: MacState, unrotated: Tensor, call: Call, start: Tensor, config: MacConfig) -> Step:
-        """One step and its rows in the rings: by the kernels where they can, else by the plain step, counted by why."""
-        inputs = (state, unrotated, call.query[:, :, 0], call.keys, call.values, start, config, call.scale)
-        if config.kernels == "triton" or (config.kernels == "auto" and call.query.is_cuda):
-            reason = why_plain(state, *inputs[2:5])
-            if not reason:
-                from comb.kernels.step import mac_step_triton
-
-                return mac_step_triton(*inputs, write=True)
-            self.events[f"no kernels: {reason}"] += 1
-        done = step(*inputs)
-        state.write(done.rows)
-        return done
+    def _why_off(self, error: float, call: Call, layer: _Layer, counts: LayerCounts) -> str:
+        """Why an audit switches the layer off; empty where it doesn't."""
+        if exceeds(error, layer.config.audit_bound):
+            return f"audit: error {error:.3f} above {layer.config.audit_bound:g}"
+        # the rule has counted on a hit rate; by the second audit there is a share to go by
+        share = counts.read_share() if len(counts.errors) > 1 else 0.0
+        if self.rule.pays_at(share, call, layer.index, layer.config):
+            return ""
+        return f"does not pay: {100 * share:.0f}% of keys are read"
 
     def _state(self, call: Call, layer: _Layer, start: Tensor) -> MacState:
         """The layer's rings; new ones for a new batch, rows emptied whose padding has changed."""
@@ -370,6 +272,7 @@ class MacSession:
 
 
 _SHORT = "below min_length"
+_UNPAID = "does not pay"
 
 
 def mac(
@@ -384,8 +287,9 @@ def mac(
 
     Args:
         config: a `MacConfig`, or a preset as `MacConfig.parse` reads it; the paper's context preset by default.
-        costs: of this machine; with them, steps for which `breakeven.pays` says no are left to exact attention.
-        hit_rate: that the break-even rule counts on.
+        costs: of this machine, for the break-even rule; None: measured at a batch's first step that is long enough,
+            and kept on the model.
+        hit_rate: that the rule counts on.
         changes: of the configuration: ``mac(model, "generation", band=128)``.
 
     Raises:
@@ -395,14 +299,3 @@ def mac(
 
     chosen = MacConfig.context() if config is None else MacConfig.parse(config) if isinstance(config, str) else config
     return MacSession(model, replace(chosen, **changes), costs=costs, hit_rate=hit_rate)
-
-
-def _cache_layer(cache: Any, index: int | None) -> Any:
-    layers = getattr(cache, "layers", None)
-    return None if layers is None or index is None or index >= len(layers) else layers[index]
-
-
-def _kind_of(layer: Any) -> str:
-    name = type(layer).__name__
-    kinds = {"Sliding": "sliding window", "Static": "static cache", "Quant": "quantised cache"}
-    return next((reason for part, reason in kinds.items() if part in name), f"cache of {name}")

@@ -51,7 +51,6 @@ class MacState:
     pos: Tensor
     chain: Tensor
     drift: Tensor
-    epoch: int = 0
 
     @classmethod
     def empty(cls, rows: int, heads: int, width: int, value_width: int, config: MacConfig, like: Tensor) -> MacState:
@@ -81,12 +80,10 @@ class MacState:
     def reset(self) -> None:
         """Forgets every row; the memory stays."""
         self.pos.fill_(-1)
-        self.epoch += 1
 
     def invalidate(self, rows: Tensor) -> None:
         """Forgets the rows [B] that are True."""
         self.pos.masked_fill_(rows[:, None], -1)
-        self.epoch += 1
 
     def crop(self, length: Tensor | int) -> None:
         """Forgets all positions from `length` on: one number, or one per row [B]."""

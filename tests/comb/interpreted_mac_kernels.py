@@ -468,7 +468,7 @@ def test_a_session_takes_the_kernels_and_gives_the_same_tokens() -> None:
     ).eval()  # fmt: skip
     ids, mask = torch.randint(3, 50, (2, 24)), torch.ones(2, 24, dtype=torch.long)
     mask[1, :5] = 0
-    config = replace(SMALL, window=8, band=4, tau=0.0, audit_bound=None)
+    config = replace(SMALL, window=8, band=4, tau=0.0, audit_bound=None, break_even=False)
     found = {}
     for kernels in ("torch", "triton"):
         with mac(model, replace(config, kernels=kernels)) as session:
@@ -479,7 +479,7 @@ def test_a_session_takes_the_kernels_and_gives_the_same_tokens() -> None:
     assert found["torch"][:3] == found["triton"][:3]
     assert distance(found["torch"][3], found["triton"][3]) < EXACT
     # where the rule says that it doesn't pay, the kernels aren't asked
-    with mac(model, replace(config, kernels="triton"), costs=PAPER_H100) as session:
+    with mac(model, replace(config, kernels="triton", break_even=True), costs=PAPER_H100) as session:
         model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
         assert session.exact == {"does not pay": 2}
         assert session.report().layers == ()

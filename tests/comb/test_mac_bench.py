@@ -77,7 +77,8 @@ def setting() -> Setting:
 
 def test_quality_compares_with_exact_answers() -> None:
     examples = tuple(Example((Document(f"fact {n} is here"),), f"what is {n}?", f"fact {n}") for n in range(2))
-    free = MacConfig(window=16, band=4, tau=0.0, min_length=0, audit_every=4, audit_bound=None).uncapped()
+    free = MacConfig(window=16, band=4, tau=0.0, min_length=0, audit_every=4, audit_bound=None, break_even=False)
+    free = free.uncapped()
     results = measure_quality(
         setting(), [Task("made up", examples)], {"never": replace(free, tau=1.0), "free": free},
         max_new_tokens=16, progress=False,

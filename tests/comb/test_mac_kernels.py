@@ -36,10 +36,9 @@ def run(*command: str, **environment: str) -> str:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["steps", "not steps and not wrong", "wrong"])
-def test_interpreted_kernels_equal_the_plain_step(part: str) -> None:
+def test_interpreted_kernels_equal_the_plain_step() -> None:
     file = str(HERE / "interpreted_mac_kernels.py")
-    printed = run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file, "-k", part, TRITON_INTERPRET="1")
+    printed = run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file, TRITON_INTERPRET="1")
     assert " passed" in printed
     assert "skipped" not in printed
 

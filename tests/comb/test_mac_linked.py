@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from comb.mac import MacConfig, mac
 from comb.store import PICacheStore
 
 NEW = 16
-FREE = MacConfig(window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None)
-NEVER = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=4, audit_bound=1e-3)
+FREE = MacConfig(
+    window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None, break_even=False
+)
+NEVER = replace(FREE, tau=1.0, audit_every=4, audit_bound=1e-3)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +74,7 @@ def test_linking_leaves_rows_of_what_it_computed() -> None:
     model = tiny("llama", std=0.2)
     method = methods.create("legolink", model, k=4)
     picaches = method.compile(SEGMENTS)
-    wide = MacConfig(window=64, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None)
+    wide = replace(FREE, window=64)
     with mac(model, wide) as session:
         state = method.link(picaches, QUERY)
         rows = {index: sorted(p for p in ring.pos[0].tolist() if p >= 0) for index, ring in session.states().items()}
@@ -117,7 +120,7 @@ def test_the_engine_takes_mac(method: str) -> None:
             assert "hits" in str(answers[0].report)
             assert answers[0].report.to_dict()["mac"]["steps"] == report.steps
     assert texts["plain"] == texts["never"]
-    engine = PICEngine(model, byte_tokenizer(), method=method, mac="generation:min_length=0")
+    engine = PICEngine(model, byte_tokenizer(), method=method, mac="generation:min_length=0,break_even=false")
     pieces = engine.stream("Where?", documents, max_new_tokens=4)
     assert "".join(pieces) == pieces.answer.text
     assert pieces.report.mac is not None
@@ -133,9 +136,12 @@ def test_ask_on_the_command_line(tmp_path: Path) -> None:
     byte.save_pretrained(folder)
     (tmp_path / "a.txt").write_text("The lake is deep.")
     arguments = ["ask", str(folder), "--doc", str(tmp_path / "a.txt"), "--max-new-tokens", "6", "How deep?"]
-    done = CliRunner().invoke(cli.app, [*arguments, "--mac", "context:min_length=4,window=8,band=4"])
+    done = CliRunner().invoke(cli.app, [*arguments, "--mac", "context:min_length=4,window=8,band=4,break_even=false"])
     assert done.exit_code == 0, done.output
     assert "MAC: " in done.output
+    assert "pays" not in done.output
+    ruled = CliRunner().invoke(cli.app, [*arguments, "--mac", "context:min_length=4,window=8,band=4"])
+    assert "pays" in ruled.output
     assert "MAC: " not in CliRunner().invoke(cli.app, arguments).output
     bad = CliRunner().invoke(cli.app, [*arguments, "--mac", "quickly"])
     assert "presets" in str(bad.exception)

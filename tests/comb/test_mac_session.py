@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from families import BASE, tiny
+import transformers as tf
+from families import BASE, MLA, tiny
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from comb.linking.forward import decoder_of
 from comb.mac import MacConfig, MacSession, mac
-from comb.mac.breakeven import PAPER_H100
+from comb.mac.breakeven import PAPER_H100, Costs
 from comb.mac.continuity import Seen
 from comb.mac.rotation import UnsupportedModelError, find_queries
 
 NEW = 16
 # everything that can match, does: the loosest threshold, no caps
-FREE = MacConfig(window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None)
-NEVER = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=4, audit_bound=1e-3)
+FREE = MacConfig(
+    window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None, break_even=False
+)
+NEVER = replace(FREE, tau=1.0, audit_every=4, audit_bound=1e-3)
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +36,23 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def model_of(family: str) -> Any:
-    if family == "mistral_full":
-        import transformers as tf
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral_full": ("MistralConfig", {**BASE, "sliding_window": None}),
+    "three_to_one": ("LlamaConfig", {**BASE, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "five_to_one": ("LlamaConfig", {**BASE, "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    "doge": ("DogeConfig", {**BASE, "keep_window_size": 8}),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {**BASE, **MLA, "q_lora_rank": 16, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16},
+    ),
+}
 
+
+def model_of(family: str) -> Any:
+    if family in OTHERS:
+        name, values = OTHERS[family]
         torch.manual_seed(0)
-        model = tf.AutoModelForCausalLM.from_config(tf.MistralConfig(**BASE, sliding_window=None)).eval()
+        model = tf.AutoModelForCausalLM.from_config(getattr(tf, name)(**values)).eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -67,7 +82,7 @@ def decode(model: Any, ids: Tensor, mask: Tensor | None = None, **arguments: Any
 
 REUSED = {
     "llama": 4, "qwen3": 4, "mistral_full": 4, "deepseek_v2": 4, "deepseek_v3": 4, "qwen3_moe": 4, "qwen3_next": 1,
-    "falcon_h1": 4, "gemma3": 2, "yarn": 4, "phi": 4,
+    "falcon_h1": 4, "gemma3": 2, "yarn": 4, "phi": 4, "three_to_one": 4, "five_to_one": 4,
 }  # fmt: skip
 
 
@@ -75,7 +90,7 @@ REUSED = {
 def test_without_a_match_generation_is_exact(family: str, layers: int) -> None:
     model, (ids, mask) = model_of(family), batch()
     tokens, logits = decode(model, ids, mask)
-    for config in (NEVER, MacConfig(window=16, band=10**6, tau=0.0, min_length=0)):
+    for config in (NEVER, replace(FREE, band=10**6)):
         with mac(model, config) as session:
             again, close = decode(model, ids, mask)
         report = session.report()
@@ -121,11 +136,45 @@ def test_rows_of_a_batch_are_as_if_alone() -> None:
         assert float((own[0] - logits[row]).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("how", ["another model", "the prompt itself"])
+def test_guessed_tokens_are_checked_by_exact_attention(how: str) -> None:
+    """Assisted decoding: several tokens at once behind a cache, of which wrong ones are cropped away again."""
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    guesses = {"assistant_model": tiny("llama", seed=1, std=0.2)} if how == "another model" else {}
+    arguments: dict[str, Any] = guesses or {"prompt_lookup_num_tokens": 3}
+    arguments |= {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    with mac(model, NEVER) as session:
+        again = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    assert torch.equal(plain, again)
+    assert session.report().events == {}
+    assert session.prompts > 1
+
+
+def test_two_models_in_turn() -> None:
+    models, (ids, _) = [model_of("llama"), model_of("qwen3")], batch(rows=1)
+    alone = [decode(model, ids)[0] for model in models]
+    caches = [DynamicCache(config=model.config) for model in models]
+    tokens: list[list[Tensor]] = [[], []]
+    with mac(models[0], NEVER) as first, mac(models[1], NEVER) as second:
+        for _ in range(NEW):
+            for model, cache, own in zip(models, caches, tokens, strict=True):
+                own.append(forward(model, own[-1] if own else ids, cache).argmax(-1, keepdim=True))
+    for own, expected, session in zip(tokens, alone, (first, second), strict=True):
+        assert torch.equal(torch.cat(own, 1), expected)
+        assert session.report().events == {}
+        assert len(session.report().layers) == 4
+
+
 def test_bfloat16_and_eager() -> None:
     model, (ids, mask) = model_of("llama").bfloat16(), batch()
     with mac(model, FREE):
         _, logits = decode(model, ids, mask)
     assert logits.isfinite().all()
+    with mac(model, NEVER, audit_bound=None) as session:
+        decode(model, ids, mask)
+    assert session.report().error_max is not None
+    assert session.report().error_max < 1e-2  # eight bits of mantissa
     model = model_of("llama")
     model.set_attn_implementation("eager")
     tokens, logits = decode(model, ids, mask)
@@ -155,7 +204,7 @@ def test_queries_are_those_before_the_rotary_embedding(family: str, producer: st
             made[index] = output
 
         getattr(layer.self_attn, producer).register_forward_hook(keep)
-    config = MacConfig(window=64, band=4, min_length=0)
+    config = replace(FREE, window=64)
     with torch.no_grad(), mac(model, config) as session:
         model(ids, past_key_values=DynamicCache(config=model.config))
         states = session.states()
@@ -245,6 +294,32 @@ def test_a_continued_and_a_cropped_cache_keep_their_rows() -> None:
     assert hits > 0.9
 
 
+@pytest.mark.parametrize("how", ["mask of the caller's own", "mask with holes", "does not pay"])
+def test_what_an_exact_pass_replaces_is_forgotten(how: str) -> None:
+    """A cropped cache that goes on with other tokens, of which the rings hear nothing."""
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    cache, other = DynamicCache(config=model.config), torch.arange(50, 58)[None]
+    with torch.no_grad(), mac(model, FREE, costs=PAPER_H100) as session:
+        model(ids, past_key_values=cache)
+        cache.crop(-8)
+        mask = torch.ones(1, 40, dtype=torch.long)
+        if how == "mask of the caller's own":
+            model(other, past_key_values=cache, attention_mask=torch.ones(1, 1, 8, 40, dtype=torch.bool).tril(32))
+        elif how == "mask with holes":
+            mask[0, 5] = 0
+            model(other, past_key_values=cache, attention_mask=mask)
+        else:
+            session.rule.enabled = True
+            for token in other.split(1, dim=1):
+                model(token, past_key_values=cache)
+            session.rule.enabled = False
+        model(other[:, :1], past_key_values=cache)
+        states = session.states().values()
+        assert len(states) == 4
+        for state in states:
+            assert sorted(state.pos[0][state.pos[0] >= 0].tolist()) == [*range(25, 32), 40]
+
+
 def test_keys_written_in_place_are_noticed() -> None:
     model, (ids, _) = model_of("llama"), batch(rows=1)
     cache = DynamicCache(config=model.config)
@@ -296,10 +371,26 @@ def test_what_mac_does_not_know_is_exact_and_counted(family: str, reasons: set[s
     assert sum(report.exact.values()) == layers * (NEW - 1)
 
 
+@pytest.mark.parametrize(("family", "layers"), [("doge", 4), ("llama4", 3)])
+def test_keys_that_a_layer_chooses_by_itself_are_noticed(family: str, layers: int) -> None:
+    """Dynamic masks and chunks are nowhere but in the mask that attention gets."""
+    model, (ids, _) = model_of(family), batch(rows=1)
+
+    def run() -> Tensor:
+        cache = DynamicCache()  # it isn't told the model's kinds of layers, so it keeps all keys of all of them
+        return torch.stack([forward(model, part, cache) for part in (ids, *ids[:, :6].split(1, dim=1))])
+
+    plain = run()
+    with mac(model, NEVER) as session:
+        again = run()
+    assert float((plain - again).abs().max()) < 1e-4
+    assert session.report().exact == {"mask of the layer's own": 6 * layers}
+
+
 def test_autocast_takes_no_sums_in_16_bits() -> None:
     model, (ids, _) = model_of("llama"), batch(rows=1)
     seen = []
-    config = MacConfig(window=16, band=4, tau=1.0, min_length=0, audit_every=1, audit_bound=None)
+    config = replace(NEVER, audit_every=1, audit_bound=None)
     for cast in (False, True):
         with mac(model, config) as session, torch.autocast("cpu", torch.bfloat16, enabled=cast):
             decode(model, ids)
@@ -347,6 +438,27 @@ def test_static_caches_holes_and_other_masks_are_exact() -> None:
     assert session.report().exact == {"mask of the caller's own": 4, "no cache": 4}
 
 
+@pytest.mark.parametrize("by", ["argument", "configuration"])
+def test_attention_weights_that_are_asked_for_are_given(by: str) -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = by == "configuration"
+    arguments = {"output_attentions": True} if by == "argument" else {}
+
+    def run() -> Any:
+        cache = DynamicCache(config=model.config)
+        forward(model, ids, cache)
+        with torch.no_grad():
+            return model(ids[:, :1], past_key_values=cache, **arguments).attentions
+
+    plain = run()
+    with mac(model, FREE) as session:
+        again = run()
+    assert session.report().exact == {"attention weights asked for": 4}
+    assert len(again) == len(plain) == 4
+    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
+
+
 def test_gradients_flow_through_exact_attention() -> None:
     model, (ids, _) = model_of("llama"), batch(rows=1)
     cache = DynamicCache(config=model.config)
@@ -392,16 +504,89 @@ def test_layers_are_switched_off_by_configuration_audit_and_cost() -> None:
     assert session.report().error_max > 0.1  # type: ignore[operator]
     assert not torch.equal(plain, free)
 
-    with mac(model, FREE, costs=PAPER_H100) as session:
+    with mac(model, FREE, costs=PAPER_H100, break_even=True) as session:
         assert torch.equal(plain, decode(model, ids)[1])
     assert session.report().exact == {"does not pay": 4 * (NEW - 1)}
+    assert session.report().layers == ()
+
+
+# --- the break-even rule --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [((1e-6, 4e-6, 1e-5), False), ((1e6, 4e6, 1.0), True)])
+def test_costs_are_measured_once_and_decide(
+    seconds: tuple[float, ...], pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of exact attention at two lengths, and of a step of MAC."""
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    plain, left = decode(model, ids)[1], list(seconds)
+
+    def timed(call: Any, device: torch.device) -> float:
+        call()
+        return left.pop(0)
+
+    monkeypatch.setattr("comb.mac.measure._seconds", timed)
+    for _ in range(2):  # layers are alike, and the second session finds what the first has measured
+        with mac(model, FREE, break_even=True) as session:
+            logits = decode(model, ids)[1]
+        report = session.report()
+        assert report.exact == ({} if pays else {"does not pay": 4 * (NEW - 1)})
+        assert torch.equal(plain, logits) is not pays
+        least = report.pays_from[1]
+        assert least is not None
+        assert (least < 40) is pays
+        assert f"pays from {least:,d} tokens on (1 row)" in str(report)
+    assert not left
+
+
+def test_measuring_takes_what_a_session_takes_and_no_random_number() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=2)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with mac(model, FREE, break_even=True) as session:
+        forward(model, ids[:, :20], cache := DynamicCache(config=model.config))
+        forward(model, ids[:, :1], cache)
+    assert torch.equal(torch.rand(3), expected)
+    (costs,) = model.__dict__["_comb_mac_costs"].values()
+    assert costs.mac_s > 0
+    assert costs.bytes_per_s > 0
+    assert session.report().pays_from.keys() == {2}
+
+
+@pytest.mark.parametrize(("tau", "pays"), [(0.0, True), (1.0, False)])
+def test_a_layer_that_reads_more_than_the_rule_counts_on_is_switched_off(tau: float, pays: bool) -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    free = Costs(exact_s=0.0, mac_s=0.0, bytes_per_s=1e12)  # cheaper as long as some keys are left out
+    config = replace(FREE, window=1, tau=tau, audit_every=4, break_even=True)
+    with mac(model, config, costs=free) as session:
+        decode(model, ids)
+    report = session.report()
+    off = {layer.off for layer in report.layers}
+    assert off == ({""} if pays else {"does not pay: 100% of keys are read"})
+    assert {layer.audits for layer in report.layers} == {3 if pays else 2}
+    assert report.exact == ({} if pays else {"does not pay: 100% of keys are read": 4 * (NEW - 1 - 8)})
+
+
+def test_prompts_leave_no_rows_where_mac_never_pays() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    never = Costs(exact_s=0.0, mac_s=1e9, bytes_per_s=1e9)
+    with mac(model, FREE, costs=never, break_even=True) as session:
+        decode(model, ids)
+        assert session.report().pays_from == {1: None}
+        decode(model, ids)
+        assert session.nbytes == 0
+    assert "all exact" in str(session.report())
+    assert "never pays (1 row)" in str(session.report())
 
 
 @pytest.mark.parametrize(
-    ("family", "message"), [("gptj", "its own code"), ("bloom", "position_ids"), ("mpt", "position_ids")]
-)
+    ("family", "message"), [
+        ("gptj", "its own code"), ("bloom", "position_ids"), ("mpt", "position_ids"), ("deepseek_v32", "indexer"),
+    ],
+)  # fmt: skip
 def test_models_that_mac_cannot_stand_in_for_are_refused(family: str, message: str) -> None:
-    model = tiny(family)
+    model = model_of(family)
     with pytest.raises(UnsupportedModelError, match=message), mac(model):
         pass
     assert model.config._attn_implementation in ("eager", "sdpa")
@@ -432,6 +617,24 @@ def test_leaving_restores_everything() -> None:
     assert session.nbytes == 0
     assert session.report().hit_rate > 0  # what was counted stays
     assert torch.equal(before, decode(model, ids, mask)[1])
+
+
+def test_a_session_that_is_entered_again_goes_on_counting() -> None:
+    model, (ids, _) = model_of("llama"), batch(rows=1)
+    session = mac(model, FREE, audit_every=10, audit_bound=0.0)
+    reports = []
+    for _ in range(2):
+        with session:
+            decode(model, ids)
+        reports.append(session.report())
+    first, second = reports
+    assert first.steps == NEW - 1
+    assert second.steps == 2 * first.steps
+    # the audit at the tenth step has switched all layers off, and they stay off
+    assert all("audit" in layer.off for layer in second.layers)
+    assert second.layers == first.layers
+    with session, pytest.raises(RuntimeError, match="already"):
+        session.__enter__()
 
 
 def test_a_pass_that_fails_leaves_no_trace() -> None:

@@ -550,6 +550,11 @@ def test_bad_configurations_are_refused(text: str, message: str) -> None:
         MacConfig.parse(text)
 
 
+def test_a_switch_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="break_even must be True or False, got 'off'"):
+        MacConfig(break_even="off")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("values", [{"taus": 1}, {"audit_every": 3}, {"tau": 7}])
 def test_bad_layer_overrides_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"layer 2 has no|tau must lie"):

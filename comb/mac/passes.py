@@ -1,0 +1,173 @@
+"""A forward pass of the decoder: where its queries stand, and what of it MAC leaves to exact attention."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comb.linking.cache import LinkCache, LinkLayer, RoomyLayer
+from comb.mac.interface import Call
+
+# kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
+_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, LinkLayer.__name__)
+_OPTIONS = {
+    "sliding_window": "sliding window",
+    "softcap": "soft cap",
+    "s_aux": "attention sinks",
+    "position_bias": "position bias",
+    "cache": "paged cache",
+}
+_MAX_CHECKED = 2**26
+
+
+@dataclass
+class Pass:
+    """One forward pass of the decoder.
+
+    Args:
+        decodes: one token per row behind all others; anything else is a prompt, or a part of one.
+        cache: what it reads and writes; None without one.
+        index: key indices [N] of the queries where they are scattered (linking); None: the last N.
+        start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
+        mask_length: keys that the mask covers; None without one.
+        positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
+        audited: exact attention is computed as well.
+        masks: that attention got in this pass, and whether they are causal with padding in front and nothing else.
+    """
+
+    decodes: bool
+    cache: Any
+    index: Tensor | None
+    start: Tensor | None
+    mask_length: int | None
+    positions: Tensor | None
+    unclear: str
+    audited: bool = False
+    masks: list[tuple[Tensor, bool]] = field(default_factory=list)
+
+    def key_indices(self, call: Call) -> Tensor:
+        """Key indices [N] of a call's queries."""
+        length, device = call.keys.shape[2], call.query.device
+        last = torch.arange(length - call.query.shape[2], length, device=device)
+        return last if self.index is None else self.index.to(device)
+
+    def plain_mask(self, call: Call) -> bool:
+        """Whether attention gets no other mask than its arguments promise; layers that share a mask share the answer.
+
+        Some models choose keys inside of their layers (chunks, indexers, dynamic masks) and say so in the mask only.
+        """
+        if call.mask is None:
+            return True
+        for mask, plain in self.masks:
+            if mask is call.mask:
+                return plain
+        self.masks.append((call.mask, self._causal(call, call.mask)))
+        return self.masks[-1][1]
+
+    def _causal(self, call: Call, mask: Tensor) -> bool:
+        if self.start is None or mask.shape[-1] != call.keys.shape[2] or mask.shape[1] != 1:
+            return False
+        start, index = self.start.to(mask.device)[:, None, None, None], self.key_indices(call).to(mask.device)
+        place = torch.arange(mask.shape[-1], device=mask.device)
+        portion = max(1, _MAX_CHECKED // (len(self.start) * mask.shape[-1]))
+        for part in range(0, len(index), portion):
+            some, stands = mask[:, :, part : part + portion], index[part : part + portion, None]
+            # anything between nothing and the least number is a bias
+            boolean = mask.dtype == torch.bool
+            seen, shut = (some, ~some) if boolean else (some == 0, some <= torch.finfo(mask.dtype).min)
+            allowed = (place >= start) & (place <= stands)
+            if not bool((torch.where(allowed, seen, shut) | (stands < start)).all()):
+                return False
+        return True
+
+
+class PassReader:
+    """Reads the arguments of a decoder's passes; keeps tensors that are the same from pass to pass."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._signature = inspect.signature(decoder.forward)
+        self._unpadded: Tensor | None = None
+        self._padding: Tensor | None = None
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
+        """Where the queries of a pass stand, as far as its arguments say."""
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
+        given = {**bound, **bound.get("kwargs", {})}
+        inputs = given.get("input_ids")
+        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        assert inputs is not None
+        rows, tokens = inputs.shape[:2]
+        cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+        start: Tensor | None = self._no_padding(rows, inputs.device)
+        index, unclear, mask_length = None, "", None
+        if isinstance(cache, LinkCache):
+            index = cache.rows.positions.to(inputs.device)  # its masks are comb's own: causal by position
+        elif isinstance(mask, Tensor) and mask.ndim == 2:
+            mask_length = mask.shape[1]
+            seen = mask != 0
+            start = seen.int().argmax(dim=1).to(inputs.device)
+            inside = torch.arange(mask_length, device=mask.device) >= start[:, None].to(mask.device)
+            if not bool((seen == inside).all()) or not bool(seen.any(dim=1).all()):
+                start, unclear = None, "mask with holes"
+            else:
+                start = self._same_padding(start)
+        elif mask is not None:
+            start, unclear = None, "mask of the caller's own"
+        if isinstance(positions, Tensor) and positions.ndim != 2:
+            unclear = "positions of several axes"
+        # a single row that linking computes is still a part of a prompt: it may stand anywhere
+        return Pass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
+
+    def _no_padding(self, rows: int, device: torch.device) -> Tensor:
+        if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:
+            self._unpadded = torch.zeros(rows, dtype=torch.long, device=device)
+        return self._unpadded
+
+    def _same_padding(self, start: Tensor) -> Tensor:
+        """The last pass's very tensor where it says the same, so that layers needn't wait for the device to compare."""
+        last = self._padding
+        same = last is not None and last.shape == start.shape and last.device == start.device
+        if last is None or not same or not torch.equal(last, start):
+            self._padding = last = start
+        return last
+
+
+def why_exact(call: Call, current: Pass, index: int | None) -> str:
+    """Why this call has to be left to exact attention; empty if it hasn't."""
+    for option, reason in _OPTIONS.items():
+        if call.options.get(option) is not None:
+            return reason
+    asked = call.options.get("output_attentions")
+    if getattr(call.module.config, "output_attentions", False) if asked is None else asked:
+        return "attention weights asked for"
+    if call.dropout:
+        return "dropout"
+    if torch.is_grad_enabled() and call.query.requires_grad:
+        return "gradients"
+    held = cache_layer(current.cache, index)
+    if current.cache is None or held is None:
+        return "no cache"
+    if type(held).__name__ not in _GROWING:
+        return _kind_of(held)
+    if current.unclear:
+        return current.unclear
+    length = call.keys.shape[2]
+    if current.mask_length is not None and current.mask_length != length:
+        return "mask of another length"
+    return "" if current.plain_mask(call) else "mask of the layer's own"
+
+
+def cache_layer(cache: Any, index: int | None) -> Any:
+    """A layer of a cache; None where there is none."""
+    layers = getattr(cache, "layers", None)
+    return None if layers is None or index is None or index >= len(layers) else layers[index]
+
+
+def _kind_of(layer: Any) -> str:
+    name = type(layer).__name__
+    kinds = {"Sliding": "sliding window", "Static": "static cache", "Quant": "quantised cache"}
+    return next((reason for part, reason in kinds.items() if part in name), f"cache of {name}")
