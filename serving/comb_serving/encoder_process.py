@@ -91,7 +91,8 @@ class EncoderWorker:
             logger.warning("document %s could not be encoded: %s", jobs[0].key[:12], error)
             return [{"job": jobs[0].number, "error": f"{type(error).__name__}: {error}"}]
         seconds = (time.perf_counter() - start) / len(jobs)
-        return [{"job": job.number, "tier": tier, "seconds": seconds} for job, tier in zip(jobs, tiers, strict=True)]
+        about = {"seconds": seconds, "kept": self.kept()}
+        return [{"job": job.number, "tier": tier, **about} for job, tier in zip(jobs, tiers, strict=True)]
 
     def _write(self, jobs: Sequence[Job]) -> list[str]:
         if self.store is not None:
@@ -124,7 +125,16 @@ class EncoderWorker:
             "max_document_tokens": self.model.max_document_tokens,
             "vocab_size": self.model.info.vocab_size,
             "pid": os.getpid(),
+            "kept": self.kept(),
         }
+
+    def kept(self) -> dict[str, int]:
+        """Bytes that this process keeps for documents that have left the pool, by tier."""
+        if self.store is None:
+            return {}
+        tiers = self.store.stats().tiers
+        # the store's uppermost tier is this process's memory
+        return {name: tiers[tier].bytes for name, tier in (("host", "device"), ("disk", "disk")) if tier in tiers}
 
 
 def drop_decoder(model: CombForCausalLM) -> None:

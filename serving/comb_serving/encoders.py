@@ -76,6 +76,7 @@ class _Place:
     writer: asyncio.StreamWriter | None = None
     failures: int = 0
     sent: set[int] = field(default_factory=set)
+    kept: dict[str, int] = field(default_factory=dict)
 
 
 class EncoderProcesses:
@@ -151,6 +152,15 @@ class EncoderProcesses:
         """Documents without an answer yet."""
         return sum(len(place.jobs) for place in self.places)
 
+    @property
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes in the encoders' own tiers, as they last said; of the disk folder, which they share, the most."""
+        places = [place.kept for place in self.places]
+        return {
+            "host": sum(kept.get("host", 0) for kept in places),
+            "disk": max(kept.get("disk", 0) for kept in places),
+        }
+
     # ---- one place ----
 
     async def _keep(self, place: _Place) -> None:
@@ -182,7 +192,8 @@ class EncoderProcesses:
         )
         reader, writer = await self._connect(place.process, path)
         try:
-            hello = Identity.parse(await asyncio.wait_for(frames.receive(reader), self.start_seconds))
+            first = await asyncio.wait_for(frames.receive(reader), self.start_seconds)
+            hello, place.kept = Identity.parse(first), first.get("kept", {})
             if self._known is not None and hello != self._known:
                 # keys were made with the old weights: documents of both would be mixed
                 self._refused = f"the checkpoint changed while serving ({hello} instead of {self._known}): restart"
@@ -231,6 +242,7 @@ class EncoderProcesses:
             await asyncio.gather(receiving, return_exceptions=True)
 
     def _settle(self, place: _Place, answer: dict[str, Any]) -> None:
+        place.kept = answer.get("kept", place.kept)
         job = place.jobs.pop(answer["job"], None)
         if job is None or job.future.done():
             return

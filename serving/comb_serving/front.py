@@ -10,6 +10,7 @@ from typing import Any
 from comb.documents import Document, PromptBuilder, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError
 from comb.picache import content_key
+from comb_serving.counters import Counters
 from comb_serving.errors import RequestError
 from comb_serving.handles import KEY, pack
 from comb_serving.manager import Lease, PICManager, Wanted
@@ -72,6 +73,16 @@ class Front:
     manager: PICManager | None
     max_documents: int = 100_000
     libraries: dict[str, Library] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        if self.manager is not None:
+            self.counters = self.manager.counters
+
+    @property
+    def linking(self) -> bool:
+        """Whether documents are encoded and linked; otherwise all go into the prompt."""
+        return self.manager is not None
 
     def library(self, tenant: str, *, keep: bool = False) -> Library:
         """The documents that a tenant has registered; kept only where there are some, or will be."""
@@ -93,7 +104,7 @@ class Front:
         salt = body.get("cache_salt")
         if salt is not None and not isinstance(salt, str):
             raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
-        encoder = self.manager is not None and wanted
+        encoder = self.linking and wanted
         named = _named(body) if path == CHAT else ()
         if not given and not named:
             _set_salt(body, prefix_salt(tenant, (), salt))
@@ -105,7 +116,11 @@ class Front:
         _set_salt(body, prefix_salt(tenant, [segment.key for segment in segments] if encoder else (), salt))
         _check_combinations(body)
         build = self._chat if path == CHAT else self._completion
-        return await asyncio.to_thread(build, body, segments, listed, inside, encoder)
+        prepared = await asyncio.to_thread(build, body, segments, listed, inside, encoder)
+        if not encoder:
+            for segment in segments:
+                self.counters.count("inlined", len(segment.token_ids))
+        return prepared
 
     async def tokenize(self, given: Any, tenant: str, encoder: bool) -> list[Segment]:
         """The documents of a list as it stands in a body: texts, objects, or ids of registered ones."""

@@ -141,6 +141,8 @@ def _environment(options: ServeOptions, folder: Path, pool_bytes: int, pool_bloc
         environment |= pool
     else:  # the worker makes no pool then
         environment = {name: value for name, value in environment.items() if name not in pool}
+    # there is one API server; with this folder vLLM would show what is in its files, and not our counters
+    environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
     allowed = environment.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         environment["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])

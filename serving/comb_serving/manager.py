@@ -18,6 +18,7 @@ from functools import partial
 from comb.directory import IntegrityError
 from comb.picache import content_key
 from comb_serving.blocks import BlockAllocator
+from comb_serving.counters import Counters
 from comb_serving.encoders import Encoded, Encoders, Identity
 from comb_serving.handles import Handle
 from comb_serving.pool import PoolLayout
@@ -87,21 +88,6 @@ class Lease:
 
 
 @dataclass
-class Counters:
-    """Since the start, by document and request. seconds: spent in the encoder, per document."""
-
-    hits: int = 0
-    misses: int = 0
-    encoded: int = 0
-    copied: int = 0
-    evictions: int = 0
-    expired: int = 0
-    failures: int = 0
-    refused: int = 0
-    encode_seconds: float = 0.0
-
-
-@dataclass
 class PICManager:
     """Leases of documents in a pool of `layout`, filled by `encoders`.
 
@@ -167,7 +153,8 @@ class PICManager:
             self._drop_if_expired(key)
         found = {key: self._entries[key] for key in unique if key in self._entries}
         entries = {**found, **self._admit([document for key, document in unique.items() if key not in found], found)}
-        self.counters.hits += len(found)
+        for entry in found.values():
+            self.counters.count("hit", entry.handle.tokens)
         for entry in entries.values():
             entry.references += 1
             self._entries.move_to_end(entry.key)
@@ -190,7 +177,6 @@ class PICManager:
             return {}
         sizes = [self.layout.blocks_for(len(document.token_ids)) for document in missing]
         self._make_room(sum(sizes), keep)
-        self.counters.misses += len(missing)
         admitted = {}
         for document, size in zip(missing, sizes, strict=True):
             handle = Handle(len(document.token_ids), self.blocks.allocate(size))
@@ -249,15 +235,14 @@ class PICManager:
             return
         entry.encoded = None
         if flight.cancelled() or flight.exception() is not None:
-            self.counters.failures += 1
+            self.counters.count("failed", entry.handle.tokens)
             if not entry.removed:
                 self._forget(entry)
+        elif flight.result().tier == "encoded":
+            self.counters.count("encoded", entry.handle.tokens)
+            self.counters.encode_seconds.observe(flight.result().seconds)
         else:
-            self.counters.encode_seconds += flight.result().seconds
-            if flight.result().tier == "encoded":
-                self.counters.encoded += 1
-            else:
-                self.counters.copied += 1
+            self.counters.count("copied", entry.handle.tokens)
         self._free_if_unused(entry)
 
     def _release(self, entries: Sequence[_Entry]) -> None:
@@ -327,6 +312,12 @@ class PICManager:
         return entry.references > 0 or entry.pins > 0 or entry.encoded is not None
 
     # ---- state ----
+
+    def blocks_by_state(self) -> dict[str, int]:
+        """Blocks that are free, pinned, or used otherwise."""
+        pinned = sum(len(entry.handle.blocks) for entry in tuple(self._entries.values()) if entry.pins)
+        free = self.blocks.free
+        return {"free": free, "used": self.layout.num_blocks - free - pinned, "pinned": pinned}
 
     @property
     def references(self) -> int:

@@ -21,7 +21,7 @@ from comb.adapter import resolve_name
 from comb.compatibility import load_tokenizer
 from comb.config import CombConfig
 from comb.documents import PromptBuilder
-from comb_serving import documents_api, metrics
+from comb_serving import documents_api
 from comb_serving.answers import AnswerWriter, report
 from comb_serving.encoders import EncoderError, EncoderProcesses
 from comb_serving.errors import RequestError
@@ -80,8 +80,6 @@ class CombMiddleware:
             await self._lifespan(scope, receive, send)
         elif scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif path_of(scope) == "/metrics":
-            await self._metrics(scope, receive, send)
         elif scope["method"] == "POST" or documents_api.handles_path(path_of(scope)):
             await self._guarded(scope, receive, send)
         else:
@@ -120,7 +118,15 @@ class CombMiddleware:
                 self._encoders.start()
                 manager = PICManager(PoolLayout(**json.loads(manifest.read_text())), self._encoders)
             self._front = Front(PromptBuilder(_tokenizer(self.options)), manager, self.options.max_documents)
+            self._show_metrics(self._front)
         return self._front
+
+    def _show_metrics(self, front: Front) -> None:
+        from prometheus_client import REGISTRY  # comes with vLLM
+
+        from comb_serving.metrics import CombCollector
+
+        REGISTRY.register(CombCollector(front, self._encoders, self.options))
 
     async def stop(self) -> None:
         """Ends encoder processes."""
@@ -211,30 +217,6 @@ class CombMiddleware:
         task = asyncio.create_task(_release_after(lease, engine))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        manager = None if self._front is None else self._front.manager
-        start: Message | None = None
-        text = bytearray()
-
-        async def collect(message: Message) -> None:
-            nonlocal start
-            if message["type"] == "http.response.start":
-                start = message
-                return
-            text.extend(message.get("body", b""))
-            if message.get("more_body", False) or start is None:
-                return
-            if manager is not None and start["status"] == 200:
-                restarts = 0 if self._encoders is None else self._encoders.restarts
-                text.extend(metrics.render(manager, restarts=restarts))
-            headers = [(k, v) for k, v in start.get("headers", ()) if k.lower() != b"content-length"]
-            await send({**start, "headers": [*headers, (b"content-length", str(len(text)).encode())]})
-            await send({"type": "http.response.body", "body": bytes(text)})
-
-        # compressed text can't be appended to
-        plain = [(k, v) for k, v in scope.get("headers", ()) if k.lower() != b"accept-encoding"]
-        await self.app({**scope, "headers": plain}, receive, collect)
 
 
 def _writer(send: Send, prepared: Any, lease: Lease | None) -> AnswerWriter:

@@ -120,7 +120,7 @@ def test_a_failed_document_fails_its_waiters_and_nobody_else() -> None:
         (await good).release()
         assert not manager.lookup("bad")
         assert manager.lookup("good")
-        assert manager.counters.failures == 1
+        assert manager.counters.documents["failed"] == 1
         manager.check_integrity()
 
     run(work())

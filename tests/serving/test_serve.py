@@ -62,7 +62,7 @@ class Served:
     def wait_until_idle(self) -> None:
         """References are dropped when the answer has gone out, so a client may be faster."""
         deadline = time.monotonic() + 30
-        while self.metric("comb_pool_references") > 0:
+        while self.metric("comb:references") > 0:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -176,13 +176,13 @@ def test_a_client_that_leaves_and_an_encoder_that_dies(served: Served) -> None:
         head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         client.sendall(head.encode() + data)
         assert client.recv(200)
-        assert served.metric("comb_pool_references") > 0
+        assert served.metric("comb:references") > 0
     served.wait_until_idle()
     os.kill(served.encoder_pid(), signal.SIGKILL)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda index: served.chat([f"After the fall {index}."]), range(4)))
     assert [answer[0] for answer in answers] == [200] * 4
-    assert served.metric("comb_encoder_restarts_total") == 1
+    assert served.metric("comb:encoder_restarts_total") == 1
     served.wait_until_idle()
 
 
