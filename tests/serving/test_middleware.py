@@ -179,14 +179,15 @@ def test_registered_documents() -> None:
     run(work())
 
 
-def test_a_stream_carries_the_report_in_its_last_chunk() -> None:
+def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vllm_puts_it() -> None:
     async def work() -> None:
         server = Server()
         events = (await server.client().post(CHAT, chat(stream=True))).events
         assert events[-1] == "[DONE]"
-        assert [("comb" in event) for event in events[:-1]] == [False, False, True]
+        assert [("comb" in event) for event in events[:-1]] == [True, False, False]
         assert events[0]["choices"][0]["delta"]["content"] == "a"
         assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(MESSAGES).query)
+        assert [("usage" in event) for event in events[:-1]] == [False, False, True]
         plain = (await server.client().post(CHAT, {"messages": MESSAGES, "stream": True})).events
         assert "comb" not in json.dumps(plain)
         server.check_idle()

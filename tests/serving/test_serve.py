@@ -162,9 +162,10 @@ def test_streams_carry_the_report(served: Served) -> None:
     status, text = served.chat(TEXTS, stream=True, stream_options={"include_usage": True})
     events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
     assert (status, events[-1]) == (200, "[DONE]")
-    last = json.loads(events[-2])
-    assert [document["state"] for document in last["comb"]["documents"]] == ["hit"] * 3
-    assert last["usage"]["prompt_tokens"] > sum(document["tokens"] for document in last["comb"]["documents"])
+    first, *others, last = (json.loads(event) for event in events[:-1])
+    assert [document["state"] for document in first["comb"]["documents"]] == ["hit"] * 3
+    assert not any("comb" in event for event in (*others, last))
+    assert last["usage"]["prompt_tokens"] > sum(document["tokens"] for document in first["comb"]["documents"])
     served.wait_until_idle()
 
 
