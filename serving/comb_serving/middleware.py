@@ -80,6 +80,8 @@ class CombMiddleware:
             await self._lifespan(scope, receive, send)
         elif scope["type"] != "http":
             await self.app(scope, receive, send)
+        elif path_of(scope) == "/health":
+            await self._health(scope, receive, send)
         elif scope["method"] == "POST" or documents_api.handles_path(path_of(scope)):
             await self._guarded(scope, receive, send)
         else:
@@ -135,6 +137,16 @@ class CombMiddleware:
         await asyncio.gather(*self._ending, return_exceptions=True)
         if self._encoders is not None:
             await self._encoders.stop()
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """vLLM's answer, unless documents can't be encoded and won't be soon."""
+        needed = self._front is not None and self._front.linking
+        fault = None if self._encoders is None or not needed else self._encoders.fault()
+        if fault is None:
+            await self.app(scope, receive, send)
+            return
+        error = RequestError(503, f"the encoder is not available: {fault}")
+        await send_json(send, error.status, error.body)
 
     # ---- requests ----
 

@@ -26,11 +26,13 @@ BUILDER = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
 class Server:
     """Middleware, manager, fake encoders and the echoing server behind it."""
 
-    def __init__(self, *, encoder: bool = True, layout: PoolLayout = LAYOUT, **options: Any) -> None:
+    def __init__(
+        self, *, encoder: bool = True, layout: PoolLayout = LAYOUT, processes: Any = None, **options: Any
+    ) -> None:
         self.echo, self.encoders = Echo(), FakeEncoders()
         self.manager = PICManager(layout, self.encoders) if encoder else None
         front = Front(BUILDER, self.manager, max_documents=3)
-        self.app = CombMiddleware(self.echo, options=ServeOptions("nano", **options), front=front)
+        self.app = CombMiddleware(self.echo, options=ServeOptions("nano", **options), front=front, encoders=processes)
 
     def client(self, key: str | None = None) -> Client:
         return Client(self.app, key)

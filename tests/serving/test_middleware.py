@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -394,5 +395,20 @@ def test_half_a_surrogate_and_deep_nesting_are_refused() -> None:
             assert (await server.client().post(CHAT, body)).status == 400
         assert (await server.client().post(CHAT, b" " * 300_001)).status == 413
         assert (await server.client().post(CHAT, chat(documents=["\U0001f600"]))).status == 200
+
+    run(work())
+
+
+@pytest.mark.parametrize("encoder", [True, False])
+def test_health_covers_the_encoder_where_it_is_needed(encoder: bool) -> None:
+    async def work() -> None:
+        faults: list[str | None] = ["it is broken", None]
+        server = Server(encoder=encoder, processes=SimpleNamespace(fault=lambda: faults.pop(0)))
+        broken = await server.client().send("GET", "/health")
+        assert broken.status == (503 if encoder else 200)
+        assert ("it is broken" in str(broken.body)) == encoder
+        if encoder:
+            assert broken.json["error"]["code"] == 503
+        assert (await server.client().send("GET", "/health")).status == 200
 
     run(work())
