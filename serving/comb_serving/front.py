@@ -67,11 +67,13 @@ class Front:
     Args:
         manager: of the pool; None where the encoder is off.
         max_documents: that one tenant may register.
+        enabled: False puts all documents into the prompt from now on.
     """
 
     builder: PromptBuilder
     manager: PICManager | None
     max_documents: int = 100_000
+    enabled: bool = True
     libraries: dict[str, Library] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
@@ -82,7 +84,7 @@ class Front:
     @property
     def linking(self) -> bool:
         """Whether documents are encoded and linked; otherwise all go into the prompt."""
-        return self.manager is not None
+        return self.manager is not None and self.enabled
 
     def library(self, tenant: str, *, keep: bool = False) -> Library:
         """The documents that a tenant has registered; kept only where there are some, or will be."""

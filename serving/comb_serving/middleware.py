@@ -21,7 +21,7 @@ from comb.adapter import resolve_name
 from comb.compatibility import load_tokenizer
 from comb.config import CombConfig
 from comb.documents import PromptBuilder
-from comb_serving import documents_api
+from comb_serving import documents_api, switch
 from comb_serving.answers import AnswerWriter, report
 from comb_serving.encoders import EncoderError, EncoderProcesses
 from comb_serving.errors import RequestError
@@ -82,7 +82,7 @@ class CombMiddleware:
             await self.app(scope, receive, send)
         elif path_of(scope) == "/health":
             await self._health(scope, receive, send)
-        elif scope["method"] == "POST" or documents_api.handles_path(path_of(scope)):
+        elif scope["method"] == "POST" or _ours(path_of(scope)):
             await self._guarded(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -173,8 +173,13 @@ class CombMiddleware:
 
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = path_of(scope)
-        ours = path in (CHAT, COMPLETIONS) or documents_api.handles_path(path)
+        ours = path in (CHAT, COMPLETIONS) or _ours(path)
         authorization = header(scope, "authorization")
+        if path == switch.SWITCH:
+            raw = await read_body(receive, self.options.max_body_bytes)
+            state = switch.answer(self.front(), self.options, scope["method"], raw, authorization)
+            await send_json(send, 200, json.dumps(state).encode())
+            return
         if ours and not authorized(authorization, self.options.key_hashes):
             raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
         if not ours and (header(scope, "content-type") or "").startswith("multipart/"):
@@ -229,6 +234,10 @@ class CombMiddleware:
         task = asyncio.create_task(_release_after(lease, engine))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+def _ours(path: str) -> bool:
+    return path == switch.SWITCH or documents_api.handles_path(path)
 
 
 def _writer(send: Send, prepared: Any, lease: Lease | None) -> AnswerWriter:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 INSTANCE_DIR = "COMB_INSTANCE_DIR"
 OPTIONS = "COMB_SERVE_OPTIONS"
+ADMIN_KEY = "COMB_ADMIN_KEY"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ServeOptions:
         disk_path: folder where they are kept beyond restarts; None: no such tier.
         disk_bytes: of that folder; None: unbounded.
         key_hashes: sha256 hex of the API keys; empty: no authentication.
+        admin_hash: the same of the key that may switch the encoder; None: nobody may.
         max_body_bytes: longest request body.
         max_documents: documents that one tenant may register.
         start_seconds: longest wait for pools and encoders at start.
@@ -42,6 +44,7 @@ class ServeOptions:
     disk_path: str | None = None
     disk_bytes: int | None = None
     key_hashes: tuple[str, ...] = ()
+    admin_hash: str | None = None
     max_body_bytes: int = 64 * 2**20
     max_documents: int = 100_000
     start_seconds: float = 600.0

@@ -53,6 +53,7 @@ def wait_for(path: Path) -> dict[str, object]:
 
 def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
+    monkeypatch.setenv("COMB_ADMIN_KEY", "secret")
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
     root = tmp_path / "root"
     root.mkdir()
@@ -68,6 +69,7 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     assert environment["COMB_POOL_BYTES"] == "4096"
     assert environment["VLLM_PLUGINS"] == "other,comb"
     assert "PROMETHEUS_MULTIPROC_DIR" not in environment
+    assert "COMB_ADMIN_KEY" not in environment
     options = ServeOptions.from_environment(environment)
     assert (options.ranks, len(options.key_hashes)) == (2, 1)
     assert "k" not in options.key_hashes
