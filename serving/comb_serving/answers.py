@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from comb_serving.front import Prepared
-from comb_serving.manager import Lease
+from comb_serving.leases import Lease
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from comb.picache import content_key
 from comb_serving.counters import Counters
 from comb_serving.errors import RequestError
 from comb_serving.handles import KEY, pack
-from comb_serving.manager import Lease, PICManager, Wanted
+from comb_serving.leases import Lease, Wanted
+from comb_serving.manager import PICManager
 from comb_serving.tenants import prefix_salt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -41,7 +41,8 @@ from comb_serving.http_body import (
     send_json,
     with_body,
 )
-from comb_serving.manager import Lease, PICManager, PoolFullError
+from comb_serving.leases import Lease, PoolFullError, PoolPinnedError
+from comb_serving.manager import PICManager
 from comb_serving.options import ServeOptions, instance_dir, pool_path
 from comb_serving.pool import PoolLayout, manifest_of
 from comb_serving.tenants import authorized, tenant_of
@@ -49,7 +50,7 @@ from comb_serving.tenants import authorized, tenant_of
 logger = logging.getLogger(__name__)
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-RETRY_AFTER_S = 2
+RETRY_AFTER_S, RETRY_AFTER_PINNED_S = 2, 60
 DRAIN_SECONDS = 60.0
 
 
@@ -118,7 +119,11 @@ class CombMiddleware:
                     start_seconds=self.options.start_seconds,
                 )
                 self._encoders.start()
-                manager = PICManager(PoolLayout(**json.loads(manifest.read_text())), self._encoders)
+                manager = PICManager(
+                    PoolLayout(**json.loads(manifest.read_text())),
+                    self._encoders,
+                    wait_seconds=self.options.wait_seconds,
+                )
             self._front = Front(PromptBuilder(_tokenizer(self.options)), manager, self.options.max_documents)
             self._show_metrics(self._front)
         return self._front
@@ -277,6 +282,8 @@ def _as_request_error(error: Exception) -> RequestError:
         return error
     if isinstance(error, PoolFullError):
         return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_S)
+    if isinstance(error, PoolPinnedError):
+        return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_PINNED_S)
     if isinstance(error, EncoderError):
         return RequestError(503, f"the documents could not be encoded: {error}", param="documents", retry_after=10)
     if isinstance(error, ValueError):

@@ -30,7 +30,8 @@ class Server:
         self, *, encoder: bool = True, layout: PoolLayout = LAYOUT, processes: Any = None, **options: Any
     ) -> None:
         self.echo, self.encoders = Echo(), FakeEncoders()
-        self.manager = PICManager(layout, self.encoders) if encoder else None
+        wait = options.setdefault("wait_seconds", 0.0)
+        self.manager = PICManager(layout, self.encoders, wait_seconds=wait) if encoder else None
         front = Front(BUILDER, self.manager, max_documents=3)
         self.app = CombMiddleware(self.echo, options=ServeOptions("nano", **options), front=front, encoders=processes)
 

@@ -24,7 +24,8 @@ from comb_serving import frames
 from comb_serving.encoder_process import EncoderWorker, Job, drop_decoder, socket_path
 from comb_serving.encoders import EncoderProcesses
 from comb_serving.handles import Handle
-from comb_serving.manager import PICManager, Wanted
+from comb_serving.leases import Wanted
+from comb_serving.manager import PICManager
 from comb_serving.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
 from comb_serving.pool import PoolLayout, SharedPool
 

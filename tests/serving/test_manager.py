@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from comb.directory import IntegrityError
 from comb_serving.encoders import EncoderError
-from comb_serving.manager import DocumentsTooLargeError, Lease, PICManager, PoolFullError, Wanted
+from comb_serving.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, Wanted
+from comb_serving.manager import PICManager
 from comb_serving.pool import PoolLayout
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
@@ -196,15 +197,15 @@ STEPS = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(STEPS)
-def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]]) -> None:
-    run(_play(steps))
+@given(STEPS, st.sampled_from([0.0, 1000.0]))
+def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
+    run(_play(steps, wait_seconds))
 
 
-async def _play(steps: list[tuple[str, Any]]) -> None:
+async def _play(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
     now = 0.0
     encoders = FakeEncoders(at_once=False)
-    manager = PICManager(LAYOUT, encoders, clock=lambda: now)
+    manager = PICManager(LAYOUT, encoders, wait_seconds, clock=lambda: now)
     tasks: list[asyncio.Task[Lease]] = []
     leases: list[Lease] = []
 
@@ -216,7 +217,9 @@ async def _play(steps: list[tuple[str, Any]]) -> None:
             if not task.cancelled() and task.exception() is None:
                 leases.append(task.result())
             elif not task.cancelled():
-                assert isinstance(task.exception(), PoolFullError | EncoderError | DocumentsTooLargeError)
+                assert isinstance(
+                    task.exception(), PoolFullError | PoolPinnedError | EncoderError | DocumentsTooLargeError
+                )
         # whoever has a lease has blocks that nobody else has
         owner: dict[int, str] = {}
         for lease in leases:
@@ -241,12 +244,15 @@ async def _play(steps: list[tuple[str, Any]]) -> None:
         elif what == "later":
             now += 1.0
         await settle()
-    while encoders.open:
-        encoders.answer()
-    await manager.settle()
-    await settle()
-    for lease in leases:
-        lease.release()
+    while encoders.open or leases:
+        while encoders.open:
+            encoders.answer()
+        await manager.settle()
+        await settle()
+        while leases:
+            leases.pop().release()
+        await settle()
+    assert not tasks  # whoever waited for room had it
     assert manager.references == manager.waiting == 0
     manager.check_integrity()
     for name in SIZES:
