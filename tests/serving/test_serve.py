@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -185,6 +186,15 @@ def test_a_client_that_leaves_and_an_encoder_that_dies(served: Served) -> None:
     assert [answer[0] for answer in answers] == [200] * 4
     assert served.metric("comb:encoder_restarts_total") == 1
     served.wait_until_idle()
+
+
+def test_metrics_have_what_the_dashboard_asks_for(served: Served) -> None:
+    dashboard = Path(__file__).parents[2] / "serving/deploy/grafana/dashboards/comb.json"
+    asked = set(re.findall(r"(?:vllm|comb):[a-z_]+", dashboard.read_text()))
+    _, text = served.request("GET", "/metrics")
+    there = set(re.findall(r"^((?:vllm|comb):[a-z_]+)", text, re.M))
+    assert {name for name in asked if name.startswith("vllm:")}
+    assert asked <= there
 
 
 def test_documents_are_registered_pinned_and_deleted(served: Served) -> None:
