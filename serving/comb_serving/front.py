@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from comb.adapter import resolve_name
+from comb.compatibility import load_tokenizer
+from comb.config import CombConfig
 from comb.documents import Document, PromptBuilder, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError
 from comb.picache import content_key
@@ -15,6 +20,7 @@ from comb_serving.errors import RequestError
 from comb_serving.handles import KEY, pack
 from comb_serving.leases import Lease, Wanted
 from comb_serving.manager import PICManager
+from comb_serving.options import ServeOptions
 from comb_serving.tenants import prefix_salt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -213,6 +219,15 @@ class Front:
             raise RequestError(400, str(error), param="prompt") from error
         starts = int(prompt[0] == self.builder.tokenizer.bos_token_id)
         return prompt if encoder else [*prompt[:starts], *documents, *prompt[starts:]]
+
+
+def tokenizer_of(options: ServeOptions) -> Any:
+    """The tokenizer that prompts and documents are made with: the checkpoint's."""
+    checkpoint = resolve_name(options.checkpoint)
+    config = CombConfig.from_pretrained(checkpoint)
+    if options.backbone is not None:
+        config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))
+    return load_tokenizer(checkpoint, SimpleNamespace(config=config))
 
 
 def link(prepared: Prepared, lease: Lease) -> dict[str, Any]:

@@ -13,19 +13,14 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from comb.adapter import resolve_name
-from comb.compatibility import load_tokenizer
-from comb.config import CombConfig
 from comb.documents import PromptBuilder
-from comb_serving import documents_api, switch
+from comb_serving import documents_api, request_log, switch
 from comb_serving.answers import AnswerWriter, report
 from comb_serving.encoders import EncoderError, EncoderProcesses
 from comb_serving.errors import RequestError
-from comb_serving.front import CHAT, COMPLETIONS, Front, link, without_handles
+from comb_serving.front import CHAT, COMPLETIONS, Front, link, tokenizer_of, without_handles
 from comb_serving.handles import KEY
 from comb_serving.http_body import (
     ClientLeftError,
@@ -42,9 +37,11 @@ from comb_serving.http_body import (
     with_body,
 )
 from comb_serving.leases import Lease, PoolFullError, PoolPinnedError
+from comb_serving.logs import configure
 from comb_serving.manager import PICManager
 from comb_serving.options import ServeOptions, instance_dir, pool_path
 from comb_serving.pool import PoolLayout, manifest_of
+from comb_serving.request_log import Seen
 from comb_serving.tenants import authorized, tenant_of
 
 logger = logging.getLogger(__name__)
@@ -104,6 +101,7 @@ class CombMiddleware:
     def front(self) -> Front:
         """Starts what the options ask for, the first time. Raises ValueError if vLLM's worker has made no pool."""
         if self._front is None:
+            configure(self.options.log_format, "front")
             manager = None
             if self.options.encoder:
                 folder = instance_dir()
@@ -124,7 +122,7 @@ class CombMiddleware:
                     self._encoders,
                     wait_seconds=self.options.wait_seconds,
                 )
-            self._front = Front(PromptBuilder(_tokenizer(self.options)), manager, self.options.max_documents)
+            self._front = Front(PromptBuilder(tokenizer_of(self.options)), manager, self.options.max_documents)
             self._show_metrics(self._front)
         return self._front
 
@@ -157,26 +155,30 @@ class CombMiddleware:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Whatever goes wrong before vLLM has the request is an error object, and never silence."""
-        started = False
+        seen, scope = request_log.seen(scope, path_of(scope))
 
         async def watched(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                seen.status = message["status"]
             await send(message)
 
         try:
-            await self._request(scope, receive, watched)
+            await self._request(scope, receive, watched, seen)
         except ClientLeftError:
-            logger.debug("a client left before its answer")
+            seen.status = request_log.LEFT
         except Exception as error:
             found = _as_request_error(error)
+            seen.error = type(error).__name__
             if found.status >= 500:
-                logger.exception("a request failed")
-            if started:
+                logger.exception("request %s failed", seen.id)
+            if seen.status is not None:
                 raise  # the server closes the connection: the client sees that the answer is not whole
+            seen.status = found.status
             await send_json(send, found.status, found.body, found.headers)
+        finally:
+            seen.log()
 
-    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _request(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
         path = path_of(scope)
         ours = path in (CHAT, COMPLETIONS) or _ours(path)
         authorization = header(scope, "authorization")
@@ -200,7 +202,10 @@ class CombMiddleware:
             if documents_api.handles_path(path):
                 await self._documents(scope, connection, send, raw, tenant_of(authorization))
             else:
-                await self._generation(scope, connection, send, raw, tenant_of(authorization))
+                seen.tenant = tenant_of(authorization)
+                await self._generation(scope, connection, send, raw, seen)
+            if connection.left:
+                seen.status = request_log.LEFT
         finally:
             connection.close()
 
@@ -210,15 +215,18 @@ class CombMiddleware:
         status, found = await connection.unless_left(work)
         await send_json(send, status, documents_api.dump(found))
 
-    async def _generation(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
+    async def _generation(self, scope: Scope, connection: Connection, send: Send, raw: bytes, seen: Seen) -> None:
         front = self.front()
-        prepared = await connection.unless_left(front.prepare(path_of(scope), parse_object(raw), tenant))
+        asked = parse_object(raw)
+        seen.documents = bool(asked.get("documents"))
+        prepared = await connection.unless_left(front.prepare(path_of(scope), asked, seen.tenant))
+        seen.prepared = prepared
         lease: Lease | None = None
         body = prepared.body
         writer: AnswerWriter | None = None
         try:
             if prepared.segments and prepared.encoder:
-                lease = await connection.unless_left(front.acquire(prepared.segments))
+                lease = seen.lease = await connection.unless_left(front.acquire(prepared.segments))
                 body = link(prepared, lease)
             connection.body = json.dumps(body).encode()
             if prepared.segments:
@@ -289,11 +297,3 @@ def _as_request_error(error: Exception) -> RequestError:
     if isinstance(error, ValueError):
         return RequestError(400, str(error))
     return RequestError(500, f"{type(error).__name__} in the server; see its log")
-
-
-def _tokenizer(options: ServeOptions) -> Any:
-    checkpoint = resolve_name(options.checkpoint)
-    config = CombConfig.from_pretrained(checkpoint)
-    if options.backbone is not None:
-        config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))
-    return load_tokenizer(checkpoint, SimpleNamespace(config=config))

@@ -32,6 +32,7 @@ class ServeOptions:
         admin_hash: the same of the key that may switch the encoder; None: nobody may.
         max_body_bytes: longest request body.
         max_documents: documents that one tenant may register.
+        log_format: text or json.
         wait_seconds: longest wait of a request for room in the pool.
         start_seconds: longest wait for pools and encoders at start.
     """
@@ -49,6 +50,7 @@ class ServeOptions:
     admin_hash: str | None = None
     max_body_bytes: int = 64 * 2**20
     max_documents: int = 100_000
+    log_format: str = "text"
     wait_seconds: float = 10.0
     start_seconds: float = 600.0
 
@@ -56,6 +58,8 @@ class ServeOptions:
         for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.log_format not in ("text", "json"):
+            raise ValueError(f"log_format is text or json, not {self.log_format!r}")
         if not 0 <= self.wait_seconds < math.inf:
             raise ValueError(f"wait_seconds is a number of seconds, >= 0, not {self.wait_seconds}")
         if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
