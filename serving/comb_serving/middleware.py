@@ -155,7 +155,7 @@ class CombMiddleware:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Whatever goes wrong before vLLM has the request is an error object, and never silence."""
-        seen, scope = request_log.seen(scope, path_of(scope))
+        seen = Seen.of(scope)
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -232,6 +232,7 @@ class CombMiddleware:
             if prepared.segments:
                 answer = writer = _writer(send, prepared, lease)
                 connection.answered = lambda: answer.finished
+            scope = seen.named(scope) if prepared.segments else scope
             await self.app(with_body(scope, connection.body), connection, writer or send)
         finally:
             if lease is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from comb_serving.answers import report
 from comb_serving.front import Prepared
-from comb_serving.http_body import Scope, header
+from comb_serving.http_body import Scope, header, path_of
 from comb_serving.leases import Lease
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,17 @@ class Seen:
     status: int | None = None
     error: str | None = None
     started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, scope: Scope) -> Seen:
+        """The record of a request that has just come."""
+        return cls((header(scope, HEADER) or uuid.uuid4().hex)[:128], path_of(scope))
+
+    def named(self, scope: Scope) -> Scope:
+        """The scope with the id in the header that vLLM takes its own from."""
+        if header(scope, HEADER):
+            return scope
+        return {**scope, "headers": [*scope.get("headers", ()), (HEADER.encode(), self.id.encode())]}
 
     def fields(self) -> dict[str, Any]:
         """The line as values; seconds are from reading the body to the last byte of the answer."""
@@ -71,15 +82,6 @@ class Seen:
                 " ".join(f"{name}={_text(value)}" for name, value in fields.items()),
                 extra={"comb": fields},
             )
-
-
-def seen(scope: Scope, path: str) -> tuple[Seen, Scope]:
-    """A new record, and the scope with its id in the header that vLLM takes its own from."""
-    given = header(scope, HEADER)
-    if given is not None:
-        return Seen(given[:128], path), scope
-    name = uuid.uuid4().hex
-    return Seen(name, path), {**scope, "headers": [*scope.get("headers", ()), (HEADER.encode(), name.encode())]}
 
 
 def _text(value: Any) -> str:

@@ -39,10 +39,13 @@ class Served:
     port: int
     root: Path
     process: subprocess.Popen[bytes]
+    log: Path
 
-    def request(self, method: str, path: str, body: Any = None, key: str = "alice") -> tuple[int, Any]:
+    def request(self, method: str, path: str, body: Any = None, key: str = "alice", **more: str) -> tuple[int, Any]:
+        """`more` are headers, with _ for -."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        headers |= {name.replace("_", "-"): value for name, value in more.items()}
         asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
         try:
             with urllib.request.urlopen(asked, timeout=120) as answer:
@@ -98,13 +101,14 @@ def served(plugin: None, nano_adapter: Path, tmp_path_factory: pytest.TempPathFa
     log = (root.parent / "serve.log").open("wb")
     code = "from comb.cli import main; main()"
     arguments = ["serve", str(nano_adapter), "--comb-pool-bytes", "2MiB", "--port", str(port), "--host", "127.0.0.1"]
+    arguments += ["--comb-log-format", "json"]
     short = Path("/dev/shm") if Path("/dev/shm").is_dir() else root
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "COMB_TEST_ROOT": str(root)}
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "COMB_TEST_ROOT": str(root), "COMB_ADMIN_KEY": "boss"}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments, *FLAGS], env=environment, stdout=log, stderr=subprocess.STDOUT
     )
     before = set(short.glob("comb-instance-*"))
-    server = Served(port, root, process)
+    server = Served(port, root, process, Path(log.name))
     deadline = time.monotonic() + READY_S
     try:
         while True:
@@ -186,6 +190,37 @@ def test_a_client_that_leaves_and_an_encoder_that_dies(served: Served) -> None:
     assert [answer[0] for answer in answers] == [200] * 4
     assert served.metric("comb:encoder_restarts_total") == 1
     served.wait_until_idle()
+
+
+def test_the_encoder_is_switched_off_and_on(served: Served) -> None:
+    inlined = text_of(served.chat(TEXTS, comb={"encoder": False}))
+    linked = served.chat(TEXTS)
+    assert served.request("POST", "/v1/comb", {"encoder": False})[0] == 401
+    assert served.request("POST", "/v1/comb", {"encoder": False}, key="boss")[1]["encoder"] is False
+    try:
+        off = served.chat(TEXTS)
+        assert (text_of(off), off[1]["comb"]["encoder"]) == (inlined, False)
+        assert served.metric("comb:encoder_enabled") == 0
+        assert served.request("GET", "/health")[0] == 200
+    finally:
+        assert served.request("POST", "/v1/comb", {"encoder": True}, key="boss")[1]["encoder"] is True
+    on = served.chat(TEXTS)
+    assert logprobs(on) == pytest.approx(logprobs(linked), abs=1e-5)
+    assert [document["state"] for document in on[1]["comb"]["documents"]] == ["hit"] * 3
+
+
+def test_the_log_has_a_line_with_the_id_that_vllm_uses(served: Served) -> None:
+    body = {"model": "nano", "messages": QUESTION, "documents": ["Nobody may read this."], "max_tokens": 2}
+    status, answer = served.request("POST", "/v1/chat/completions", body, x_request_id="mine-7")
+    assert (status, answer["id"]) == (200, "chatcmpl-mine-7")
+    deadline = time.monotonic() + 10
+    while '"mine-7"' not in served.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    text = served.log.read_text()
+    line = json.loads(next(line for line in text.splitlines() if '"mine-7"' in line))
+    assert (line["status"], line["documents"]) == (200, {"encoded": 1})
+    assert "Nobody may read this" not in text
 
 
 def test_metrics_have_what_the_dashboard_asks_for(served: Served) -> None:
