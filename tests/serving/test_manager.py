@@ -170,6 +170,50 @@ def test_removed_in_use_and_expired() -> None:
     run(work())
 
 
+def test_a_failure_that_nobody_has_noticed_yet_is_no_hit() -> None:
+    async def work() -> None:
+        encoders = FakeEncoders(at_once=False)
+        manager = PICManager(LAYOUT, encoders)
+        failing = asyncio.create_task(manager.acquire([wanted("a")]))
+        await asyncio.sleep(0)
+        encoders.answer(error="NaN")
+        encoders.at_once = True  # and no step of the loop in between
+        lease = await manager.acquire([wanted("a"), wanted("b")])
+        assert [document.tier for document in lease.documents] == ["encoded"] * 2
+        assert isinstance((await asyncio.gather(failing, return_exceptions=True))[0], EncoderError)
+        manager.check_integrity()
+        lease.release()
+
+    run(work())
+
+
+def test_a_hit_that_expires_while_room_is_made_stays_until_its_request_ends() -> None:
+    async def work() -> None:
+        now, step = 0.0, 0.0
+
+        def clock() -> float:
+            nonlocal now
+            now += step
+            return now
+
+        manager = PICManager(LAYOUT, FakeEncoders(), clock=clock)
+        (await manager.acquire([wanted("a", 8)])).release()
+        (await manager.acquire([wanted("b", 24)])).release()
+        manager.set_expiry("a", 2.5)
+        step = 1.0  # found in time, gone when room is made for the other one
+        lease = await manager.acquire([wanted("a", 8), wanted("c", 8)])
+        step = 0.0
+        assert lease.documents[0].hit
+        assert not manager.lookup("a")
+        blocks = [block for document in lease.documents for block in document.handle.blocks]
+        assert len(set(blocks)) == len(blocks) == 4
+        manager.check_integrity()
+        lease.release()
+        manager.check_integrity()
+
+    run(work())
+
+
 def test_check_integrity_notices() -> None:
     async def work() -> None:
         manager = PICManager(LAYOUT, FakeEncoders())
