@@ -291,8 +291,7 @@ async def _play(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
     while encoders.open or leases:
         while encoders.open:
             encoders.answer()
-        await manager.settle()
-        await settle()
+        await settle()  # who now has room asks the encoders in turn
         while leases:
             leases.pop().release()
         await settle()
