@@ -1,4 +1,4 @@
-"""Adds to vLLM's answers what became of the documents: to the JSON object, or to the last chunk of a stream."""
+"""Adds to vLLM's answers what became of the documents: to the JSON object, or to the first chunk of a stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from comb_serving.front import Prepared
-from comb_serving.manager import Lease
+from comb_serving.leases import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ def report(prepared: Prepared, lease: Lease | None) -> dict[str, Any]:
 class AnswerWriter:
     """A `send` for vLLM that passes its answer on with the report in it.
 
-    Chunks of a stream pass at once, but for those that may be the last: these wait for the next one.
-
     Args:
         tokens: of linked documents, which count as prompt tokens; cached: those of them that were hits.
         expected: prompt tokens that vLLM must have seen; None where it rendered the messages.
@@ -48,7 +46,7 @@ class AnswerWriter:
         self._start: Message | None = None
         self._streams = self._passes = False
         self._body = bytearray()
-        self._held: bytes | None = None
+        self._reported = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -94,38 +92,30 @@ class AnswerWriter:
         more = message.get("more_body", False)
         *events, rest = bytes(self._body).split(b"\n\n")
         self._body = bytearray(rest)
-        out = b"".join(self._event(event) for event in events)
+        out = b"".join(self._event(event) + b"\n\n" for event in events)
         if not more:
             self.finished = True
-            out += self._released(last=True) + rest
+            out += rest
             self._body.clear()
         if out or not more:
             await self.send({"type": "http.response.body", "body": out, "more_body": more})
 
     def _event(self, event: bytes) -> bytes:
-        """What to send now that this event has come."""
+        """The event with what is ours in it: the report in the first one, our tokens where there is a usage."""
         data = event.removeprefix(b"data:").strip()
-        if not event.startswith(b"data:") or data == b"[DONE]":
-            return self._released(last=data == b"[DONE]") + event + b"\n\n"
-        if b'"usage"' not in data and b'"finish_reason":null' in data:
-            return self._released(last=False) + event + b"\n\n"
-        released = self._released(last=False)
-        self._held = data
-        return released
-
-    def _released(self, *, last: bool) -> bytes:
-        data, self._held = self._held, None
-        if data is None:
-            return b""
+        if not event.startswith(b"data:") or (self._reported and b'"usage"' not in data):
+            return event
         try:
             payload = json.loads(data)
-        except ValueError:
-            payload = None
-        if isinstance(payload, dict):
-            self._amend_usage(payload)
-            payload = {**payload, "comb": self.comb} if last and "error" not in payload else payload
-            data = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-        return b"data: " + data + b"\n\n"
+        except ValueError:  # [DONE]
+            return event
+        if not isinstance(payload, dict):
+            return event
+        self._amend_usage(payload)
+        if not self._reported and "error" not in payload:
+            self._reported, payload = True, {**payload, "comb": self.comb}
+        text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+        return b"data: " + text.encode("utf-8", "surrogatepass")
 
     def _amend_usage(self, payload: dict[str, Any]) -> None:
         usage = payload.get("usage")

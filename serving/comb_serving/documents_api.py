@@ -49,6 +49,7 @@ async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any
         raise RequestError(400, "ttl_s is a positive number of seconds", param="ttl_s")
     if body.get("text") is None and body.get("token_ids") is None:
         raise RequestError(400, "a document needs text or token_ids", param="text")
+    # while the encoder is switched off too: the key must name the weights, for the time when it is on again
     (segment,) = await front.tokenize([body], tenant, encoder=True)
     library = front.library(tenant, keep=True)
     known = library.ids()
@@ -58,7 +59,7 @@ async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any
         library.check([[segment]])
     except ValueError as error:
         raise RequestError(400, str(error), param="id") from error
-    if front.manager is None:
+    if not front.linking:
         library.add([segment], pin=pin, ttl=ttl)
         return {**_describe(front, segment), "state": "inlined"}
     lease = await front.acquire([segment])

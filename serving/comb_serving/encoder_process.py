@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from comb.picache import CrossPICache
 from comb.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb_serving import frames
 from comb_serving.handles import Handle
+from comb_serving.logs import configure
 from comb_serving.options import ServeOptions, instance_dir, pool_path
 from comb_serving.pool import SharedPool
 
@@ -91,7 +91,8 @@ class EncoderWorker:
             logger.warning("document %s could not be encoded: %s", jobs[0].key[:12], error)
             return [{"job": jobs[0].number, "error": f"{type(error).__name__}: {error}"}]
         seconds = (time.perf_counter() - start) / len(jobs)
-        return [{"job": job.number, "tier": tier, "seconds": seconds} for job, tier in zip(jobs, tiers, strict=True)]
+        about = {"seconds": seconds, "kept": self.kept()}
+        return [{"job": job.number, "tier": tier, **about} for job, tier in zip(jobs, tiers, strict=True)]
 
     def _write(self, jobs: Sequence[Job]) -> list[str]:
         if self.store is not None:
@@ -124,7 +125,16 @@ class EncoderWorker:
             "max_document_tokens": self.model.max_document_tokens,
             "vocab_size": self.model.info.vocab_size,
             "pid": os.getpid(),
+            "kept": self.kept(),
         }
+
+    def kept(self) -> dict[str, int]:
+        """Bytes that this process keeps for documents that have left the pool, by tier."""
+        if self.store is None:
+            return {}
+        tiers = self.store.stats().tiers
+        # the store's uppermost tier is this process's memory
+        return {name: tiers[tier].bytes for name, tier in (("host", "device"), ("disk", "disk")) if tier in tiers}
 
 
 def drop_decoder(model: CombForCausalLM) -> None:
@@ -206,14 +216,14 @@ def _serve_connection(worker: EncoderWorker, connection: socket.socket) -> None:
         first = waiting.get() if held is None else held
         if first is None:
             return
-        batch, held, ended = _batch(first, waiting)
+        batch, held, ended = take_batch(first, waiting)
         for answer in worker.run(batch):
             connection.sendall(frames.encode(answer))
         if ended:
             return
 
 
-def _batch(first: Job, waiting: queue.Queue[Job | None]) -> tuple[list[Job], Job | None, bool]:
+def take_batch(first: Job, waiting: queue.Queue[Job | None]) -> tuple[list[Job], Job | None, bool]:
     """`first` and what is waiting behind it within the budget (padded tokens); one that doesn't fit; whether it ended.
 
     Documents that write the same key are never in one batch twice: the manager asks for each once.
@@ -248,10 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--index", type=int, default=0, help="number of this encoder, which names its socket")
     index = parser.parse_args(arguments).index
-    logging.basicConfig(level=logging.INFO, format=f"encoder {index}: %(message)s", stream=sys.stderr)
     _end_with_parent()
-    folder = instance_dir()
-    worker = load(ServeOptions.from_environment(), folder)
+    folder, options = instance_dir(), ServeOptions.from_environment()
+    configure(options.log_format, f"encoder {index}")
+    worker = load(options, folder)
     server = listen(socket_path(folder, index))
     logger.info("ready, pid %d", os.getpid())
     serve(worker, server)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 10.0
 ENCODER = (sys.executable, "-m", "comb_serving.encoder_process")
-MAX_ATTEMPTS = 3  # a document that has taken so many encoders with it is refused
+MAX_ATTEMPTS = 3  # a document that has taken so many encoders with it is refused; so many failed starts are a fault
 
 
 class EncoderError(RuntimeError):
@@ -75,7 +75,15 @@ class _Place:
     process: asyncio.subprocess.Process | None = None
     writer: asyncio.StreamWriter | None = None
     failures: int = 0
+    failed_starts: int = 0
+    greeted: bool = False
     sent: set[int] = field(default_factory=set)
+    kept: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def down(self) -> bool:
+        """Its processes don't get as far as their first word, one after the other; they are still tried."""
+        return self.failed_starts >= MAX_ATTEMPTS
 
 
 class EncoderProcesses:
@@ -136,27 +144,47 @@ class EncoderProcesses:
 
     def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
         # the same document always goes to the same process, which may still have it in its host tier
-        place = self.places[int(key[:8], 16) % len(self.places)]
+        places = [place for place in self.places if not place.down] or self.places
+        place = places[int(key[:8], 16) % len(places)]
         number = next(self._numbers)
         message = {"job": number, "key": key, "token_ids": list(token_ids), "blocks": list(handle.blocks)}
         job = _Job(message, asyncio.get_running_loop().create_future())
         place.jobs[number] = job
-        if self._refused is not None:
-            self._fail(place, [number], self._refused)
+        if self._refused is not None or place.down:
+            self._fail(place, [number], self.fault())
         self._send_waiting(place)
         return job.future
+
+    def fault(self) -> str | None:
+        """Why no encoder is there and none is about to be; None while one works, or is just being started again."""
+        if self._refused is not None:
+            return self._refused
+        if self._known is None:
+            return "no encoder is ready yet"
+        if all(place.down for place in self.places):
+            return f"encoder processes ended {self.places[0].failed_starts} times at their start; see the log"
+        return None
 
     @property
     def waiting(self) -> int:
         """Documents without an answer yet."""
         return sum(len(place.jobs) for place in self.places)
 
+    @property
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes in the encoders' own tiers, as they last said; of the disk folder, which they share, the most."""
+        places = [place.kept for place in self.places]
+        return {
+            "host": sum(kept.get("host", 0) for kept in places),
+            "disk": max(kept.get("disk", 0) for kept in places),
+        }
+
     # ---- one place ----
 
     async def _keep(self, place: _Place) -> None:
         """Runs a process until it ends, over and over; what it left is sent to the next one."""
         while self._refused is None:
-            started = self.clock()
+            started, place.greeted = self.clock(), False
             try:
                 await self._run(place)
             except (OSError, frames.FrameError, asyncio.IncompleteReadError, TimeoutError, KeyError) as error:
@@ -164,10 +192,13 @@ class EncoderProcesses:
             finally:
                 await self._end(place)
             place.failures = 1 if self.clock() - started > 60 else place.failures + 1
+            place.failed_starts += not place.greeted
             self.restarts += 1
-            if self._known is None and place.failures >= MAX_ATTEMPTS:
+            if self._known is None and place.down:
                 self._refused = f"encoder processes ended {MAX_ATTEMPTS} times at their start; see the log"
                 self._arrived.set()
+            elif place.down:
+                self._fail(place, list(place.jobs), f"encoder {place.index} doesn't start; see the log")
             worn = [number for number, job in place.jobs.items() if job.attempts >= MAX_ATTEMPTS]
             self._fail(place, worn, f"{MAX_ATTEMPTS} encoder processes ended over this document")
             await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (place.failures - 1), LAST_BACKOFF_S))
@@ -182,13 +213,15 @@ class EncoderProcesses:
         )
         reader, writer = await self._connect(place.process, path)
         try:
-            hello = Identity.parse(await asyncio.wait_for(frames.receive(reader), self.start_seconds))
+            first = await asyncio.wait_for(frames.receive(reader), self.start_seconds)
+            hello, place.kept = Identity.parse(first), first.get("kept", {})
             if self._known is not None and hello != self._known:
                 # keys were made with the old weights: documents of both would be mixed
                 self._refused = f"the checkpoint changed while serving ({hello} instead of {self._known}): restart"
                 raise frames.FrameError(self._refused)
             self._known = hello
             self._arrived.set()
+            place.greeted, place.failed_starts = True, 0
             place.writer = writer
             place.sent.clear()
             self._send_waiting(place)
@@ -231,6 +264,7 @@ class EncoderProcesses:
             await asyncio.gather(receiving, return_exceptions=True)
 
     def _settle(self, place: _Place, answer: dict[str, Any]) -> None:
+        place.kept = answer.get("kept", place.kept)
         job = place.jobs.pop(answer["job"], None)
         if job is None or job.future.done():
             return

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
-TYPES = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 413: "RequestTooLargeError",
-         429: "RateLimitError", 405: "MethodNotAllowedError"}  # fmt: skip
+TYPES = {
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
+    405: "MethodNotAllowedError", 409: "ConflictError", 413: "RequestTooLargeError", 429: "RateLimitError",
+}  # fmt: skip
 
 
 class RequestError(Exception):

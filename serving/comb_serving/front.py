@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from comb.adapter import resolve_name
+from comb.compatibility import load_tokenizer
+from comb.config import CombConfig
 from comb.documents import Document, PromptBuilder, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError
 from comb.picache import content_key
+from comb_serving.counters import Counters
 from comb_serving.errors import RequestError
 from comb_serving.handles import KEY, pack
-from comb_serving.manager import Lease, PICManager, Wanted
+from comb_serving.leases import Lease, Wanted
+from comb_serving.manager import PICManager
+from comb_serving.options import ServeOptions
 from comb_serving.tenants import prefix_salt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -66,12 +74,24 @@ class Front:
     Args:
         manager: of the pool; None where the encoder is off.
         max_documents: that one tenant may register.
+        enabled: False puts all documents into the prompt from now on.
     """
 
     builder: PromptBuilder
     manager: PICManager | None
     max_documents: int = 100_000
+    enabled: bool = True
     libraries: dict[str, Library] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        if self.manager is not None:
+            self.counters = self.manager.counters
+
+    @property
+    def linking(self) -> bool:
+        """Whether documents are encoded and linked; otherwise all go into the prompt."""
+        return self.manager is not None and self.enabled
 
     def library(self, tenant: str, *, keep: bool = False) -> Library:
         """The documents that a tenant has registered; kept only where there are some, or will be."""
@@ -93,7 +113,7 @@ class Front:
         salt = body.get("cache_salt")
         if salt is not None and not isinstance(salt, str):
             raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
-        encoder = self.manager is not None and wanted
+        encoder = self.linking and wanted
         named = _named(body) if path == CHAT else ()
         if not given and not named:
             _set_salt(body, prefix_salt(tenant, (), salt))
@@ -105,7 +125,11 @@ class Front:
         _set_salt(body, prefix_salt(tenant, [segment.key for segment in segments] if encoder else (), salt))
         _check_combinations(body)
         build = self._chat if path == CHAT else self._completion
-        return await asyncio.to_thread(build, body, segments, listed, inside, encoder)
+        prepared = await asyncio.to_thread(build, body, segments, listed, inside, encoder)
+        if not encoder:
+            for segment in segments:
+                self.counters.count("inlined", len(segment.token_ids))
+        return prepared
 
     async def tokenize(self, given: Any, tenant: str, encoder: bool) -> list[Segment]:
         """The documents of a list as it stands in a body: texts, objects, or ids of registered ones."""
@@ -195,6 +219,15 @@ class Front:
             raise RequestError(400, str(error), param="prompt") from error
         starts = int(prompt[0] == self.builder.tokenizer.bos_token_id)
         return prompt if encoder else [*prompt[:starts], *documents, *prompt[starts:]]
+
+
+def tokenizer_of(options: ServeOptions) -> Any:
+    """The tokenizer that prompts and documents are made with: the checkpoint's."""
+    checkpoint = resolve_name(options.checkpoint)
+    config = CombConfig.from_pretrained(checkpoint)
+    if options.backbone is not None:
+        config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))
+    return load_tokenizer(checkpoint, SimpleNamespace(config=config))
 
 
 def link(prepared: Prepared, lease: Lease) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import logging
 import os
 import signal
@@ -25,7 +24,8 @@ from typing import Any
 
 from comb.adapter import resolve_name
 from comb_serving.instance import instance_folder
-from comb_serving.options import INSTANCE_DIR, OPTIONS, ServeOptions
+from comb_serving.options import ADMIN_KEY, INSTANCE_DIR, OPTIONS, ServeOptions
+from comb_serving.tenants import key_hash
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def read_flags(arguments: Sequence[str], environment: dict[str, str]) -> ServerF
         found.port,
         found.uds,
         found.tensor_parallel_size,
-        tuple(hashlib.sha256(key.encode()).hexdigest() for key in keys),
+        tuple(key_hash(key) for key in keys),
     )
 
 
@@ -119,6 +119,8 @@ def launch(
         on_ready: called with the server's address once it is healthy.
     """
     flags = read_flags(arguments, dict(os.environ))
+    if options.admin_hash in flags.key_hashes:
+        raise ValueError("the admin key is one of the API keys: choose another, or every client may switch the encoder")
     options = replace(options, ranks=flags.ranks, key_hashes=flags.key_hashes)
     with instance_folder(root) as folder:
         environment = _environment(options, folder, pool_bytes, pool_block)
@@ -141,6 +143,9 @@ def _environment(options: ServeOptions, folder: Path, pool_bytes: int, pool_bloc
         environment |= pool
     else:  # the worker makes no pool then
         environment = {name: value for name, value in environment.items() if name not in pool}
+    environment.pop(ADMIN_KEY, None)
+    # there is one API server; with this folder vLLM would show what is in its files, and not our counters
+    environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
     allowed = environment.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         environment["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])

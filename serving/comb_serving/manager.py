@@ -2,7 +2,8 @@
 
 One event loop owns it, so nothing here locks: between two ``await`` no other request runs. A document is encoded once,
 however many requests want it (single flight), and only those wait. References are counted per lease; what has one, is
-pinned or is being encoded keeps its blocks. Everything else goes, least recently used first, when room is needed.
+pinned or is being encoded keeps its blocks. Everything else goes, least recently used first, when room is needed. Where
+only documents in use are in the way, a request waits in line for their end.
 """
 
 from __future__ import annotations
@@ -18,87 +19,20 @@ from functools import partial
 from comb.directory import IntegrityError
 from comb.picache import content_key
 from comb_serving.blocks import BlockAllocator
-from comb_serving.encoders import Encoded, Encoders, Identity
+from comb_serving.counters import Counters
+from comb_serving.encoders import Encoders, Identity
 from comb_serving.handles import Handle
+from comb_serving.leases import (
+    DocumentsTooLargeError,
+    Entry,
+    Held,
+    Lease,
+    PoolFullError,
+    PoolPinnedError,
+    Wanted,
+)
+from comb_serving.line import Line
 from comb_serving.pool import PoolLayout
-
-
-class PoolFullError(RuntimeError):
-    """No room: what is in the pool is in use or pinned. Worth trying again once requests have ended."""
-
-
-class DocumentsTooLargeError(ValueError):
-    """Documents of one request that the encoder or the whole pool can't take; trying again won't help."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A document of a request: its key (`PICManager.keys`) and its token ids."""
-
-    key: str
-    token_ids: tuple[int, ...]
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A document in the pool. `encoded` is the flight that fills its blocks; None once it has landed."""
-
-    key: str
-    handle: Handle
-    encoded: asyncio.Future[Encoded] | None
-    references: int = 0
-    pins: int = 0
-    expires_at: float = math.inf
-    removed: bool = False
-
-
-@dataclass(frozen=True)
-class Held:
-    """A document of a lease.
-
-    Args:
-        hit: it was in the pool, or on its way there for someone else.
-        tier: where it came from: "pool", "host", "disk" or "encoded".
-    """
-
-    key: str
-    handle: Handle
-    hit: bool
-    tier: str
-
-
-class Lease:
-    """The documents of one request, in order, which stay in the pool until `release`. Release it in `finally`."""
-
-    def __init__(self, manager: PICManager, entries: Sequence[_Entry], documents: Sequence[Held]) -> None:
-        self.documents = tuple(documents)
-        self._manager = manager
-        self._entries: tuple[_Entry, ...] = tuple(entries)
-
-    @property
-    def handles(self) -> list[Handle]:
-        """What the worker needs."""
-        return [document.handle for document in self.documents]
-
-    def release(self) -> None:
-        """Drops the references; a second call does nothing."""
-        entries, self._entries = self._entries, ()
-        self._manager._release(entries)
-
-
-@dataclass
-class Counters:
-    """Since the start, by document and request. seconds: spent in the encoder, per document."""
-
-    hits: int = 0
-    misses: int = 0
-    encoded: int = 0
-    copied: int = 0
-    evictions: int = 0
-    expired: int = 0
-    failures: int = 0
-    refused: int = 0
-    encode_seconds: float = 0.0
 
 
 @dataclass
@@ -106,19 +40,23 @@ class PICManager:
     """Leases of documents in a pool of `layout`, filled by `encoders`.
 
     Args:
+        wait_seconds: longest wait for room in the pool.
         clock: seconds, for expiry.
     """
 
     layout: PoolLayout
     encoders: Encoders
+    wait_seconds: float = 0.0
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
     waiting: int = 0
-    _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)
-    _leaving: set[_Entry] = field(default_factory=set)  # gone from lookup, their blocks still in use
+    _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
+    _leaving: set[Entry] = field(default_factory=set)  # gone from lookup, their blocks still in use
+    _pinned_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = BlockAllocator(self.layout.num_blocks)
+        self.line = Line()
 
     async def identity(self) -> Identity:
         """What the encoder says about its weights. Raises EncoderError if there is none."""
@@ -152,7 +90,8 @@ class PICManager:
 
         Raises:
             DocumentsTooLargeError: together they need more blocks than there are.
-            PoolFullError: no room now.
+            PoolFullError: no room within `wait_seconds`.
+            PoolPinnedError: no room as long as other documents are pinned.
             EncoderError: a document could not be encoded.
             asyncio.CancelledError: then the documents are encoded all the same, for the next who asks.
         """
@@ -163,14 +102,13 @@ class PICManager:
                 f"the documents need {needed} blocks of {self.layout.block_size} tokens, the pool has "
                 f"{self.layout.num_blocks}: send fewer, or start the server with a larger --comb-pool-bytes"
             )
-        for key in unique:
-            self._drop_if_expired(key)
-        found = {key: self._entries[key] for key in unique if key in self._entries}
-        entries = {**found, **self._admit([document for key, document in unique.items() if key not in found], found)}
-        self.counters.hits += len(found)
-        for entry in entries.values():
-            entry.references += 1
-            self._entries.move_to_end(entry.key)
+        start = time.monotonic()
+        try:
+            entries, found = await self._in_turn(unique)
+        except (PoolFullError, PoolPinnedError):
+            self.counters.refused += 1
+            raise
+        entered = time.monotonic()
         held = tuple(entries.values())
         try:
             tiers = await self._landed(entries)
@@ -182,25 +120,88 @@ class PICManager:
             Held(d.key, entries[d.key].handle, d.key in found, "pool" if d.key in found else tiers[d.key])
             for d in wanted
         ]
-        return Lease(self, held, documents)
+        times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
+        return Lease(documents, partial(self._release, held), **times)
 
-    def _admit(self, missing: Sequence[Wanted], keep: dict[str, _Entry]) -> dict[str, _Entry]:
-        """New entries with blocks, on their way to the encoder. Raises PoolFullError, having changed nothing."""
+    async def _in_turn(self, unique: dict[str, Wanted]) -> tuple[dict[str, Entry], set[str]]:
+        """`_enter`, at once where nobody is overtaken who waits for room, else when its turn has come."""
+        needs_no_room = all(self._present(key) is not None for key in unique)
+        # what is in the pool takes no room from those who wait, but keeps it from becoming free: not for too long
+        if not len(self.line) or (needs_no_room and self.line.longest_wait < self.wait_seconds / 2):
+            try:
+                return self._enter(unique)
+            except PoolFullError:
+                if self.wait_seconds <= 0:
+                    raise
+        self._check_pins(unique)
+        try:
+            async with asyncio.timeout(self.wait_seconds):
+                return await self.line.wait(partial(self._enter, unique))
+        except TimeoutError:
+            raise PoolFullError(
+                f"no room within {self.wait_seconds:g} s: the documents in the pool are in use or pinned; try again "
+                "when requests have ended"
+            ) from None
+
+    def _enter(self, unique: dict[str, Wanted]) -> tuple[dict[str, Entry], set[str]]:
+        """References to all documents, those that are missing on their way to the encoder, and who was there already.
+
+        Raises PoolFullError or PoolPinnedError, having changed nothing.
+        """
+        self._check_pins(unique)
+        found = {key: entry for key in unique if (entry := self._present(key)) is not None}
+        for entry in found.values():
+            entry.references += 1  # before room is made, which must not be theirs
+            self._entries.move_to_end(entry.key)
+        try:
+            admitted = self._admit([document for key, document in unique.items() if key not in found])
+        except BaseException:
+            self._release(tuple(found.values()))
+            raise
+        for entry in found.values():
+            self.counters.count("hit", entry.handle.tokens)
+        return {**found, **admitted}, set(found)
+
+    def _check_pins(self, unique: dict[str, Wanted]) -> None:
+        """Raises PoolPinnedError if the documents don't fit beside all others that are pinned."""
+        needed = sum(self.layout.blocks_for(len(document.token_ids)) for document in unique.values())
+        if needed + self._pinned_blocks <= self.layout.num_blocks:
+            return
+        self._drop_all_expired()  # which ends their pins
+        own = [self._entries[key] for key in unique if key in self._entries]
+        pinned = self._pinned_blocks - sum(len(entry.handle.blocks) for entry in own if entry.pins)
+        if needed + pinned > self.layout.num_blocks:
+            raise PoolPinnedError(
+                f"no room for {needed} blocks beside {pinned} of {self.layout.num_blocks} that pinned documents take: "
+                "unpin some, or start the server with a larger --comb-pool-bytes"
+            )
+
+    def _present(self, key: str) -> Entry | None:
+        """The entry of a document that is in the pool or on its way there."""
+        self._drop_if_expired(key)
+        if key in self._entries:
+            self._land(self._entries[key])  # a flight that has failed ends here
+        return self._entries.get(key)
+
+    def _admit(self, missing: Sequence[Wanted]) -> dict[str, Entry]:
+        """New entries with blocks and a reference, on their way to the encoder.
+
+        Raises PoolFullError, having changed nothing.
+        """
         if not missing:
             return {}
         sizes = [self.layout.blocks_for(len(document.token_ids)) for document in missing]
-        self._make_room(sum(sizes), keep)
-        self.counters.misses += len(missing)
+        self._make_room(sum(sizes))
         admitted = {}
         for document, size in zip(missing, sizes, strict=True):
             handle = Handle(len(document.token_ids), self.blocks.allocate(size))
             flight = self.encoders.submit(document.key, document.token_ids, handle)
-            entry = self._entries[document.key] = _Entry(document.key, handle, flight)
+            entry = self._entries[document.key] = Entry(document.key, handle, flight, references=1)
             admitted[document.key] = entry
             flight.add_done_callback(partial(self._when_done, entry))
         return admitted
 
-    def _make_room(self, needed: int, keep: dict[str, _Entry]) -> None:
+    def _make_room(self, needed: int) -> None:
         for entry in list(self._entries.values()):
             self._land(entry)
         missing = needed - self.blocks.free
@@ -211,11 +212,10 @@ class PICManager:
         for entry in self._entries.values():
             if missing <= 0:
                 break
-            if not self._is_kept(entry) and entry.key not in keep:
+            if not self._is_kept(entry):
                 victims.append(entry)
                 missing -= len(entry.handle.blocks)
         if missing > 0:
-            self.counters.refused += 1
             raise PoolFullError(
                 f"no room for {needed} blocks: {self.blocks.free} of {self.layout.num_blocks} are free, and what else "
                 "could go is in use or pinned; try again when requests have ended, or unpin documents"
@@ -224,7 +224,7 @@ class PICManager:
             self.counters.evictions += 1
             self._forget(entry)
 
-    async def _landed(self, entries: dict[str, _Entry]) -> dict[str, str]:
+    async def _landed(self, entries: dict[str, Entry]) -> dict[str, str]:
         """Waits for everything under way; the tiers of what was."""
         flights = {key: entry.encoded for key, entry in entries.items() if entry.encoded is not None}
         if not flights:
@@ -239,31 +239,32 @@ class PICManager:
             self._land(entry)
         return {key: flight.result().tier for key, flight in flights.items()}
 
-    def _when_done(self, entry: _Entry, _: object) -> None:
+    def _when_done(self, entry: Entry, _: object) -> None:
         self._land(entry)
 
-    def _land(self, entry: _Entry) -> None:
+    def _land(self, entry: Entry) -> None:
         """Takes note of a flight's end, whoever still waits for it; a second call does nothing."""
         flight = entry.encoded
         if flight is None or not flight.done():
             return
         entry.encoded = None
         if flight.cancelled() or flight.exception() is not None:
-            self.counters.failures += 1
+            self.counters.count("failed", entry.handle.tokens)
             if not entry.removed:
                 self._forget(entry)
+        elif flight.result().tier == "encoded":
+            self.counters.count("encoded", entry.handle.tokens)
+            self.counters.encode_seconds.observe(flight.result().seconds)
         else:
-            self.counters.encode_seconds += flight.result().seconds
-            if flight.result().tier == "encoded":
-                self.counters.encoded += 1
-            else:
-                self.counters.copied += 1
+            self.counters.count("copied", entry.handle.tokens)
         self._free_if_unused(entry)
+        self.line.wake()
 
-    def _release(self, entries: Sequence[_Entry]) -> None:
+    def _release(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             entry.references -= 1
             self._free_if_unused(entry)
+        self.line.wake()
 
     # ---- pins, expiry, removal: what `comb.library.Library` asks of a store ----
 
@@ -271,6 +272,7 @@ class PICManager:
         """Keeps a document from being evicted until as many `unpin`; False if it isn't in the pool."""
         entry = self._entries.get(key)
         if entry is not None:
+            self._pinned_blocks += 0 if entry.pins else len(entry.handle.blocks)
             entry.pins += 1
         return entry is not None
 
@@ -280,6 +282,9 @@ class PICManager:
         if entry is None or entry.pins == 0:
             return False
         entry.pins -= 1
+        if entry.pins == 0:
+            self._pinned_blocks -= len(entry.handle.blocks)
+            self.line.wake()
         return True
 
     def set_expiry(self, key: str, ttl_s: float | None) -> bool:
@@ -301,13 +306,15 @@ class PICManager:
         self._drop_if_expired(key)
         return key in self._entries
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
+        self._pinned_blocks -= len(entry.handle.blocks) if entry.pins else 0
         entry.removed = True
         self._leaving.add(entry)
         self._free_if_unused(entry)
+        self.line.wake()
 
-    def _free_if_unused(self, entry: _Entry) -> None:
+    def _free_if_unused(self, entry: Entry) -> None:
         if entry.removed and entry.references == 0 and entry.encoded is None and entry in self._leaving:
             self._leaving.remove(entry)
             self.blocks.release(entry.handle.blocks)
@@ -323,10 +330,15 @@ class PICManager:
             self._drop_if_expired(key)
 
     @staticmethod
-    def _is_kept(entry: _Entry) -> bool:
+    def _is_kept(entry: Entry) -> bool:
         return entry.references > 0 or entry.pins > 0 or entry.encoded is not None
 
     # ---- state ----
+
+    def blocks_by_state(self) -> dict[str, int]:
+        """Blocks that are free, pinned, or used otherwise."""
+        free, pinned = self.blocks.free, self._pinned_blocks
+        return {"free": free, "used": self.layout.num_blocks - free - pinned, "pinned": pinned}
 
     @property
     def references(self) -> int:
@@ -357,6 +369,8 @@ class PICManager:
         _check("taken blocks are those of documents", set(blocks) == self.blocks.taken)
         _check("free and taken blocks are all", self.blocks.free + len(blocks) == self.layout.num_blocks)
         _check("references and pins >= 0", all(entry.references >= 0 and entry.pins >= 0 for entry in entries))
+        pinned = sum(len(entry.handle.blocks) for entry in self._entries.values() if entry.pins)
+        _check("pinned blocks are those of pinned documents", pinned == self._pinned_blocks)
         _check("entries are listed under their keys", all(key == entry.key for key, entry in self._entries.items()))
         _check("entries in lookup aren't removed", not any(entry.removed for entry in self._entries.values()))
         _check(

@@ -13,19 +13,14 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from comb.adapter import resolve_name
-from comb.compatibility import load_tokenizer
-from comb.config import CombConfig
 from comb.documents import PromptBuilder
-from comb_serving import documents_api, metrics
+from comb_serving import documents_api, request_log, switch
 from comb_serving.answers import AnswerWriter, report
 from comb_serving.encoders import EncoderError, EncoderProcesses
 from comb_serving.errors import RequestError
-from comb_serving.front import CHAT, COMPLETIONS, Front, link, without_handles
+from comb_serving.front import CHAT, COMPLETIONS, Front, link, tokenizer_of, without_handles
 from comb_serving.handles import KEY
 from comb_serving.http_body import (
     ClientLeftError,
@@ -41,15 +36,18 @@ from comb_serving.http_body import (
     send_json,
     with_body,
 )
-from comb_serving.manager import Lease, PICManager, PoolFullError
+from comb_serving.leases import Lease, PoolFullError, PoolPinnedError
+from comb_serving.logs import configure
+from comb_serving.manager import PICManager
 from comb_serving.options import ServeOptions, instance_dir, pool_path
 from comb_serving.pool import PoolLayout, manifest_of
+from comb_serving.request_log import Seen
 from comb_serving.tenants import authorized, tenant_of
 
 logger = logging.getLogger(__name__)
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-RETRY_AFTER_S = 2
+RETRY_AFTER_S, RETRY_AFTER_PINNED_S = 2, 60
 DRAIN_SECONDS = 60.0
 
 
@@ -80,9 +78,9 @@ class CombMiddleware:
             await self._lifespan(scope, receive, send)
         elif scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif path_of(scope) == "/metrics":
-            await self._metrics(scope, receive, send)
-        elif scope["method"] == "POST" or documents_api.handles_path(path_of(scope)):
+        elif path_of(scope) == "/health":
+            await self._health(scope, receive, send)
+        elif scope["method"] == "POST" or _ours(path_of(scope)):
             await self._guarded(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -103,6 +101,7 @@ class CombMiddleware:
     def front(self) -> Front:
         """Starts what the options ask for, the first time. Raises ValueError if vLLM's worker has made no pool."""
         if self._front is None:
+            configure(self.options.log_format, "front")
             manager = None
             if self.options.encoder:
                 folder = instance_dir()
@@ -118,9 +117,21 @@ class CombMiddleware:
                     start_seconds=self.options.start_seconds,
                 )
                 self._encoders.start()
-                manager = PICManager(PoolLayout(**json.loads(manifest.read_text())), self._encoders)
-            self._front = Front(PromptBuilder(_tokenizer(self.options)), manager, self.options.max_documents)
+                manager = PICManager(
+                    PoolLayout(**json.loads(manifest.read_text())),
+                    self._encoders,
+                    wait_seconds=self.options.wait_seconds,
+                )
+            self._front = Front(PromptBuilder(tokenizer_of(self.options)), manager, self.options.max_documents)
+            self._show_metrics(self._front)
         return self._front
+
+    def _show_metrics(self, front: Front) -> None:
+        from prometheus_client import REGISTRY  # comes with vLLM
+
+        from comb_serving.metrics import CombCollector
+
+        REGISTRY.register(CombCollector(front, self._encoders, self.options))
 
     async def stop(self) -> None:
         """Ends encoder processes."""
@@ -130,33 +141,52 @@ class CombMiddleware:
         if self._encoders is not None:
             await self._encoders.stop()
 
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """vLLM's answer, unless documents can't be encoded and won't be soon."""
+        needed = self._front is not None and self._front.linking
+        fault = None if self._encoders is None or not needed else self._encoders.fault()
+        if fault is None:
+            await self.app(scope, receive, send)
+            return
+        error = RequestError(503, f"the encoder is not available: {fault}")
+        await send_json(send, error.status, error.body)
+
     # ---- requests ----
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Whatever goes wrong before vLLM has the request is an error object, and never silence."""
-        started = False
+        seen = Seen.of(scope)
 
         async def watched(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                seen.status = message["status"]
             await send(message)
 
         try:
-            await self._request(scope, receive, watched)
+            await self._request(scope, receive, watched, seen)
         except ClientLeftError:
-            logger.debug("a client left before its answer")
+            seen.status = request_log.LEFT
         except Exception as error:
             found = _as_request_error(error)
+            seen.error = type(error).__name__
             if found.status >= 500:
-                logger.exception("a request failed")
-            if started:
+                logger.exception("request %s failed", seen.id)
+            if seen.status is not None:
                 raise  # the server closes the connection: the client sees that the answer is not whole
+            seen.status = found.status
             await send_json(send, found.status, found.body, found.headers)
+        finally:
+            seen.log()
 
-    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _request(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
         path = path_of(scope)
-        ours = path in (CHAT, COMPLETIONS) or documents_api.handles_path(path)
+        ours = path in (CHAT, COMPLETIONS) or _ours(path)
         authorization = header(scope, "authorization")
+        if path == switch.SWITCH:
+            raw = await read_body(receive, self.options.max_body_bytes)
+            state = switch.answer(self.front(), self.options, scope["method"], raw, authorization)
+            await send_json(send, 200, json.dumps(state).encode())
+            return
         if ours and not authorized(authorization, self.options.key_hashes):
             raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
         if not ours and (header(scope, "content-type") or "").startswith("multipart/"):
@@ -172,7 +202,10 @@ class CombMiddleware:
             if documents_api.handles_path(path):
                 await self._documents(scope, connection, send, raw, tenant_of(authorization))
             else:
-                await self._generation(scope, connection, send, raw, tenant_of(authorization))
+                seen.tenant = tenant_of(authorization)
+                await self._generation(scope, connection, send, raw, seen)
+            if connection.left:
+                seen.status = request_log.LEFT
         finally:
             connection.close()
 
@@ -182,20 +215,24 @@ class CombMiddleware:
         status, found = await connection.unless_left(work)
         await send_json(send, status, documents_api.dump(found))
 
-    async def _generation(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
+    async def _generation(self, scope: Scope, connection: Connection, send: Send, raw: bytes, seen: Seen) -> None:
         front = self.front()
-        prepared = await connection.unless_left(front.prepare(path_of(scope), parse_object(raw), tenant))
+        asked = parse_object(raw)
+        seen.documents = bool(asked.get("documents"))
+        prepared = await connection.unless_left(front.prepare(path_of(scope), asked, seen.tenant))
+        seen.prepared = prepared
         lease: Lease | None = None
         body = prepared.body
         writer: AnswerWriter | None = None
         try:
             if prepared.segments and prepared.encoder:
-                lease = await connection.unless_left(front.acquire(prepared.segments))
+                lease = seen.lease = await connection.unless_left(front.acquire(prepared.segments))
                 body = link(prepared, lease)
             connection.body = json.dumps(body).encode()
             if prepared.segments:
                 answer = writer = _writer(send, prepared, lease)
                 connection.answered = lambda: answer.finished
+            scope = seen.named(scope) if prepared.segments else scope
             await self.app(with_body(scope, connection.body), connection, writer or send)
         finally:
             if lease is not None:
@@ -212,29 +249,9 @@ class CombMiddleware:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        manager = None if self._front is None else self._front.manager
-        start: Message | None = None
-        text = bytearray()
 
-        async def collect(message: Message) -> None:
-            nonlocal start
-            if message["type"] == "http.response.start":
-                start = message
-                return
-            text.extend(message.get("body", b""))
-            if message.get("more_body", False) or start is None:
-                return
-            if manager is not None and start["status"] == 200:
-                restarts = 0 if self._encoders is None else self._encoders.restarts
-                text.extend(metrics.render(manager, restarts=restarts))
-            headers = [(k, v) for k, v in start.get("headers", ()) if k.lower() != b"content-length"]
-            await send({**start, "headers": [*headers, (b"content-length", str(len(text)).encode())]})
-            await send({"type": "http.response.body", "body": bytes(text)})
-
-        # compressed text can't be appended to
-        plain = [(k, v) for k, v in scope.get("headers", ()) if k.lower() != b"accept-encoding"]
-        await self.app({**scope, "headers": plain}, receive, collect)
+def _ours(path: str) -> bool:
+    return path == switch.SWITCH or documents_api.handles_path(path)
 
 
 def _writer(send: Send, prepared: Any, lease: Lease | None) -> AnswerWriter:
@@ -274,16 +291,10 @@ def _as_request_error(error: Exception) -> RequestError:
         return error
     if isinstance(error, PoolFullError):
         return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_S)
+    if isinstance(error, PoolPinnedError):
+        return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_PINNED_S)
     if isinstance(error, EncoderError):
         return RequestError(503, f"the documents could not be encoded: {error}", param="documents", retry_after=10)
     if isinstance(error, ValueError):
         return RequestError(400, str(error))
     return RequestError(500, f"{type(error).__name__} in the server; see its log")
-
-
-def _tokenizer(options: ServeOptions) -> Any:
-    checkpoint = resolve_name(options.checkpoint)
-    config = CombConfig.from_pretrained(checkpoint)
-    if options.backbone is not None:
-        config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))
-    return load_tokenizer(checkpoint, SimpleNamespace(config=config))

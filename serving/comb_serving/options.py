@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 INSTANCE_DIR = "COMB_INSTANCE_DIR"
 OPTIONS = "COMB_SERVE_OPTIONS"
+ADMIN_KEY = "COMB_ADMIN_KEY"
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,11 @@ class ServeOptions:
         disk_path: folder where they are kept beyond restarts; None: no such tier.
         disk_bytes: of that folder; None: unbounded.
         key_hashes: sha256 hex of the API keys; empty: no authentication.
+        admin_hash: the same of the key that may switch the encoder; None: nobody may.
         max_body_bytes: longest request body.
         max_documents: documents that one tenant may register.
+        log_format: text or json.
+        wait_seconds: longest wait of a request for room in the pool.
         start_seconds: longest wait for pools and encoders at start.
     """
 
@@ -42,14 +47,21 @@ class ServeOptions:
     disk_path: str | None = None
     disk_bytes: int | None = None
     key_hashes: tuple[str, ...] = ()
+    admin_hash: str | None = None
     max_body_bytes: int = 64 * 2**20
     max_documents: int = 100_000
+    log_format: str = "text"
+    wait_seconds: float = 10.0
     start_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.log_format not in ("text", "json"):
+            raise ValueError(f"log_format is text or json, not {self.log_format!r}")
+        if not 0 <= self.wait_seconds < math.inf:
+            raise ValueError(f"wait_seconds is a number of seconds, >= 0, not {self.wait_seconds}")
         if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
             raise ValueError(f"sizes are in bytes, >= 0, not {self.host_bytes} and {self.disk_bytes}")
 

@@ -34,10 +34,16 @@ def serve(
     comb_host_bytes: Annotated[str, typer.Option(help="per encoder, for documents that left the pool")] = "0",
     comb_disk: Annotated[Path | None, typer.Option(help="folder where documents are kept beyond restarts")] = None,
     comb_disk_bytes: Annotated[str | None, typer.Option(help="of that folder; unbounded by default")] = None,
+    comb_wait_seconds: Annotated[float, typer.Option(help="longest wait for room in the pool, then status 429")] = 10.0,
+    comb_log_format: Annotated[str, typer.Option(help="of what comb itself logs: text or json")] = "text",
+    comb_admin_key: Annotated[
+        str | None, typer.Option(envvar="COMB_ADMIN_KEY", help="may switch the encoder at /v1/comb; else nobody may")
+    ] = None,
 ) -> None:
     """Serves an adapter on vLLM: its OpenAI server plus `documents`. All other options are vLLM's."""
     from comb_serving.launcher import launch
     from comb_serving.options import ServeOptions
+    from comb_serving.tenants import key_hash
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
@@ -50,6 +56,9 @@ def serve(
         host_bytes=parse_bytes(comb_host_bytes),
         disk_path=None if comb_disk is None else str(comb_disk.resolve()),
         disk_bytes=None if comb_disk_bytes is None else parse_bytes(comb_disk_bytes),
+        wait_seconds=comb_wait_seconds,
+        log_format=comb_log_format,
+        admin_hash=key_hash(comb_admin_key) if comb_admin_key else None,
     )
     ready: Callable[[str], None] = lambda address: typer.echo(f"comb: ready at {address}")  # noqa: E731
     status = launch(

@@ -8,12 +8,17 @@ import secrets
 from collections.abc import Sequence
 
 
+def key_hash(key: str) -> str:
+    """How a key is kept and compared: sha256, hex."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def authorized(authorization: str | None, key_hashes: Sequence[str]) -> bool:
     """Whether the header holds one of the server's API keys (vLLM's rule); True if the server has none."""
     if not key_hashes:
         return True
     scheme, _, key = (authorization or "").partition(" ")
-    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    digest = key_hash(key)
     matches = [secrets.compare_digest(digest, known) for known in key_hashes]
     return scheme.lower() == "bearer" and any(matches)
 

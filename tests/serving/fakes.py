@@ -59,9 +59,6 @@ class Echo:
             await receive()
             await send({"type": "lifespan.shutdown.complete"})
             return
-        if scope["path"] == "/metrics":
-            await self._send(send, b"vllm_metric 1\n", b"text/plain")
-            return
         body = b""
         while True:
             message = await receive()

@@ -19,11 +19,13 @@ import pytest
 import torch
 
 from comb import CombForCausalLM
+from comb.store import PICacheStore
 from comb_serving import frames
 from comb_serving.encoder_process import EncoderWorker, Job, drop_decoder, socket_path
 from comb_serving.encoders import EncoderProcesses
 from comb_serving.handles import Handle
-from comb_serving.manager import PICManager, Wanted
+from comb_serving.leases import Wanted
+from comb_serving.manager import PICManager
 from comb_serving.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
 from comb_serving.pool import PoolLayout, SharedPool
 
@@ -180,6 +182,16 @@ def test_ranks_get_their_heads_and_one_bad_document_harms_nobody(adapter: CombFo
     wrong = PoolLayout(9, pools[0].layout.kv_heads, pools[0].layout.head_dim, 1)
     with pytest.raises(ValueError, match="different checkpoints"):
         EncoderWorker(adapter, [SharedPool.create(folder / "wrong", wrong)])
+
+
+def test_answers_say_what_is_kept_outside_the_pool(adapter: CombForCausalLM, folder: Path, tmp_path: Path) -> None:
+    store = PICacheStore(device="cpu", device_bytes=2**20, disk_path=tmp_path / "kept")
+    worker = EncoderWorker(adapter, make_pools(adapter, folder), store)
+    assert worker.hello()["kept"] == {"host": 0, "disk": 0}
+    (answer,) = worker.run([Job(0, "a" * 64, document(1), Handle(20, (0, 1, 2)))])
+    assert answer["kept"]["host"] == adapter.encode([document(1)])[0].nbytes
+    (again,) = worker.run([Job(1, "a" * 64, document(1), Handle(20, (3, 4, 5)))])
+    assert (again["tier"], again["kept"]) == ("host", answer["kept"])
 
 
 def test_dropping_the_decoder_changes_no_encoding(nano_adapter: Path, adapter: CombForCausalLM) -> None:

@@ -21,6 +21,7 @@ PROGRAM = f"""
 import os, pathlib, socket, sys, threading
 from comb_serving import frames
 folder = pathlib.Path(sys.argv[1])
+if (folder / "broken").exists(): sys.exit(1)
 starts = folder / "starts"
 count = len(starts.read_bytes()) if starts.exists() else 0
 with starts.open("ab") as file: file.write(b"x")
@@ -105,6 +106,40 @@ def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(folder: Path) -
             await waiting
         with pytest.raises(EncoderError, match="at their start"):
             await encoders.submit("0" * 64, [1], Handle(1, (0,)))
+        await encoders.stop()
+
+    run(work())
+
+
+def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(module, "LAST_BACKOFF_S", 0.01)
+        encoders = start(folder)
+        assert encoders.fault() == "no encoder is ready yet"
+        await encoders.identity()
+        assert encoders.fault() is None
+        (folder / "broken").touch()
+        waiting = encoders.submit("a" * 64, [DIES], Handle(1, (0,)))
+        with pytest.raises(EncoderError, match="doesn't start"):
+            await waiting
+        assert "at their start" in str(encoders.fault())
+        with pytest.raises(EncoderError, match="at their start"):
+            await encoders.submit("b" * 64, [1], Handle(1, (0,)))
+        await encoders.identity()  # what is in the pool can be served still
+        (folder / "broken").unlink()
+        while encoders.fault() is not None:
+            await asyncio.sleep(0.01)
+        assert (await encoders.submit("b" * 64, [1], Handle(1, (0,)))).tier == "encoded"
+        process = encoders.places[0].process
+        assert process is not None
+        process.kill()
+        while encoders.restarts < 5:
+            assert encoders.fault() is None  # being started again is none
+            await asyncio.sleep(0.001)
+            if encoders.places[0].process not in (None, process):
+                break
         await encoders.stop()
 
     run(work())

@@ -22,7 +22,7 @@ import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["COMB_INSTANCE_DIR"])
 (folder / "pool-0").write_text("x")
 seen = pathlib.Path({seen!r})
-keep = {{name: os.environ[name] for name in os.environ if name.startswith(("COMB_", "VLLM_PLUGINS"))}}
+keep = {{name: os.environ[name] for name in os.environ if name.startswith(("COMB_", "VLLM_PLUGINS", "PROM"))}}
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 seen.with_suffix(".tmp").write_text(json.dumps({{"argv": sys.argv[1:], "environment": keep, "pid": os.getpid()}}))
 seen.with_suffix(".tmp").rename(seen)
@@ -53,6 +53,8 @@ def wait_for(path: Path) -> dict[str, object]:
 
 def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
+    monkeypatch.setenv("COMB_ADMIN_KEY", "secret")
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
     root = tmp_path / "root"
     root.mkdir()
     code, seen = program(tmp_path, "sys.exit(3)")
@@ -66,6 +68,8 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     environment = found["environment"]
     assert environment["COMB_POOL_BYTES"] == "4096"
     assert environment["VLLM_PLUGINS"] == "other,comb"
+    assert "PROMETHEUS_MULTIPROC_DIR" not in environment
+    assert "COMB_ADMIN_KEY" not in environment
     options = ServeOptions.from_environment(environment)
     assert (options.ranks, len(options.key_hashes)) == (2, 1)
     assert "k" not in options.key_hashes

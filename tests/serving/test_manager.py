@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from comb.directory import IntegrityError
 from comb_serving.encoders import EncoderError
-from comb_serving.manager import DocumentsTooLargeError, Lease, PICManager, PoolFullError, Wanted
+from comb_serving.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, Wanted
+from comb_serving.manager import PICManager
 from comb_serving.pool import PoolLayout
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
@@ -120,7 +121,7 @@ def test_a_failed_document_fails_its_waiters_and_nobody_else() -> None:
         (await good).release()
         assert not manager.lookup("bad")
         assert manager.lookup("good")
-        assert manager.counters.failures == 1
+        assert manager.counters.documents["failed"] == 1
         manager.check_integrity()
 
     run(work())
@@ -169,6 +170,50 @@ def test_removed_in_use_and_expired() -> None:
     run(work())
 
 
+def test_a_failure_that_nobody_has_noticed_yet_is_no_hit() -> None:
+    async def work() -> None:
+        encoders = FakeEncoders(at_once=False)
+        manager = PICManager(LAYOUT, encoders)
+        failing = asyncio.create_task(manager.acquire([wanted("a")]))
+        await asyncio.sleep(0)
+        encoders.answer(error="NaN")
+        encoders.at_once = True  # and no step of the loop in between
+        lease = await manager.acquire([wanted("a"), wanted("b")])
+        assert [document.tier for document in lease.documents] == ["encoded"] * 2
+        assert isinstance((await asyncio.gather(failing, return_exceptions=True))[0], EncoderError)
+        manager.check_integrity()
+        lease.release()
+
+    run(work())
+
+
+def test_a_hit_that_expires_while_room_is_made_stays_until_its_request_ends() -> None:
+    async def work() -> None:
+        now, step = 0.0, 0.0
+
+        def clock() -> float:
+            nonlocal now
+            now += step
+            return now
+
+        manager = PICManager(LAYOUT, FakeEncoders(), clock=clock)
+        (await manager.acquire([wanted("a", 8)])).release()
+        (await manager.acquire([wanted("b", 24)])).release()
+        manager.set_expiry("a", 2.5)
+        step = 1.0  # found in time, gone when room is made for the other one
+        lease = await manager.acquire([wanted("a", 8), wanted("c", 8)])
+        step = 0.0
+        assert lease.documents[0].hit
+        assert not manager.lookup("a")
+        blocks = [block for document in lease.documents for block in document.handle.blocks]
+        assert len(set(blocks)) == len(blocks) == 4
+        manager.check_integrity()
+        lease.release()
+        manager.check_integrity()
+
+    run(work())
+
+
 def test_check_integrity_notices() -> None:
     async def work() -> None:
         manager = PICManager(LAYOUT, FakeEncoders())
@@ -196,15 +241,15 @@ STEPS = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(STEPS)
-def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]]) -> None:
-    run(_play(steps))
+@given(STEPS, st.sampled_from([0.0, 1000.0]))
+def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
+    run(_play(steps, wait_seconds))
 
 
-async def _play(steps: list[tuple[str, Any]]) -> None:
+async def _play(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
     now = 0.0
     encoders = FakeEncoders(at_once=False)
-    manager = PICManager(LAYOUT, encoders, clock=lambda: now)
+    manager = PICManager(LAYOUT, encoders, wait_seconds, clock=lambda: now)
     tasks: list[asyncio.Task[Lease]] = []
     leases: list[Lease] = []
 
@@ -216,7 +261,9 @@ async def _play(steps: list[tuple[str, Any]]) -> None:
             if not task.cancelled() and task.exception() is None:
                 leases.append(task.result())
             elif not task.cancelled():
-                assert isinstance(task.exception(), PoolFullError | EncoderError | DocumentsTooLargeError)
+                assert isinstance(
+                    task.exception(), PoolFullError | PoolPinnedError | EncoderError | DocumentsTooLargeError
+                )
         # whoever has a lease has blocks that nobody else has
         owner: dict[int, str] = {}
         for lease in leases:
@@ -241,12 +288,14 @@ async def _play(steps: list[tuple[str, Any]]) -> None:
         elif what == "later":
             now += 1.0
         await settle()
-    while encoders.open:
-        encoders.answer()
-    await manager.settle()
-    await settle()
-    for lease in leases:
-        lease.release()
+    while encoders.open or leases:
+        while encoders.open:
+            encoders.answer()
+        await settle()  # who now has room asks the encoders in turn
+        while leases:
+            leases.pop().release()
+        await settle()
+    assert not tasks  # whoever waited for room had it
     assert manager.references == manager.waiting == 0
     manager.check_integrity()
     for name in SIZES:

@@ -4,58 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import Client, Echo, FakeEncoders
+from fakes import Client
+from front_server import BUILDER, DOCUMENTS, MESSAGES, Server, chat, ids_of, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from comb.documents import Document, PromptBuilder
-from comb_serving.front import CHAT, COMPLETIONS, Front
+from comb_serving.front import CHAT, COMPLETIONS
 from comb_serving.handles import KEY, unpack
-from comb_serving.manager import PICManager
-from comb_serving.middleware import CombMiddleware
-from comb_serving.options import ServeOptions
-from comb_serving.pool import PoolLayout
-from comb_training.nano import CHECKPOINT
-
-LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=16)
-MESSAGES = [{"role": "user", "content": "Where is Ada?"}]
-DOCUMENTS = [{"title": "A", "text": "Ada went to the garden."}, "Bob is in the kitchen."]
-BUILDER = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
-
-
-class Server:
-    """Middleware, manager, fake encoders and the echoing server behind it."""
-
-    def __init__(self, *, encoder: bool = True, layout: PoolLayout = LAYOUT, **options: Any) -> None:
-        self.echo, self.encoders = Echo(), FakeEncoders()
-        self.manager = PICManager(layout, self.encoders) if encoder else None
-        front = Front(BUILDER, self.manager, max_documents=3)
-        self.app = CombMiddleware(self.echo, options=ServeOptions("nano", **options), front=front)
-
-    def client(self, key: str | None = None) -> Client:
-        return Client(self.app, key)
-
-    def check_idle(self) -> None:
-        assert self.manager is not None
-        assert self.manager.references == self.manager.waiting == 0
-        self.manager.check_integrity()
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30))
-
-
-def chat(**more: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": MESSAGES, "documents": DOCUMENTS, **more}
-
-
-def ids_of(text: str, title: str | None = None) -> tuple[int, ...]:
-    return BUILDER.segment(Document(text, title=title))
 
 
 def test_documents_become_handles_and_the_prompt_is_the_builders() -> None:
@@ -221,14 +180,15 @@ def test_registered_documents() -> None:
     run(work())
 
 
-def test_a_stream_carries_the_report_in_its_last_chunk() -> None:
+def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vllm_puts_it() -> None:
     async def work() -> None:
         server = Server()
         events = (await server.client().post(CHAT, chat(stream=True))).events
         assert events[-1] == "[DONE]"
-        assert [("comb" in event) for event in events[:-1]] == [False, False, True]
+        assert [("comb" in event) for event in events[:-1]] == [True, False, False]
         assert events[0]["choices"][0]["delta"]["content"] == "a"
         assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(MESSAGES).query)
+        assert [("usage" in event) for event in events[:-1]] == [False, False, True]
         plain = (await server.client().post(CHAT, {"messages": MESSAGES, "stream": True})).events
         assert "comb" not in json.dumps(plain)
         server.check_idle()
@@ -439,14 +399,16 @@ def test_half_a_surrogate_and_deep_nesting_are_refused() -> None:
     run(work())
 
 
-def test_metrics_follow_vllms_own() -> None:
+@pytest.mark.parametrize("encoder", [True, False])
+def test_health_covers_the_encoder_where_it_is_needed(encoder: bool) -> None:
     async def work() -> None:
-        server = Server()
-        await server.client().post(CHAT, chat())
-        await server.client().post(CHAT, chat())
-        text = (await server.client().send("GET", "/metrics")).body.decode()
-        assert text.startswith("vllm_metric 1\n")
-        for line in ("comb_document_hits_total 2", "comb_document_misses_total 2", "comb_pool_references 0"):
-            assert f"\n{line}\n" in text
+        faults: list[str | None] = ["it is broken", None]
+        server = Server(encoder=encoder, processes=SimpleNamespace(fault=lambda: faults.pop(0)))
+        broken = await server.client().send("GET", "/health")
+        assert broken.status == (503 if encoder else 200)
+        assert ("it is broken" in str(broken.body)) == encoder
+        if encoder:
+            assert broken.json["error"]["code"] == 503
+        assert (await server.client().send("GET", "/health")).status == 200
 
     run(work())

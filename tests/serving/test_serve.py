@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,10 +39,13 @@ class Served:
     port: int
     root: Path
     process: subprocess.Popen[bytes]
+    log: Path
 
-    def request(self, method: str, path: str, body: Any = None, key: str = "alice") -> tuple[int, Any]:
+    def request(self, method: str, path: str, body: Any = None, key: str = "alice", **more: str) -> tuple[int, Any]:
+        """`more` are headers, with _ for -."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        headers |= {name.replace("_", "-"): value for name, value in more.items()}
         asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
         try:
             with urllib.request.urlopen(asked, timeout=120) as answer:
@@ -62,7 +66,7 @@ class Served:
     def wait_until_idle(self) -> None:
         """References are dropped when the answer has gone out, so a client may be faster."""
         deadline = time.monotonic() + 30
-        while self.metric("comb_pool_references") > 0:
+        while self.metric("comb:references") > 0:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -97,13 +101,14 @@ def served(plugin: None, nano_adapter: Path, tmp_path_factory: pytest.TempPathFa
     log = (root.parent / "serve.log").open("wb")
     code = "from comb.cli import main; main()"
     arguments = ["serve", str(nano_adapter), "--comb-pool-bytes", "2MiB", "--port", str(port), "--host", "127.0.0.1"]
+    arguments += ["--comb-log-format", "json"]
     short = Path("/dev/shm") if Path("/dev/shm").is_dir() else root
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "COMB_TEST_ROOT": str(root)}
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "COMB_TEST_ROOT": str(root), "COMB_ADMIN_KEY": "boss"}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments, *FLAGS], env=environment, stdout=log, stderr=subprocess.STDOUT
     )
     before = set(short.glob("comb-instance-*"))
-    server = Served(port, root, process)
+    server = Served(port, root, process, Path(log.name))
     deadline = time.monotonic() + READY_S
     try:
         while True:
@@ -162,9 +167,10 @@ def test_streams_carry_the_report(served: Served) -> None:
     status, text = served.chat(TEXTS, stream=True, stream_options={"include_usage": True})
     events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
     assert (status, events[-1]) == (200, "[DONE]")
-    last = json.loads(events[-2])
-    assert [document["state"] for document in last["comb"]["documents"]] == ["hit"] * 3
-    assert last["usage"]["prompt_tokens"] > sum(document["tokens"] for document in last["comb"]["documents"])
+    first, *others, last = (json.loads(event) for event in events[:-1])
+    assert [document["state"] for document in first["comb"]["documents"]] == ["hit"] * 3
+    assert not any("comb" in event for event in (*others, last))
+    assert last["usage"]["prompt_tokens"] > sum(document["tokens"] for document in first["comb"]["documents"])
     served.wait_until_idle()
 
 
@@ -176,14 +182,54 @@ def test_a_client_that_leaves_and_an_encoder_that_dies(served: Served) -> None:
         head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         client.sendall(head.encode() + data)
         assert client.recv(200)
-        assert served.metric("comb_pool_references") > 0
+        assert served.metric("comb:references") > 0
     served.wait_until_idle()
     os.kill(served.encoder_pid(), signal.SIGKILL)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda index: served.chat([f"After the fall {index}."]), range(4)))
     assert [answer[0] for answer in answers] == [200] * 4
-    assert served.metric("comb_encoder_restarts_total") == 1
+    assert served.metric("comb:encoder_restarts_total") == 1
     served.wait_until_idle()
+
+
+def test_the_encoder_is_switched_off_and_on(served: Served) -> None:
+    inlined = text_of(served.chat(TEXTS, comb={"encoder": False}))
+    linked = served.chat(TEXTS)
+    assert served.request("POST", "/v1/comb", {"encoder": False})[0] == 401
+    assert served.request("POST", "/v1/comb", {"encoder": False}, key="boss")[1]["encoder"] is False
+    try:
+        off = served.chat(TEXTS)
+        assert (text_of(off), off[1]["comb"]["encoder"]) == (inlined, False)
+        assert served.metric("comb:encoder_enabled") == 0
+        assert served.request("GET", "/health")[0] == 200
+    finally:
+        assert served.request("POST", "/v1/comb", {"encoder": True}, key="boss")[1]["encoder"] is True
+    on = served.chat(TEXTS)
+    assert logprobs(on) == pytest.approx(logprobs(linked), abs=1e-5)
+    assert [document["state"] for document in on[1]["comb"]["documents"]] == ["hit"] * 3
+
+
+def test_the_log_has_a_line_with_the_id_that_vllm_uses(served: Served) -> None:
+    body = {"model": "nano", "messages": QUESTION, "documents": ["Nobody may read this."], "max_tokens": 2}
+    status, answer = served.request("POST", "/v1/chat/completions", body, x_request_id="mine-7")
+    assert (status, answer["id"]) == (200, "chatcmpl-mine-7")
+    deadline = time.monotonic() + 10
+    while '"mine-7"' not in served.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    text = served.log.read_text()
+    line = json.loads(next(line for line in text.splitlines() if '"mine-7"' in line))
+    assert (line["status"], line["documents"]) == (200, {"encoded": 1})
+    assert "Nobody may read this" not in text
+
+
+def test_metrics_have_what_the_dashboard_asks_for(served: Served) -> None:
+    dashboard = Path(__file__).parents[2] / "serving/deploy/grafana/dashboards/comb.json"
+    asked = set(re.findall(r"(?:vllm|comb):[a-z_]+", dashboard.read_text()))
+    _, text = served.request("GET", "/metrics")
+    there = set(re.findall(r"^((?:vllm|comb):[a-z_]+)", text, re.M))
+    assert {name for name in asked if name.startswith("vllm:")}
+    assert asked <= there
 
 
 def test_documents_are_registered_pinned_and_deleted(served: Served) -> None:

@@ -11,6 +11,12 @@ OP = "comb_cross_block"
 
 def register() -> None:
     """Makes comb checkpoints and their architectures known to vLLM; calling it again changes nothing."""
+    import vllm
+
+    from comb_serving.vllm.versions import check_version
+
+    check_version(vllm.__version__)
+
     from vllm.config import CompilationConfig
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

@@ -1,0 +1,302 @@
+"""`comb_serving.LLM`: vLLM's offline engine over a comb checkpoint, with documents, in one process.
+
+The same front, manager, pool and encoder as behind `comb serve`, without HTTP and without encoder processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from comb.adapter import resolve_name
+from comb.documents import Document, PromptBuilder
+from comb_serving.answers import report
+from comb_serving.encoder_process import EncoderWorker, Job, load, take_batch
+from comb_serving.encoders import Encoded, EncoderError, Identity
+from comb_serving.errors import RequestError
+from comb_serving.front import CHAT, COMPLETIONS, PROMPT_IDS, Front, Prepared, tokenizer_of
+from comb_serving.handles import KEY, Handle, pack
+from comb_serving.instance import instance_folder
+from comb_serving.launcher import POOL_BLOCK, POOL_BYTES
+from comb_serving.leases import Lease, PoolFullError
+from comb_serving.manager import PICManager
+from comb_serving.options import INSTANCE_DIR, ServeOptions
+
+Result = TypeVar("Result")
+Given: TypeAlias = str | Mapping[str, Any] | Document
+Prompt: TypeAlias = str | list[int]
+Messages: TypeAlias = list[dict[str, Any]]
+
+
+class LLM:
+    """``LLM("out/adapter", dtype="float32").chat(messages, documents=[...])``: one at a time in a process.
+
+    Args:
+        checkpoint: adapter folder or Hub id.
+        encoder: False makes no pool and no encoder; documents go into the prompt.
+        pool_bytes: of all tensor-parallel ranks together. pool_block: tokens per block.
+        backbone, encoder_device, host_bytes, disk_path, disk_bytes: as `ServeOptions`.
+        root: where the pool's folder is made; shared memory by default.
+        engine: options of `vllm.LLM`.
+
+    Raises:
+        RuntimeError: if this process has such an engine already.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        encoder: bool = True,
+        pool_bytes: int = 2**30,
+        pool_block: int = 16,
+        backbone: str | None = None,
+        encoder_device: str = "auto",
+        host_bytes: int = 0,
+        disk_path: str | None = None,
+        disk_bytes: int | None = None,
+        root: Path | None = None,
+        **engine: Any,
+    ) -> None:
+        import vllm
+
+        self.options = ServeOptions(
+            str(checkpoint),
+            backbone=backbone,
+            encoder=encoder,
+            encoder_device=encoder_device,
+            ranks=int(engine.get("tensor_parallel_size", 1)),
+            host_bytes=host_bytes,
+            disk_path=disk_path,
+            disk_bytes=disk_bytes,
+        )
+        if INSTANCE_DIR in os.environ:
+            raise RuntimeError(f"{INSTANCE_DIR} is set: close() the other engine of this process first")
+        with ExitStack() as stack:
+            manager = None
+            if encoder:
+                folder = stack.enter_context(instance_folder(root))
+                variables = {INSTANCE_DIR: str(folder), POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block)}
+                os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
+                stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
+            self.llm = vllm.LLM(resolve_name(str(checkpoint)), **engine)
+            stack.callback(self._end_engine)
+            if encoder:
+                worker = load(self.options, folder)
+                manager = PICManager(worker.pools[0].layout, LocalEncoders(worker))
+            self.front = Front(PromptBuilder(tokenizer_of(self.options)), manager)
+            # a loop of its own: the caller may be inside of one (notebooks)
+            self._loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(self._loop.call_soon_threadsafe, self._loop.stop)
+            self._stack = stack.pop_all()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Any = None,
+        *,
+        documents: Sequence[Given] | Sequence[Sequence[Given]] | None = None,
+        encoder: bool = True,
+        **options: Any,
+    ) -> list[Any]:
+        """vLLM's `generate` over documents.
+
+        Args:
+            prompts: a text or token ids, or several of them.
+            documents: those of the prompt; for several prompts one list each.
+            encoder: False puts documents into the prompts of this call: the plain backbone answers.
+            options: of vLLM's `generate`.
+
+        Returns:
+            vLLM's request outputs; `comb` of each says what became of its documents.
+
+        Raises:
+            ValueError: for prompts or documents that can't be served, saying which field.
+            PoolFullError, PoolPinnedError: if one prompt's documents don't fit beside those that are kept.
+            EncoderError: a document could not be encoded.
+        """
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        rows = [{"prompt": prompt} for prompt in ([prompts] if single else prompts)]
+        return self._answer(
+            COMPLETIONS, rows, _per_row(documents, len(rows), single), sampling_params, encoder, options
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Any = None,
+        *,
+        documents: Sequence[Given] | Sequence[Sequence[Given]] | None = None,
+        encoder: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """As `generate`, for one conversation or several."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        more = {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
+        rows = [{"messages": list(each), **more} for each in ([messages] if single else messages)]
+        given = _per_row(documents, len(rows), single)
+        return self._answer(CHAT, rows, given, sampling_params, encoder, options)
+
+    def close(self) -> None:
+        """Ends the engine, its processes and its pool; a second call does nothing."""
+        self._stack.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _end_engine(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _answer(
+        self,
+        path: str,
+        rows: list[dict[str, Any]],
+        documents: list[Sequence[Given]],
+        sampling_params: Any,
+        encoder: bool,
+        options: dict[str, Any],
+    ) -> list[Any]:
+        if sampling_params is None:
+            sampling_params = self.llm.get_default_sampling_params()
+        parameters = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(rows)
+        if len(parameters) != len(rows):
+            raise ValueError(f"{len(rows)} prompts and {len(parameters)} sampling_params: give one, or one each")
+        bodies = [
+            {**row, "documents": [_as_body(one) for one in given], "comb": {"encoder": encoder}}
+            for row, given in zip(rows, documents, strict=True)
+        ]
+        try:
+            prepared = self._run(_in_order(self.front.prepare(path, body, "") for body in bodies))
+        except RequestError as error:
+            raise ValueError(error.message) from error
+        answers: dict[int, Any] = {}
+        while len(answers) < len(rows):  # as many at once as the pool has room for
+            left = [index for index in range(len(rows)) if index not in answers]
+            leases = self._run(self._leases({index: prepared[index] for index in left}))
+            try:
+                prompts = [self._prompt(path, prepared[index]) for index in leases]
+                given = [_with_handles(parameters[index], lease) for index, lease in leases.items()]
+                outputs = self.llm.generate(prompts, given, **options)
+            finally:
+                for lease in filter(None, leases.values()):
+                    self._loop.call_soon_threadsafe(lease.release)
+            for (index, lease), output in zip(leases.items(), outputs, strict=True):
+                output.comb = report(prepared[index], lease)
+                answers[index] = output
+        return [answers[index] for index in range(len(rows))]
+
+    def _prompt(self, path: str, prepared: Prepared) -> Any:
+        body = prepared.body
+        if path == COMPLETIONS and not prepared.segments:
+            return body["prompt"]  # vLLM's own tokenisation
+        if path == COMPLETIONS:
+            ids = body["prompt"][0]
+        elif prepared.segments:
+            if prepared.prompt_tokens is None:
+                raise ValueError("messages with tool calls can't be combined with documents here")
+            ids = body["kv_transfer_params"][PROMPT_IDS]
+        else:
+            ids = list(self.front.builder.build(body["messages"]).query)
+        salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
+        return {"prompt_token_ids": ids, **salt}
+
+    async def _leases(self, rows: dict[int, Prepared]) -> dict[int, Lease | None]:
+        """Leases of those rows that there is room for now, None where no documents are linked."""
+        linked = {index: row for index, row in rows.items() if row.segments and row.encoder}
+        found = await asyncio.gather(
+            *(self.front.acquire(row.segments) for row in linked.values()), return_exceptions=True
+        )
+        leases: dict[int, Lease | None] = {index: None for index in rows if index not in linked}
+        leases |= {index: lease for index, lease in zip(linked, found, strict=True) if isinstance(lease, Lease)}
+        errors = [error for error in found if isinstance(error, BaseException)]
+        grave = [error for error in errors if not isinstance(error, PoolFullError)] or ([] if leases else errors)
+        if grave:
+            for lease in filter(None, leases.values()):
+                lease.release()
+            raise grave[0]
+        return dict(sorted(leases.items()))
+
+
+class LocalEncoders:
+    """The encoder in this process, as the manager wants it: what is asked for at one time is one batch."""
+
+    def __init__(self, worker: EncoderWorker) -> None:
+        self.worker = worker
+        self._waiting: queue.Queue[Job | None] = queue.Queue()
+        self._open: dict[int, asyncio.Future[Encoded]] = {}
+        self._count = 0
+
+    async def identity(self) -> Identity:
+        """What the worker says of its weights."""
+        return Identity.parse(self.worker.hello())
+
+    def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
+        """Asks for one document, which is encoded when whoever asks lets the loop go on."""
+        loop = asyncio.get_running_loop()
+        self._count += 1
+        future = self._open[self._count] = loop.create_future()
+        self._waiting.put(Job(self._count, key, tuple(token_ids), handle))
+        if len(self._open) == 1:
+            loop.call_soon(self._work)
+        return future
+
+    def _work(self) -> None:
+        held: Job | None = None
+        while held is not None or not self._waiting.empty():
+            first = self._waiting.get() if held is None else held
+            assert first is not None
+            batch, held, _ = take_batch(first, self._waiting)
+            for answer in self.worker.run(batch):
+                future = self._open.pop(answer["job"])
+                if "error" in answer:
+                    future.set_exception(EncoderError(answer["error"]))
+                else:
+                    future.set_result(Encoded(answer["tier"], answer["seconds"]))
+
+
+async def _in_order(work: Any) -> list[Prepared]:
+    return [await one for one in work]
+
+
+def _per_row(documents: Any, count: int, single: bool) -> list[Sequence[Given]]:
+    """The documents of each prompt."""
+    if documents is None:
+        return [()] * count
+    if single:
+        return [documents]
+    nested = all(isinstance(each, Sequence) and not isinstance(each, str) for each in documents)
+    if not nested or len(documents) != count:
+        raise ValueError(f"for {count} prompts documents is a list of {count} lists, one per prompt")
+    return list(documents)
+
+
+def _as_body(given: Given) -> Any:
+    if not isinstance(given, Document):
+        return given
+    fields = {name: value for name, value in asdict(given).items() if value is not None}
+    return {**fields, "token_ids": list(given.token_ids)} if given.token_ids is not None else fields
+
+
+def _with_handles(parameters: Any, lease: Lease | None) -> Any:
+    if lease is None:
+        return parameters
+    found = parameters.clone()
+    found.extra_args = {**(found.extra_args or {}), KEY: pack(lease.handles)}
+    return found

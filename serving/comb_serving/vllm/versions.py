@@ -1,0 +1,38 @@
+"""Which vLLM this plug-in was tested with, and what it needs of any."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("0.32",)
+
+# what `comb_serving.vllm` and the front build on: module -> names
+NEEDED = {
+    "vllm.config": ("CompilationConfig",),
+    "vllm.forward_context": ("get_forward_context",),
+    "vllm.model_executor.models": ("ModelRegistry",),
+    "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP", "VerifyAndUpdateConfig"),
+    "vllm.transformers_utils.config": ("HFConfigParser", "get_config_parser", "register_config_parser"),
+}
+
+
+def check_version(version: str, needed: dict[str, tuple[str, ...]] = NEEDED) -> None:
+    """Warns about a vLLM that comb was not tested with.
+
+    Raises:
+        ImportError: if it lacks something that documents can't be served without.
+    """
+    tested = ", ".join(f"{one}.x" for one in TESTED)
+    for module, names in needed.items():
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ImportError(f"vLLM {version} has no {error.name}, which comb needs: install vLLM {tested}") from error
+        missing = [name for name in names if not hasattr(found, name)]
+        if missing:
+            raise ImportError(f"vLLM {version} has no {module}.{missing[0]}, which comb needs: install vLLM {tested}")
+    if not any(version == one or version.startswith(f"{one}.") for one in TESTED):
+        logger.warning("comb was tested with vLLM %s, this is %s: check answers before you rely on it", tested, version)

@@ -1,0 +1,56 @@
+"""The middleware with fakes on both sides: encoders that answer when told to, and a server that says what it got."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from fakes import Client, Echo, FakeEncoders
+from transformers import AutoTokenizer
+
+from comb.documents import Document, PromptBuilder
+from comb_serving.front import Front
+from comb_serving.manager import PICManager
+from comb_serving.middleware import CombMiddleware
+from comb_serving.options import ServeOptions
+from comb_serving.pool import PoolLayout
+from comb_training.nano import CHECKPOINT
+
+LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=16)
+MESSAGES = [{"role": "user", "content": "Where is Ada?"}]
+DOCUMENTS = [{"title": "A", "text": "Ada went to the garden."}, "Bob is in the kitchen."]
+BUILDER = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
+
+
+class Server:
+    """Middleware, manager, fake encoders and the echoing server behind it."""
+
+    def __init__(
+        self, *, encoder: bool = True, layout: PoolLayout = LAYOUT, processes: Any = None, **options: Any
+    ) -> None:
+        self.echo, self.encoders = Echo(), FakeEncoders()
+        wait = options.setdefault("wait_seconds", 0.0)
+        self.manager = PICManager(layout, self.encoders, wait_seconds=wait) if encoder else None
+        front = Front(BUILDER, self.manager, max_documents=3)
+        self.app = CombMiddleware(self.echo, options=ServeOptions("nano", **options), front=front, encoders=processes)
+
+    def client(self, key: str | None = None) -> Client:
+        return Client(self.app, key)
+
+    def check_idle(self) -> None:
+        assert self.manager is not None
+        assert self.manager.references == self.manager.waiting == 0
+        self.manager.check_integrity()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 30))
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": MESSAGES, "documents": DOCUMENTS, **more}
+
+
+def ids_of(text: str, title: str | None = None) -> tuple[int, ...]:
+    return BUILDER.segment(Document(text, title=title))

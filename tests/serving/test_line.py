@@ -1,0 +1,222 @@
+"""Requests that wait for room in the pool: in order, without lost wake-ups, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fakes import FakeEncoders
+from front_server import Server, chat, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comb_serving.front import CHAT
+from comb_serving.leases import Lease, PoolFullError, PoolPinnedError, Wanted
+from comb_serving.line import Line
+from comb_serving.manager import PICManager
+from comb_serving.options import ServeOptions
+from comb_serving.pool import PoolLayout
+
+LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
+SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}
+
+
+def wanted(name: str, tokens: int | None = None) -> Wanted:
+    return Wanted(name, tuple(range(SIZES[name] if tokens is None else tokens)))
+
+
+async def steps() -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+class Play:
+    """Requests of a test, in the order in which they came, and the naive truth about them."""
+
+    def __init__(self) -> None:
+        self.manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=1000.0)
+        self.tasks: list[tuple[asyncio.Task[Lease], set[str]]] = []
+        self.leases: list[Lease] = []
+
+    def ask(self, names: list[str]) -> None:
+        task = asyncio.create_task(self.manager.acquire([wanted(name) for name in names]))
+        self.tasks.append((task, set(names)))
+
+    async def settle(self) -> None:
+        await steps()
+        self.manager.check_integrity()
+        for place, (task, names) in reversed(list(enumerate(self.tasks))):
+            if not task.done():
+                continue
+            del self.tasks[place]
+            if task.cancelled() or task.exception() is not None:
+                assert task.cancelled() or isinstance(task.exception(), PoolPinnedError)
+                continue
+            self.leases.append(task.result())
+            # who came before and still waits was overtaken: only by one who took no room
+            hits = all(document.hit for document in task.result().documents)
+            assert hits or not any(not earlier.done() for earlier, _ in self.tasks[:place]), names
+        if self.tasks:
+            assert not self.fits(self.tasks[0][1]), "the first in line could go on, but nobody has woken it"
+
+    def fits(self, names: set[str]) -> bool:
+        """Whether there is room for documents: free blocks, and those of documents that nobody wants to keep."""
+        manager = self.manager
+        missing = sum(LAYOUT.blocks_for(SIZES[name]) for name in names if not manager.lookup(name))
+        loose = [e for e in manager._entries.values() if not (e.references or e.pins or e.encoded)]
+        return missing <= manager.blocks.free + sum(len(e.handle.blocks) for e in loose if e.key not in names)
+
+    async def end(self) -> None:
+        """Everybody who waits gets what they want once the others end: nobody starves, in as many rounds at most."""
+        for name in SIZES:
+            while self.manager.unpin(name):
+                pass
+        await self.settle()
+        for _ in range(len(self.tasks) + 1):
+            while self.leases:
+                self.leases.pop().release()
+            await self.settle()
+        assert not self.tasks
+        assert self.manager.references == len(self.manager.line) == 0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.lists(st.sampled_from("abcdef"), min_size=1, max_size=3, unique=True)),
+        st.tuples(st.sampled_from(["release", "cancel"]), st.integers(0, 20)),
+        st.tuples(st.sampled_from(["pin", "unpin", "remove"]), st.sampled_from("abcdef")),
+    ),
+    max_size=40,
+)
+
+
+async def play(moves: list[tuple[str, Any]]) -> None:
+    game = Play()
+    for what, value in moves:
+        if what == "ask":
+            if sum(LAYOUT.blocks_for(SIZES[name]) for name in value) <= LAYOUT.num_blocks:
+                game.ask(value)
+        elif what == "release" and game.leases:
+            game.leases.pop(value % len(game.leases)).release()
+        elif what == "cancel" and game.tasks:
+            game.tasks[value % len(game.tasks)][0].cancel()
+        elif what in ("pin", "unpin", "remove"):
+            getattr(game.manager, what)(value)
+        await game.settle()
+    await game.end()
+
+
+@settings(max_examples=250, deadline=None)
+@given(STEPS)
+def test_nobody_is_forgotten_overtaken_or_starved(moves: list[tuple[str, Any]]) -> None:
+    run(play(moves))
+
+
+def test_the_property_would_notice_a_lost_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Line, "wake", lambda self: None)
+    with pytest.raises(AssertionError, match="nobody has woken it"):
+        run(play([("ask", ["f"]), ("ask", ["e"]), ("release", 0)]))
+
+
+def test_the_property_would_notice_who_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Line, "__len__", lambda self: 0)
+    with pytest.raises(AssertionError):
+        run(play([("ask", ["c"]), ("ask", ["f"]), ("ask", ["b"])]))
+
+
+def test_waiting_is_bounded_and_a_pin_that_no_release_moves_is_refused_at_once() -> None:
+    async def work() -> None:
+        manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=0.05)
+        lease = await manager.acquire([wanted("a", 20)])
+        with pytest.raises(PoolFullError, match=r"within 0.05 s"):
+            await manager.acquire([wanted("b", 20)])
+        manager.wait_seconds = 1000.0
+        waiting = asyncio.create_task(manager.acquire([wanted("b", 20)]))
+        await steps()
+        assert (len(manager.line), waiting.done()) == (1, False)
+        manager.pin("a")
+        with pytest.raises(PoolPinnedError, match="pinned documents"):
+            await manager.acquire([wanted("c", 20)])
+        lease.release()
+        with pytest.raises(PoolPinnedError):  # it came into the way while this one waited
+            await waiting
+        assert manager.counters.refused == 3
+        (await manager.acquire([wanted("a", 20), wanted("c", 12)])).release()
+        manager.check_integrity()
+
+    run(work())
+
+
+def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
+    async def work() -> None:
+        manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=1.0)
+        held = [await manager.acquire([wanted("a", 4)])]
+        large = asyncio.create_task(manager.acquire([wanted("z", 32)]))
+        await steps()
+        small = asyncio.create_task(manager.acquire([wanted("b", 4)]))
+        held.append(await asyncio.wait_for(manager.acquire([wanted("a", 4)]), 0.3))
+        assert not small.done()  # there is room for it, but not its turn
+        await asyncio.sleep(0.55)
+        late = asyncio.create_task(manager.acquire([wanted("a", 4)]))
+        await steps()
+        assert not late.done()
+        for lease in held:
+            lease.release()
+        (await large).release()
+        for task in (small, late):
+            (await task).release()
+        assert manager.references == 0
+        manager.check_integrity()
+
+    run(work())
+
+
+def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gone() -> None:
+    async def work() -> None:
+        server = Server(wait_seconds=30.0)
+        assert server.manager is not None
+        client = server.client()
+        server.echo.gate = asyncio.Event()
+        first = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
+        while not server.echo.bodies:
+            await asyncio.sleep(0)
+        other = await client.post(CHAT, chat(documents=[{"token_ids": [3] * 50}]))  # beside it there is room
+        assert other.status == 200
+        leave = asyncio.Event()
+        leaving = asyncio.create_task(
+            client.post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]), leave=leave)
+        )
+        while len(server.manager.line) < 1:
+            await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [2] * 64}])))
+        while len(server.manager.line) < 2:
+            await asyncio.sleep(0.001)
+        leave.set()
+        assert (await leaving).status is None
+        answer = await waiting  # its turn has come, and there is room for it
+        assert (answer.status, answer.json["comb"]["documents"][0]["state"]) == (200, "encoded")
+        server.echo.gate.set()
+        await first
+        server.check_idle()
+
+    run(work())
+
+
+def test_full_of_documents_in_use_is_429_with_retry_after_when_the_wait_is_over() -> None:
+    async def work() -> None:
+        server = Server(wait_seconds=0.05)
+        server.echo.gate = asyncio.Event()
+        first = asyncio.create_task(server.client().post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
+        while not server.echo.bodies:
+            await asyncio.sleep(0)
+        server.echo.gate, gate = None, server.echo.gate
+        full = await server.client().post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]))
+        assert (full.status, full.headers["retry-after"]) == (429, "2")
+        gate.set()
+        await first
+        server.check_idle()
+        with pytest.raises(ValueError, match="wait_seconds"):
+            ServeOptions("x", wait_seconds=-1)
+
+    run(work())
