@@ -51,13 +51,23 @@ class Linker:
     Args:
         mode: less than "seam" leaves out what the paper's ablation leaves out.
         length: tokens of the whole prompt.
+        before, cache: tokens that a cache covers already, and that cache, which is written to; empty by default.
     """
 
-    def __init__(self, model: Any, support: HybridSupport, mode: Mode, length: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        support: HybridSupport,
+        mode: Mode,
+        length: int,
+        *,
+        before: Sequence[int] = (),
+        cache: Any = None,
+    ) -> None:
         self.model, self.support, self.mode = model, support, mode
-        self.cache: Any = new_cache(model)
+        self.cache: Any = new_cache(model) if cache is None else cache
         self.length = length
-        self.token_ids: list[int] = []
+        self.token_ids: list[int] = list(before)
         self.seconds = {"compose": 0.0, "recompute": 0.0}
         self._pending: list[int] = []
 
@@ -146,8 +156,12 @@ def link_segments(
     fresh: Sequence[Sequence[int]],
     *,
     mode: Mode = "seam",
+    before: Sequence[int] = (),
+    cache: Any = None,
 ) -> Linked:
-    """The prompt ``fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
+    """The prompt ``before + fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
+
+    `cache` covers `before` and is written to; without it the prompt is linked from its start.
 
     The last token is left to ``generate()``, whose first step gives its logits; a prompt whose last segment is kept up
     to its end has that segment computed again.
@@ -155,8 +169,8 @@ def link_segments(
     Raises:
         ValueError: a leading PICache that doesn't stand at the start of the prompt.
     """
-    length = sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
-    linker = Linker(model, support, mode, length)
+    length = len(before) + sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
+    linker = Linker(model, support, mode, length, before=before, cache=cache)
     recomputed = 0
     for picache, before in zip(picaches, fresh, strict=False):
         linker.tokens(before)

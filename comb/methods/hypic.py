@@ -13,7 +13,8 @@ from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.positions import UnmovableError
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.methods.base import DecodeState, LinkRow, Method, exclusive, fork_cache
+from comb.methods.continuation import Held
 from comb.picache import PICache
 from comb.weights import weights_fingerprint
 
@@ -121,11 +122,24 @@ class Hypic(Method):
             ]
 
     def link_row(self, row: LinkRow) -> DecodeState:
+        return self._link(row)
+
+    def why_not_continue(self) -> str:
+        return ""
+
+    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+        return self._link(row, held)
+
+    def _link(self, row: LinkRow, held: Held | None = None) -> DecodeState:
         fingerprint, support = self.fingerprint, self.support
         picaches = [self._check(picache, fingerprint) for picache in row.picaches]
-        self.check_prompt(sum(picache.num_tokens for picache in picaches), sum(map(len, row.fresh)))
+        before = () if held is None else held.token_ids
+        self.check_prompt(sum(picache.num_tokens for picache in picaches), len(before) + sum(map(len, row.fresh)))
+        cache = None if held is None else fork_cache(held.cache)
         with exclusive(self.backbone):
-            linked = link_segments(self.backbone, support, picaches, row.fresh, mode=self.mode)
+            linked = link_segments(
+                self.backbone, support, picaches, row.fresh, mode=self.mode, before=before, cache=cache
+            )
         input_ids, attention_mask = self.tensors([linked.token_ids])
         return DecodeState(
             self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,),
