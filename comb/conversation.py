@@ -55,7 +55,8 @@ class Conversation:
 
     A turn goes on from the cache behind the last answer, and links only the documents that it brings. Where that
     can't be done, it is linked from its start: `relinked` in its report says why, and `relinked` here counts. A turn
-    that fails, or whose stream is left early, leaves everything as it was. Turns of several threads wait for each other.
+    that fails, or whose stream is left early, leaves everything as it was. Safe under threads: turns wait for each
+    other.
 
     Args:
         documents, document_ids: the first question brings them.
