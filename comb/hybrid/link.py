@@ -3,7 +3,8 @@
 Tokens to be computed (head, seams, gaps, query) go through all layers behind what the cache holds; a compiled interior
 is jumped over: linear layers take S <- T S + S_C, full layers append its keys, turned to their places, and its values.
 Every later token sees all of it by plain causality, so there is no mask, and the cache can be continued by
-``generate()``. This is the sequential reference: one pass per run of tokens between two interiors.
+``generate()``. This is the sequential reference: one pass per run of tokens between two interiors. `comb.hybrid.packed`
+does it in one.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ class Linker:
         # states and keys were compiled at the segment's own positions, with the interior from picache.start on
         turns = self._turns(place - picache.start)
         for number, part in picache.linear.items():
-            self._jump(number, part, self.support.linear[number], turns)
+            self.jump(number, part, self.support.linear[number], turns)
         for number, (keys, values) in picache.attention.items():
             moved = [
-                _turned(tensor[None], rotation, turns)
+                turned(tensor[None], rotation, turns)
                 for tensor, rotation in zip((keys, values), self.support.positions.layers[number], strict=True)
             ]
             self.cache.update(moved[0], moved[1], number)
@@ -112,7 +113,7 @@ class Linker:
         device = self.model.get_input_embeddings().weight.device
         return self.support.positions.turns(torch.zeros(1, device=device), torch.full((1,), shift, device=device), 1)
 
-    def _jump(self, number: int, part: SegmentState, layer: LinearLayer, turns: Turns | None) -> None:
+    def jump(self, number: int, part: SegmentState, layer: LinearLayer, turns: Turns | None) -> None:
         columns, state = read_state(self.cache, number)
         if part.columns is not None:
             columns = convolution.shift_in(columns, part.columns, layer.kernel)
@@ -138,7 +139,8 @@ def _turn(rotation: Rotation, turns: Turns) -> Turn:
     return lambda tensor: turns.apply(tensor.clone(memory_format=torch.contiguous_format), rotation)
 
 
-def _turned(tensor: Tensor, rotation: Rotation | None, turns: Turns | None) -> Tensor:
+def turned(tensor: Tensor, rotation: Rotation | None, turns: Turns | None) -> Tensor:
+    """A copy of keys or values [1, heads, tokens, D], turned where they have a rotation."""
     # the cache may keep what it is given, and the PICache must stay as it is
     copy = tensor.clone()
     return copy if rotation is None or turns is None else turns.apply(copy, rotation)
@@ -158,6 +160,7 @@ def link_segments(
     mode: Mode = "seam",
     before: Sequence[int] = (),
     cache: Any = None,
+    linker_type: type[Linker] = Linker,
 ) -> Linked:
     """The prompt ``before + fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
 
@@ -170,7 +173,7 @@ def link_segments(
         ValueError: a leading PICache that doesn't stand at the start of the prompt.
     """
     length = len(before) + sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
-    linker = Linker(model, support, mode, length, before=before, cache=cache)
+    linker = linker_type(model, support, mode, length, before=before, cache=cache)
     recomputed = 0
     for picache, before in zip(picaches, fresh, strict=False):
         linker.tokens(before)
