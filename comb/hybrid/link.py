@@ -10,7 +10,7 @@ does it in one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -160,7 +160,7 @@ def link_segments(
     mode: Mode = "seam",
     before: Sequence[int] = (),
     cache: Any = None,
-    linker_type: type[Linker] = Linker,
+    linker_type: Callable[..., Linker] = Linker,
 ) -> Linked:
     """The prompt ``before + fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
 

@@ -52,10 +52,14 @@ class PackedLinker(Linker):
     """As `Linker`, with one pass of the backbone, in `finish`.
 
     A prompt without an interior, or whose mask would be a burden, is linked in order after all.
+
+    Args:
+        mapping: the model takes a mask per kind of layer; else one mask for all.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, mapping: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._mapping = mapping
         self._held = len(self.token_ids)
         self._rows: list[int] = []
         self._items: list[_Jump | _Run] = []
@@ -82,7 +86,8 @@ class PackedLinker(Linker):
         ids = torch.tensor(self.token_ids)[rows.positions][None]
         with masked_attention(self.model), self._by_runs():
             mask = for_attention(allowed[None, None].to(device), self.model)
-            masks = {kind: mask if kind == "full_attention" else None for kind in _KINDS}
+            kinds = {kind: mask if kind == "full_attention" else None for kind in _KINDS}
+            masks = kinds if self._mapping else mask
             run_decoder(self.model, ids, self.cache, position_ids=rows.positions[None], attention_mask=masks)
         for number, layer in attention_layers(self.cache).items():
             self.cache.layers[number] = RoomyLayer(layer.keys, layer.values, end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,25 +22,29 @@ from comb.linking.support import distance, tolerance_of
 _SEGMENTS, _SEAM, _FRESH = (23, 19), 2, ((0, 5), (5, 8), (8, 12))
 
 
+# one mask per kind of layer, as transformers' hybrids take them, or a single one
+_FORMS = (partial(PackedLinker, mapping=True), partial(PackedLinker, mapping=False))
+
+
 @torch.no_grad()
-def linker_for(model: Any, support: HybridSupport) -> type[Linker]:
-    """`PackedLinker` where it gives what `Linker` gives, else that. The caller holds the model's lock."""
+def linker_for(model: Any, support: HybridSupport) -> Callable[..., Linker]:
+    """Makes a `PackedLinker` where that gives what `Linker` gives, else that. The caller holds the model's lock."""
     if model.config._attn_implementation in STAND_INS:
         return Linker  # MAC keeps the rows of a prompt in order, and doesn't know the packed pass's mask
-    known: tuple[HybridSupport, bool] | None = vars(model).get("_comb_packs")
+    known: tuple[HybridSupport, Callable[..., Linker]] | None = vars(model).get("_comb_linker")
     if known is None or known[0] is not support:
-        known = vars(model)["_comb_packs"] = support, _packs(model, support)
-    return PackedLinker if known[1] else Linker
+        known = vars(model)["_comb_linker"] = support, _tried(model, support)
+    return known[1]
 
 
-def _packs(model: Any, support: HybridSupport) -> bool:
+def _tried(model: Any, support: HybridSupport) -> Callable[..., Linker]:
     layers: list[Any] = new_cache(model).layers
     kinds = {type(layers[number]) for number in support.attention if number < len(layers)}
     # a layer with states and keys has no place for scattered ones, nor has a cache of the model's own
     if support.step is not None or kinds != {DynamicLayer} or set(support.attention) & set(support.linear):
-        return False
+        return Linker
     if hasattr(new_cache(model), "linear_cache") or not takes_positions(model):
-        return False
+        return Linker
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_FRESH[-1][1] + sum(_SEGMENTS),), generator=generator)
@@ -46,16 +52,16 @@ def _packs(model: Any, support: HybridSupport) -> bool:
     head = max(_SEAM, support.kernel - 1)
     segments = [segment.tolist() for segment in ids[_FRESH[-1][1] :].split(_SEGMENTS)]
     picaches = [compile_segment(model, support, "", segment, head=head, tail=_SEAM) for segment in segments]
-    linked = []
-    for kind in (Linker, PackedLinker):
+    plain = _tensors(link_segments(model, support, picaches, fresh).cache, support)
+    for linker in _FORMS:
         try:
-            cache = link_segments(model, support, picaches, fresh, linker_type=kind).cache
+            packed = _tensors(link_segments(model, support, picaches, fresh, linker_type=linker).cache, support)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
-            if kind is Linker:
-                raise
-            return False  # it doesn't take the mask, or its layers aren't called in this way
-        linked.append(_tensors(cache, support))
-    return all(distance(packed, plain) <= tolerance_of(model) for plain, packed in zip(*linked, strict=True))
+            continue  # it doesn't take this mask, or its layers aren't called in this way
+        pairs = zip(packed, plain, strict=False)
+        if len(packed) == len(plain) and all(distance(left, right) <= tolerance_of(model) for left, right in pairs):
+            return linker
+    return Linker
 
 
 def _tensors(cache: Any, support: HybridSupport) -> list[Tensor]:

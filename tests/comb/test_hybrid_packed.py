@@ -135,14 +135,14 @@ def test_what_does_not_agree_is_linked_in_order(monkeypatch: pytest.MonkeyPatch)
     """The trial compares: a model whose packed states come out wrong never links that way."""
     method, _ = pair("qwen3_next")
     with exclusive(method.backbone):
-        assert packing.linker_for(method.backbone, method.support) is PackedLinker
-        vars(method.backbone).pop("_comb_packs")
+        assert packing.linker_for(method.backbone, method.support) is not Linker
+        vars(method.backbone).pop("_comb_linker")
         jump = Linker.jump
         late = lambda self, number, *rest: None if isinstance(self, PackedLinker) else jump(self, number, *rest)  # noqa: E731
         with monkeypatch.context() as broken:
             broken.setattr(Linker, "jump", late)
             assert packing.linker_for(method.backbone, method.support) is Linker
-        vars(method.backbone).pop("_comb_packs")
+        vars(method.backbone).pop("_comb_linker")
 
 
 def test_layers_are_as_before() -> None:
