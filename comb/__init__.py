@@ -2,6 +2,7 @@
 
 from comb import methods
 from comb.config import CombConfig, CombEncoderConfig
+from comb.conversation import Conversation
 from comb.documents import Document, Example, Prompt, PromptBuilder
 from comb.engine import Answer, PICEngine, Report, Request
 from comb.model import CombForCausalLM
@@ -16,6 +17,7 @@ __all__ = [
     "CombConfig",
     "CombEncoderConfig",
     "CombForCausalLM",
+    "Conversation",
     "Document",
     "Example",
     "PICEngine",

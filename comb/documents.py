@@ -90,6 +90,28 @@ class Prompt:
         """The prompt without its documents, as a COMB decoder reads it."""
         return (*self.head, *(token for gap in self.gaps for token in gap), *self.tail)
 
+    def behind(self, count: int) -> tuple[int, int, Prompt]:
+        """What is left behind the first `count` tokens of `flat`; a segment is never cut, but left whole.
+
+        Returns:
+            Tokens in front of the cut, segments in front of it, and the rest.
+        """
+        gaps = self.gaps or ((),) * (len(self.segments) - 1)
+        fresh = [self.head, *gaps, self.tail] if self.segments else [(*self.head, *self.tail)]
+        position = 0
+        for index, (run, segment) in enumerate(zip(fresh, (*self.segments, ()), strict=True)):
+            inside = count - position
+            position += len(run)
+            if count < position + len(segment) or index == len(self.segments):
+                runs = [run[inside:], *fresh[index + 1 :]]
+                middle = tuple(runs[1:-1])
+                rest = Prompt(
+                    runs[0] if len(runs) > 1 else (), self.segments[index:], runs[-1], middle if any(middle) else ()
+                )
+                return min(count, position), index, rest
+            position += len(segment)
+        raise AssertionError("the last run has no segment behind it")
+
 
 @dataclass(frozen=True)
 class References:
@@ -111,17 +133,27 @@ def referenced_documents(query: str | Sequence[Message]) -> References:
     for message in () if isinstance(query, str) else query:
         if message.get("role") == "user":
             found = after
-        found += [part for kind, part in _parts(message) if kind == "document"]
+        found += [str(part) for kind, part in _parts(message) if kind == "document"]
     return References(tuple(before), tuple(after))
 
 
-def _parts(message: Message) -> list[tuple[str, str]]:
-    """A message's content as (kind, text or document id)."""
+@dataclass(frozen=True)
+class Generated:
+    """A part of a message that a model has generated, as tokens: text would not always become the same ones again."""
+
+    token_ids: tuple[int, ...]
+
+
+def _parts(message: Message) -> list[tuple[str, str | Generated]]:
+    """A message's content as (kind, text, document id or generated tokens)."""
     content = message.get("content")
     if isinstance(content, str):
         return [("text", content)]
-    parts = []
+    parts: list[tuple[str, str | Generated]] = []
     for part in content if isinstance(content, list | tuple) else [content]:
+        if isinstance(part, Generated):
+            parts.append(("generated", part))
+            continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         value = part.get({"text": "text", "document": "id"}.get(kind or "", "")) if isinstance(part, Mapping) else None
         if kind not in ("text", "document") or not isinstance(value, str):
@@ -276,7 +308,10 @@ class PromptBuilder:
             contents[marker] = [_DOCUMENTS] if first_user else []
             placed = placed or first_user
             for kind, value in _parts(message):
-                contents[marker] += self._ids(value) if kind == "text" else (_Reference(value),)
+                if isinstance(value, Generated):
+                    contents[marker] += value.token_ids
+                else:
+                    contents[marker] += self._ids(value) if kind == "text" else (_Reference(value),)
             message["content"] = marker
         if not placed:
             raise ValueError("no message with role 'user': documents and question belong to a user message")

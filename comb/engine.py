@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from comb import methods, splitting
 from comb.adapter import HUB_ARGUMENTS, resolve_name
 from comb.compatibility import check_tokenizer, load_tokenizer
+from comb.conversation import Conversation, RunTurn
 from comb.decoding import AnswerStream, Clock, check_wanted, decoding_settings, trim, with_length
 from comb.documents import Document, Message, Prompt, PromptBuilder, as_document, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError, by_document
@@ -27,9 +28,10 @@ from comb.methods.full import token_picache
 from comb.parallel import CompileExecutor, ModelSource
 from comb.parallel.executor import recipe_of
 from comb.picache import PICache, content_key
-from comb.report import Answer, DocumentReport, Report, document_report
+from comb.report import Answer, DocumentReport, Report, continued_reports, document_report
 from comb.splitting import Boundaries, Splitter, split_document
 from comb.store import Handle, PICacheStore
+from comb.turns import Start, Turn
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
 
@@ -52,12 +54,13 @@ class Request:
 
 @dataclass(frozen=True)
 class _Call:
-    """A checked call: per row the segments and the prompt, and what holds for all rows."""
+    """A checked call: per row the segments and the prompt, and what holds for all rows; one row in a conversation."""
 
     segments: list[list[Segment]]
     prompts: list[Prompt]
     settings: dict[str, Any]
     encoder: bool
+    turn: Turn | None = None
 
 
 class PICEngine:
@@ -249,6 +252,46 @@ class PICEngine:
 
         return AnswerStream(run, self.tokenizer)
 
+    # ---- conversations ----
+
+    def conversation(
+        self,
+        documents: Sequence[str | Document] = (),
+        *,
+        document_ids: Sequence[str] = (),
+        messages: Sequence[Message] = (),
+        encoder: bool | None = None,
+        remember: Callable[[str], str] | None = None,
+    ) -> Conversation:
+        """Questions that follow each other, each going on from the cache of the one before: see `Conversation`.
+
+        Raises:
+            ValueError: for a tokenizer without a chat template.
+            UnknownDocumentError: an id that isn't there.
+        """
+        return Conversation(
+            self, documents, document_ids=document_ids, messages=messages, encoder=encoder, remember=remember
+        )
+
+    def segments_of(self, documents: Sequence[str | Document] = (), document_ids: Sequence[str] = ()) -> list[Segment]:
+        """The segments that documents, and behind them added ones, are compiled as."""
+        return self._segments(documents) + self._find(document_ids)
+
+    def prepare_turn(
+        self,
+        messages: Sequence[Message],
+        segments: Mapping[str, Sequence[Segment]],
+        turn: Turn,
+        encoder: bool | None,
+        generate_kwargs: Mapping[str, Any],
+    ) -> RunTurn:
+        """Checks a conversation's turn; returns what answers it. `segments` are those that messages name."""
+        start = time.perf_counter()
+        current = {name: self._with_keys(parts) for name, parts in segments.items()}
+        call = self._prepare([Request(messages)], encoder, generate_kwargs, current)
+        call = replace(call, turn=turn)
+        return lambda streamer, stop: self._answer(call, start, stop, streamer)[0]
+
     # ---- documents ----
 
     def add_documents(
@@ -320,8 +363,17 @@ class PICEngine:
         call = self._prepare(requests, encoder, generate_kwargs)
         return self._answer(call, start)
 
-    def _prepare(self, requests: Sequence[Request], encoder: bool | None, generate_kwargs: Mapping[str, Any]) -> _Call:
-        """Everything that can be refused before something is computed."""
+    def _prepare(
+        self,
+        requests: Sequence[Request],
+        encoder: bool | None,
+        generate_kwargs: Mapping[str, Any],
+        named_segments: Mapping[str, list[Segment]] | None = None,
+    ) -> _Call:
+        """Everything that can be refused before something is computed.
+
+        Messages name documents of the library, or else of `named_segments`.
+        """
         with_encoder = self.encoder_enabled if encoder is None else encoder
         if not getattr(self.model, "encoder_enabled", True):  # inside `with model.encoder_disabled():`
             with_encoder = False
@@ -329,8 +381,9 @@ class PICEngine:
         segments, prompts = [], []
         for request in requests:
             named = referenced_documents(request.question)
-            in_front = self._segments(request.documents) + self._find(request.document_ids)
-            inside = {name: self._find([name]) for name in (*named.before, *named.after)}
+            in_front = self.segments_of(request.documents, request.document_ids)
+            names = (*named.before, *named.after)
+            inside = {name: self._find([name]) if named_segments is None else named_segments[name] for name in names}
             row = [segment for name in named.before for segment in inside[name]]
             row += in_front
             row += [segment for name in named.after for segment in inside[name]]
@@ -355,10 +408,13 @@ class PICEngine:
         answers: list[Answer] = []
         with ExitStack() as stack:
             check_wanted(stop)
+            begin = None if call.turn is None else call.turn.plan(method, call.segments[0], call.prompts[0])
+            given = call.segments if begin is None else [call.segments[0][begin.segments :]]
+            prompts = call.prompts if begin is None else [begin.prompt]
             handles: dict[str, Handle] = {}
             if call.encoder:
-                handles = self._acquire([segment for row in call.segments for segment in row], stack)
-            pairs = zip(call.segments, call.prompts, strict=True)
+                handles = self._acquire([segment for row in given for segment in row], stack)
+            pairs = zip(given, prompts, strict=True)
             rows = [self._row(segments, prompt, handles) for segments, prompt in pairs]
             size = len(rows) if method.batches else 1
             for first in range(0, len(rows), size):
@@ -366,14 +422,16 @@ class PICEngine:
                 clock = Clock(start, stop)
                 with ExitStack() as decoding:
                     session = None if self.mac is None else decoding.enter_context(MacSession(method.model, self.mac))
-                    state = _link(method, rows[first : first + size])
+                    state = _link(method, rows[first : first + size], begin)
                     stack.callback(state.release)
                     check_wanted(stop)
-                    token_ids = _decode(state, method, settings, clock)
+                    token_ids = _decode(state, method, settings, clock, call.turn)
                 total_s = time.perf_counter() - start
                 for index, ids in enumerate(token_ids):
-                    row = call.segments[first + index]
+                    row = given[first + index]
                     documents = _document_reports(row, state, index, handles)
+                    if begin is not None:
+                        documents = (*continued_reports(call.segments[0][: begin.segments]), *documents)
                     report = Report(
                         method=self.method.name,
                         encoder=call.encoder and self.method.uses_encoder,
@@ -385,6 +443,8 @@ class PICEngine:
                         ttft_s=total_s if clock.ttft_s is None else clock.ttft_s,
                         total_s=total_s,
                         mac=None if session is None else session.report(),
+                        continued_tokens=0 if begin is None else begin.tokens,
+                        relinked="" if begin is None else begin.reason,
                     )
                     answers.append(Answer(self.tokenizer.decode(ids, skip_special_tokens=True), ids, report))
         return answers
@@ -398,9 +458,11 @@ class PICEngine:
 
     def _find(self, ids: Sequence[str]) -> list[Segment]:
         """Segments of added documents, keyed anew: an adapter may have been trained since they were added."""
-        added = self.library.find(ids)
-        keys = self._keys([segment.token_ids for segment in added])
-        return [replace(segment, key=key) for segment, key in zip(added, keys, strict=True)]
+        return self._with_keys(self.library.find(ids))
+
+    def _with_keys(self, segments: Sequence[Segment]) -> list[Segment]:
+        keys = self._keys([segment.token_ids for segment in segments])
+        return [replace(segment, key=key) for segment, key in zip(segments, keys, strict=True)]
 
     def _acquire(self, segments: Sequence[Segment], stack: ExitStack, *, ttl: float | None = None) -> dict[str, Handle]:
         """Handles by key, released by `stack`; all that are missing are compiled in one call."""
@@ -478,19 +540,27 @@ class PICEngine:
         return methods.create(name, self.model, **{**from_spec, **parameters}, **extra)
 
 
-def _link(method: Method, rows: Sequence[LinkRow]) -> DecodeState:
+def _link(method: Method, rows: Sequence[LinkRow], begin: Start | None) -> DecodeState:
+    if begin is not None and begin.held is not None:
+        return method.continue_row(begin.held, rows[0])
     if method.batches:
         return method.link_batch(rows)
     (row,) = rows
     return method.link_row(row)
 
 
-def _decode(state: DecodeState, method: Method, settings: Mapping[str, Any], clock: Clock) -> list[tuple[int, ...]]:
+def _decode(
+    state: DecodeState, method: Method, settings: Mapping[str, Any], clock: Clock, turn: Turn | None
+) -> list[tuple[int, ...]]:
     """New token ids per row."""
     prompt = state.input_ids.shape[1]
     arguments = with_length(settings, method.backbone, prompt, method.max_prompt_tokens)
     arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), clock]
-    sequences = state.generate(**arguments)
+    if turn is None:
+        sequences = state.generate(**arguments)
+    else:
+        sequences, cache = state.generate_with_cache(**arguments)
+        turn.keep(state, sequences[0], cache, arguments["eos_token_id"])
     return [trim(row[prompt:].tolist(), arguments, len(sequences)) for row in sequences]
 
 

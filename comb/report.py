@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from comb.library import Segment
+from comb.library import Segment, by_document
 from comb.mac.accounting import MacReport
 from comb.methods.base import SegmentState, SegmentUse
 from comb.store import Handle
@@ -18,8 +18,8 @@ class DocumentReport:
 
     Args:
         id: the caller's id, or ``doc-`` and the start of its content key.
-        state: ``hit`` (reused), ``compiled`` (computed in this request and stored) or ``inlined`` (prefilled as
-            part of the prompt, nothing reused).
+        state: ``hit`` (reused), ``compiled`` (computed in this request and stored), ``inlined`` (prefilled as part of
+            the prompt, nothing reused) or ``continued`` (part of the cache that a conversation's turn went on from).
         tokens: of the document.
         tier: of the store in which a hit was found; None otherwise.
         nbytes: of its PICache; 0 for an inlined document.
@@ -64,6 +64,14 @@ def document_report(segment: Segment, use: SegmentUse | None, handle: Handle | N
     return DocumentReport(segment.id, use.state, tokens, use.tier if use.state == "hit" else None, use.nbytes)
 
 
+def continued_reports(segments: Sequence[Segment]) -> list[DocumentReport]:
+    """One report per document of the turns before."""
+    return [
+        DocumentReport.merged([DocumentReport(part.id, "continued", len(part.token_ids)) for part in parts])
+        for parts in by_document(segments)
+    ]
+
+
 @dataclass(frozen=True)
 class Report:
     """The report that comes with every answer.
@@ -79,6 +87,8 @@ class Report:
         ttft_s: seconds from the call to the first token, compilation included; in a batch, of the whole batch.
         total_s: seconds from the call to the last token.
         mac: what MAC attention reused, of the whole batch; None without it.
+        continued_tokens: of the prompt, taken over from the turn before in a conversation.
+        relinked: why a conversation's turn was linked from its start although there was one before; else empty.
     """
 
     method: str
@@ -91,6 +101,8 @@ class Report:
     ttft_s: float
     total_s: float
     mac: MacReport | None = None
+    continued_tokens: int = 0
+    relinked: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -99,13 +111,15 @@ class Report:
     def __str__(self) -> str:
         """One line in all, and one line per document."""
         off = ", encoder off" if self.method == "comb" and not self.encoder else ""
+        continued = f" ({self.continued_tokens} continued)" if self.continued_tokens else ""
         head = (
             f"method {self.method}{off}: first token {1000 * self.ttft_s:.1f} ms, all {self.answer_tokens} tokens "
-            f"{1000 * self.total_s:.1f} ms, prompt {self.prompt_tokens} tokens, "
+            f"{1000 * self.total_s:.1f} ms, prompt {self.prompt_tokens} tokens{continued}, "
             f"{self.recomputed_tokens} document tokens recomputed, cache {format_bytes(self.cache_bytes)}"
         )
         reused = [] if self.mac is None else [f"  {self.mac}"]
-        return "\n".join([head, *(f"  {document}" for document in self.documents), *reused])
+        relinked = [f"  linked from the start: {self.relinked}"] if self.relinked else []
+        return "\n".join([head, *relinked, *(f"  {document}" for document in self.documents), *reused])
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 Tokens to be computed (head, seams, gaps, query) go through all layers behind what the cache holds; a compiled interior
 is jumped over: linear layers take S <- T S + S_C, full layers append its keys, turned to their places, and its values.
 Every later token sees all of it by plain causality, so there is no mask, and the cache can be continued by
-``generate()``. This is the sequential reference: one pass per run of tokens between two interiors.
+``generate()``. This is the sequential reference: one pass per run of tokens between two interiors. `comb.hybrid.packed`
+does it in one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,13 +52,23 @@ class Linker:
     Args:
         mode: less than "seam" leaves out what the paper's ablation leaves out.
         length: tokens of the whole prompt.
+        before, cache: tokens that a cache covers already, and that cache, which is written to; empty by default.
     """
 
-    def __init__(self, model: Any, support: HybridSupport, mode: Mode, length: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        support: HybridSupport,
+        mode: Mode,
+        length: int,
+        *,
+        before: Sequence[int] = (),
+        cache: Any = None,
+    ) -> None:
         self.model, self.support, self.mode = model, support, mode
-        self.cache: Any = new_cache(model)
+        self.cache: Any = new_cache(model) if cache is None else cache
         self.length = length
-        self.token_ids: list[int] = []
+        self.token_ids: list[int] = list(before)
         self.seconds = {"compose": 0.0, "recompute": 0.0}
         self._pending: list[int] = []
 
@@ -75,10 +86,10 @@ class Linker:
         # states and keys were compiled at the segment's own positions, with the interior from picache.start on
         turns = self._turns(place - picache.start)
         for number, part in picache.linear.items():
-            self._jump(number, part, self.support.linear[number], turns)
+            self.jump(number, part, self.support.linear[number], turns)
         for number, (keys, values) in picache.attention.items():
             moved = [
-                _turned(tensor[None], rotation, turns)
+                turned(tensor[None], rotation, turns)
                 for tensor, rotation in zip((keys, values), self.support.positions.layers[number], strict=True)
             ]
             self.cache.update(moved[0], moved[1], number)
@@ -102,7 +113,7 @@ class Linker:
         device = self.model.get_input_embeddings().weight.device
         return self.support.positions.turns(torch.zeros(1, device=device), torch.full((1,), shift, device=device), 1)
 
-    def _jump(self, number: int, part: SegmentState, layer: LinearLayer, turns: Turns | None) -> None:
+    def jump(self, number: int, part: SegmentState, layer: LinearLayer, turns: Turns | None) -> None:
         columns, state = read_state(self.cache, number)
         if part.columns is not None:
             columns = convolution.shift_in(columns, part.columns, layer.kernel)
@@ -128,7 +139,8 @@ def _turn(rotation: Rotation, turns: Turns) -> Turn:
     return lambda tensor: turns.apply(tensor.clone(memory_format=torch.contiguous_format), rotation)
 
 
-def _turned(tensor: Tensor, rotation: Rotation | None, turns: Turns | None) -> Tensor:
+def turned(tensor: Tensor, rotation: Rotation | None, turns: Turns | None) -> Tensor:
+    """A copy of keys or values [1, heads, tokens, D], turned where they have a rotation."""
     # the cache may keep what it is given, and the PICache must stay as it is
     copy = tensor.clone()
     return copy if rotation is None or turns is None else turns.apply(copy, rotation)
@@ -146,8 +158,13 @@ def link_segments(
     fresh: Sequence[Sequence[int]],
     *,
     mode: Mode = "seam",
+    before: Sequence[int] = (),
+    cache: Any = None,
+    linker_type: Callable[..., Linker] = Linker,
 ) -> Linked:
-    """The prompt ``fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
+    """The prompt ``before + fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
+
+    `cache` covers `before` and is written to; without it the prompt is linked from its start.
 
     The last token is left to ``generate()``, whose first step gives its logits; a prompt whose last segment is kept up
     to its end has that segment computed again.
@@ -155,8 +172,8 @@ def link_segments(
     Raises:
         ValueError: a leading PICache that doesn't stand at the start of the prompt.
     """
-    length = sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
-    linker = Linker(model, support, mode, length)
+    length = len(before) + sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
+    linker = linker_type(model, support, mode, length, before=before, cache=cache)
     recomputed = 0
     for picache, before in zip(picaches, fresh, strict=False):
         linker.tokens(before)

@@ -56,12 +56,14 @@ class HybridSupport:
         linear: by number of the cache layer.
         attention: numbers of the cache layers with keys and values; a layer may have both.
         step: tokens per pass from a state: None for any number, 1 where the scan can't start from one.
+        modules: the linear layers' modules, by number of the cache layer.
     """
 
     positions: PositionMap
     linear: dict[int, LinearLayer]
     attention: tuple[int, ...]
     step: int | None
+    modules: dict[int, Any]
 
     @property
     def kernel(self) -> int:
@@ -171,7 +173,8 @@ def _try(model: Any) -> HybridSupport:
     if positions.length_dependent:
         raise UnmovableError("its rotary embedding changes all keys with the length of the prompt")
     linear = {number: _linear_layer(model, whole, number, positions, step) for number in sorted(whole.layers)}
-    return HybridSupport(positions, linear, attention, step)
+    modules = {number: layer.module for number, layer in whole.layers.items()}
+    return HybridSupport(positions, linear, attention, step, modules)
 
 
 def _step(model: Any, whole: Recording) -> int | None:

@@ -186,6 +186,8 @@ def assemble(
     compiled_from: int = 0,
     rotate: bool = True,
     device: torch.device | str = "cpu",
+    before: Cache | None = None,
+    start: int = 0,
 ) -> LinkCache:
     """The first `end` tokens of a prompt of `length`: cached segments at their places, zeros elsewhere.
 
@@ -193,26 +195,37 @@ def assemble(
         spans: where each PICache goes, in order and without overlap.
         compiled_from: position of a segment's first token when it was compiled.
         rotate: False leaves keys as they were compiled.
+        before, start: an ordinary cache of the first `start` tokens, whose keys and values are copied.
     """
-    compiled, linked = torch.zeros(end + ROOM, dtype=torch.long), torch.zeros(end + ROOM, dtype=torch.long)
+    size = end + ROOM - start
+    compiled, linked = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
     for span in spans:
-        linked[span.start : span.end] = torch.arange(span.start, span.end)
-        compiled[span.start : span.end] = torch.arange(compiled_from, compiled_from + span.length)
+        linked[span.start - start : span.end - start] = torch.arange(span.start, span.end)
+        compiled[span.start - start : span.end - start] = torch.arange(compiled_from, compiled_from + span.length)
     turns = positions.turns(compiled.to(device), linked.to(device), length) if rotate else None
     layers = []
     for number, rotations in enumerate(positions.layers):
         parts = [picache.keys[number] for picache in picaches], [picache.values[number] for picache in picaches]
-        keys, values = (_place(spans, tensors, end + ROOM)[None] for tensors in parts)
+        keys, values = (_place(spans, tensors, start, end + ROOM)[None] for tensors in parts)
         if turns is not None:
             keys, values = turns.apply(keys, rotations[0]), turns.apply(values, rotations[1])
+        if before is not None:
+            layer: Any = before.layers[number]
+            keys, values = _behind(layer.keys, keys, start), _behind(layer.values, values, start)
         layers.append((keys, values))
     return LinkCache(end, layers)
 
 
-def _place(spans: Sequence[Span], tensors: Sequence[Tensor], end: int) -> Tensor:
-    """Segments [H, T, D] at their places in a new [H, end, D], zeros in between."""
+def _behind(earlier: Tensor, later: Tensor, start: int) -> Tensor:
+    """Both in one; layers with a sliding window hold the last of `start` tokens only, and no row looks further back."""
+    forgotten = later.new_zeros(*later.shape[:2], start - earlier.shape[2], later.shape[3])
+    return torch.cat([forgotten, earlier.to(later.device), later], dim=2)
+
+
+def _place(spans: Sequence[Span], tensors: Sequence[Tensor], start: int, end: int) -> Tensor:
+    """Segments [H, T, D] at their places in a new [H, end - start, D], zeros in between."""
     heads, _, channels = tensors[0].shape
-    pieces, position = [], 0
+    pieces, position = [], start
     for span, tensor in zip(spans, tensors, strict=True):
         if span.start > position:
             pieces.append(tensor.new_zeros(heads, span.start - position, channels))

@@ -28,7 +28,7 @@ def run_decoder(
     cache: Cache,
     *,
     position_ids: Tensor | None = None,
-    attention_mask: Tensor | Mapping[str, Tensor] | None = None,
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
 ) -> Tensor:
     """Last hidden states [rows, tokens, hidden] of `input_ids` [rows, tokens] behind what `cache` holds."""
     decoder = decoder_of(model)
@@ -37,7 +37,9 @@ def run_decoder(
     if position_ids is not None:
         arguments["position_ids"] = position_ids.to(device)
     if isinstance(attention_mask, Mapping):
-        arguments["attention_mask"] = {kind: mask.to(device) for kind, mask in attention_mask.items()}
+        arguments["attention_mask"] = {
+            kind: None if mask is None else mask.to(device) for kind, mask in attention_mask.items()
+        }
     elif attention_mask is not None:
         arguments["attention_mask"] = attention_mask.to(device)
     hidden: Tensor = decoder(**arguments)[0]

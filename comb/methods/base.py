@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from transformers.cache_utils import (
@@ -23,14 +23,18 @@ from comb.linking.forward import takes_positions
 from comb.locks import lock_of
 from comb.picache import PICache
 
-SegmentState = Literal["hit", "compiled", "inlined"]
+if TYPE_CHECKING:
+    from comb.methods.continuation import Held
+
+SegmentState = Literal["hit", "compiled", "inlined", "continued"]
 
 
 @dataclass(frozen=True)
 class SegmentUse:
     """How one segment entered a prompt, when the method knows better than the store.
 
-    `inlined`: its tokens were prefilled by the backbone like any others, nothing was reused.
+    `inlined`: its tokens were prefilled by the backbone like any others, nothing was reused. `continued`: it is part
+    of the cache that a conversation's turn went on from.
     """
 
     state: SegmentState
@@ -133,6 +137,11 @@ class DecodeState:
         output = self._generate(**generate_kwargs)
         sequences: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
         return sequences
+
+    def generate_with_cache(self, **generate_kwargs: Any) -> tuple[torch.Tensor, Cache | None]:
+        """`generate`, and the cache that it leaves: of all tokens but the last, unless there is none, or of beams."""
+        output = self._generate(**{**generate_kwargs, "return_dict_in_generate": True})
+        return output.sequences, output.past_key_values
 
     def answer_logits(self, answer_ids: Sequence[int]) -> torch.Tensor:
         """Logits [answer tokens, vocabulary] in float32 at every token of a given answer (one row only).
@@ -273,6 +282,18 @@ class Method(ABC):
     def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
         """Several prompts in one left-padded batch. Raises NotImplementedError where a method has none."""
         raise NotImplementedError(f"method {self.name!r} links one row at a time")
+
+    def why_not_continue(self) -> str:
+        """Why a conversation's next turn can't go on from the cache of the last one; empty if it can."""
+        return f"method {self.name!r} has no way to go on from a cache"
+
+    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+        """`link_row` behind a cache: `row` is what follows the tokens in `held`, which stays as it is.
+
+        Called if `why_not_continue` has no reason. Methods whose documents aren't part of the decoder's prompt get all
+        of a conversation's PICaches, the others those that `held` doesn't contain.
+        """
+        raise NotImplementedError(self.why_not_continue())
 
     @property
     def batches(self) -> bool:

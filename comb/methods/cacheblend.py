@@ -68,7 +68,7 @@ class CacheBlend(Decoder):
 
     def _most_deviant(self, linking: Linking, cache: LinkCache) -> list[int]:
         spans = linking.spans
-        rows = range(spans[0].end if spans[0].first else 0, linking.end)
+        rows = range(spans[0].end if spans[0].first else linking.start, linking.end)
         if not rows:  # all but the last token, which is left for `generate`
             return []
         cache.stop_layer = self.layers

@@ -10,6 +10,7 @@ import torch
 
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.methods.continuation import Held, continue_tokens, pass_size, why_not_continue
 from comb.picache import CrossPICache, PICache
 
 
@@ -67,10 +68,7 @@ class Comb(Method):
         prompts = [list(chain.from_iterable(row.fresh)) for row in rows]
         for row, prompt in zip(rows, prompts, strict=True):
             self.check_prompt(0, len(prompt))
-            for picache in row.picaches:
-                if not isinstance(picache, CrossPICache):
-                    raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__}")
-                self.model.check_picache(picache)
+            self._check(row)
         input_ids, attention_mask = self.tensors(prompts)
         linked = any(row.picaches for row in rows)
         return DecodeState(
@@ -80,3 +78,25 @@ class Comb(Method):
             documents=[list(row.picaches) for row in rows] if linked else None,
             recomputed=(0,) * len(rows),
         )
+
+    def why_not_continue(self) -> str:
+        reason = why_not_continue(self.backbone)
+        if not reason and pass_size(self.backbone) is not None:
+            reason = "its scan can't start from a state, and takes no documents token by token"
+        return reason
+
+    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+        """The query goes on; `row` has all documents of the conversation, the same that `held` was computed with."""
+        fresh = list(chain.from_iterable(row.fresh))
+        self.check_prompt(0, len(held.token_ids) + len(fresh))
+        self._check(row)
+        state = continue_tokens(self, held, fresh)
+        state.model = self.model
+        state.documents = [list(row.picaches)] if row.picaches else None
+        return state
+
+    def _check(self, row: LinkRow) -> None:
+        for picache in row.picaches:
+            if not isinstance(picache, CrossPICache):
+                raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__}")
+            self.model.check_picache(picache)

@@ -24,6 +24,7 @@ from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import UnmovableError
 from comb.linking.support import Support, find_support
 from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.methods.continuation import Held, continue_tokens
 from comb.picache import DecoderPICache, PICache
 from comb.weights import weights_fingerprint
 
@@ -38,6 +39,7 @@ class Linking:
         fresh: sorted positions of everything that isn't a document: head, gaps, query.
         end: tokens that the cache is to hold; N, or N - 1 when the last one is left for `generate`.
         support: how the model is linked.
+        held: what the cache of an earlier turn covers already; None when the prompt is linked from its start.
     """
 
     token_ids: Tensor
@@ -45,7 +47,13 @@ class Linking:
     fresh: list[int]
     end: int
     support: Support
+    held: Held | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def start(self) -> int:
+        """Tokens that are held already."""
+        return 0 if self.held is None else len(self.held.token_ids)
 
     @property
     def fresh_rows(self) -> list[int]:
@@ -144,10 +152,26 @@ class Decoder(Method):
         The prompt's last token is left for ``generate``, whose first step gives its logits. When nothing but the query
         has to be computed (no head, nothing selected), ``generate`` does all of it and there is no pass here.
         """
+        return self._link(row)
+
+    def why_not_continue(self) -> str:
+        if self.support.positions.length_dependent:
+            return "its rotary embedding changes all keys with the length of the prompt"
+        return ""
+
+    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+        """`link_row` behind what is held, whose keys and values are copied; nothing in there is computed again."""
+        if not row.picaches:
+            fresh = row.fresh[-1]
+            self.check_prompt(0, len(held.token_ids) + len(fresh))
+            return continue_tokens(self, held, fresh)
+        return self._link(row, held)
+
+    def _link(self, row: LinkRow, held: Held | None = None) -> DecodeState:
         fingerprint = self.fingerprint
         picaches = [self.check_picache(picache, fingerprint) for picache in row.picaches]
         with exclusive(self.backbone):
-            linking = self._lay_out(row, picaches)
+            linking = self._lay_out(row, picaches, held)
             input_ids, attention_mask = self.tensors([linking.token_ids.tolist()])
             state = DecodeState(self.backbone, input_ids, attention_mask, seconds=linking.seconds)
             # another prompt may have left a rotary embedding with its own, longer reach
@@ -201,8 +225,8 @@ class Decoder(Method):
             )
         return picache
 
-    def _lay_out(self, row: LinkRow, picaches: Sequence[DecoderPICache]) -> Linking:
-        tokens: list[int] = []
+    def _lay_out(self, row: LinkRow, picaches: Sequence[DecoderPICache], held: Held | None) -> Linking:
+        tokens: list[int] = [] if held is None else list(held.token_ids)
         spans: list[Span] = []
         fresh: list[int] = []
         for index, ids in enumerate(row.fresh):
@@ -211,13 +235,14 @@ class Decoder(Method):
             if index < len(picaches):
                 spans.append(Span(len(tokens), picaches[index].num_tokens, first=not tokens))
                 tokens += segment_ids(picaches[index])
-        self.check_prompt(sum(span.length for span in spans), len(fresh))
+        documents = sum(span.length for span in spans)
+        self.check_prompt(documents, len(tokens) - documents)
         support = self.support
         limit = support.positions.max_segment_tokens
         if limit is not None and len(tokens) > limit:
             # compiled with the frequencies of short prompts, also the first one differs in a long prompt
             spans = [replace(span, first=False) for span in spans]
-        linking = Linking(torch.tensor(tokens), spans, fresh, len(tokens) - 1, support)
+        linking = Linking(torch.tensor(tokens), spans, fresh, len(tokens) - 1, support, held)
         documents_end = spans[-1].end if spans else 0
         if self.recomputes_nothing(spans) and (not fresh or fresh[0] >= documents_end):
             linking.end = min(linking.end, documents_end)
@@ -235,6 +260,7 @@ class Decoder(Method):
             linking.support.positions, picaches, linking.spans,
             end=linking.end, length=len(linking.token_ids), compiled_from=len(self.dummy_ids()), rotate=self.rotates,
             device=self.backbone.get_input_embeddings().weight.device,
+            before=None if linking.held is None else linking.held.cache, start=linking.start,
         )  # fmt: skip
 
     @property

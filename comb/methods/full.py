@@ -12,6 +12,7 @@ from comb.fingerprint import backbone_fingerprint
 from comb.hybrid.caches import continued_cache
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
+from comb.methods.continuation import Held, continue_tokens, why_not_continue
 from comb.picache import PICache, TokenPICache
 
 
@@ -38,12 +39,10 @@ class Full(Method):
     def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
         prompts, recomputed = [], []
         for row in rows:
-            segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
-            recomputed.append(sum(map(len, segments)))
-            self.check_prompt(recomputed[-1], sum(map(len, fresh)))
-            prompts.append(
-                [*chain.from_iterable(chain(*pair) for pair in zip(fresh, segments, strict=False)), *fresh[-1]]
-            )
+            prompt, documents = inlined(row)
+            self.check_prompt(documents, len(prompt) - documents)
+            prompts.append(prompt)
+            recomputed.append(documents)
         input_ids, attention_mask = self.tensors(prompts)
         return DecodeState(
             self.backbone,
@@ -53,6 +52,29 @@ class Full(Method):
             recomputed=tuple(recomputed),
             uses=[[SegmentUse("inlined") for _ in row.picaches] for row in rows],
         )
+
+    def why_not_continue(self) -> str:
+        return why_not_continue(self.backbone)
+
+    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+        return continue_inlined(self, held, row)
+
+
+def continue_inlined(method: Method, held: Held, row: LinkRow) -> DecodeState:
+    """`Method.continue_row` with documents as tokens of the prompt."""
+    prompt, documents = inlined(row)
+    method.check_prompt(documents, len(held.token_ids) + len(prompt) - documents)
+    state = continue_tokens(method, held, prompt)
+    state.recomputed = (documents,)
+    state.uses = [[SegmentUse("inlined") for _ in row.picaches]]
+    return state
+
+
+def inlined(row: LinkRow) -> tuple[list[int], int]:
+    """The row as one run of tokens, and how many of them are documents'."""
+    segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
+    prompt = [*chain.from_iterable(chain(*pair) for pair in zip(fresh, segments, strict=False)), *fresh[-1]]
+    return prompt, sum(map(len, segments))
 
 
 def token_picache(fingerprint: str, segment: Sequence[int]) -> TokenPICache:

@@ -8,12 +8,14 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from comb.hybrid.compile import compile_segment
-from comb.hybrid.link import Mode, link_segments
+from comb.hybrid.link import Linker, Mode, link_segments
+from comb.hybrid.packing import linker_for
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.positions import UnmovableError
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.methods.base import DecodeState, LinkRow, Method, exclusive, fork_cache
+from comb.methods.continuation import Held
 from comb.picache import PICache
 from comb.weights import weights_fingerprint
 
@@ -34,6 +36,7 @@ class Hypic(Method):
         mode: the paper's ablation: ``seam`` (all of it) | ``rotation`` (no seams) | ``transition`` (nor are keys
             turned to their places) | ``addition`` (nor are transitions applied).
         storage: dtype of states and dense transitions, ``float32`` or the compact ``float16``.
+        packed: links in one pass of the backbone where the model takes that; False goes run by run, the reference.
 
     Source: HYPIC sec. 4.2, eq. 6 to 8, and sec. 4.3.
 
@@ -57,6 +60,7 @@ class Hypic(Method):
         tail: int | None = None,
         mode: Mode = "seam",
         storage: str = "float32",
+        packed: bool = True,
         **parameters: Any,
     ) -> None:
         super().__init__(model, **parameters)
@@ -64,6 +68,8 @@ class Hypic(Method):
             raise ValueError(f"{self.name}:mode is one of {', '.join(get_args(Mode))}, got {mode!r}")
         if storage not in _STORAGE:
             raise ValueError(f"{self.name}:storage is one of {', '.join(_STORAGE)}, got {storage!r}")
+        if not isinstance(packed, bool):
+            raise ValueError(f"{self.name}:packed is true or false, got {packed!r}")
         widths = {"w": w, "head": head, "tail": tail}
         for name, width in widths.items():
             if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
@@ -73,7 +79,7 @@ class Hypic(Method):
                 f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention"
                 " layers: use method='attnlink' or 'legolink'"
             )
-        self.mode, self.storage = mode, storage
+        self.mode, self.storage, self.packed = mode, storage, packed
         try:
             kernel = self.support.kernel
         except UnmovableError as reason:
@@ -121,11 +127,25 @@ class Hypic(Method):
             ]
 
     def link_row(self, row: LinkRow) -> DecodeState:
+        return self._link(row)
+
+    def why_not_continue(self) -> str:
+        return ""
+
+    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+        return self._link(row, held)
+
+    def _link(self, row: LinkRow, held: Held | None = None) -> DecodeState:
         fingerprint, support = self.fingerprint, self.support
         picaches = [self._check(picache, fingerprint) for picache in row.picaches]
-        self.check_prompt(sum(picache.num_tokens for picache in picaches), sum(map(len, row.fresh)))
+        before = () if held is None else held.token_ids
+        self.check_prompt(sum(picache.num_tokens for picache in picaches), len(before) + sum(map(len, row.fresh)))
+        cache = None if held is None else fork_cache(held.cache)
         with exclusive(self.backbone):
-            linked = link_segments(self.backbone, support, picaches, row.fresh, mode=self.mode)
+            linked = link_segments(
+                self.backbone, support, picaches, row.fresh, mode=self.mode, before=before, cache=cache,
+                linker_type=linker_for(self.backbone, support) if self.packed else Linker,
+            )  # fmt: skip
         input_ids, attention_mask = self.tensors([linked.token_ids])
         return DecodeState(
             self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,),

@@ -24,13 +24,11 @@ from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.positions import UnmovableError
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, exclusive
-from comb.methods.full import token_ids, token_picache
+from comb.methods.continuation import Held, length_dependent_rope, why_not_continue
+from comb.methods.full import continue_inlined, token_ids, token_picache
 from comb.picache import DecoderPICache, PICache, content_key
 from comb.store import PICacheStore
 from comb.weights import weights_fingerprint
-
-# rotary embeddings whose angles depend on the length of the whole prompt: a stored key would be another one's
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @register("prefix")
@@ -97,6 +95,13 @@ class Prefix(Method):
                 self.backbone, [piece for piece in kept if isinstance(piece, DecoderPICache)]
             )
         return state
+
+    def why_not_continue(self) -> str:
+        return why_not_continue(self.backbone)
+
+    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+        """As with `full`: prefixes are stored when a prompt is linked from its start."""
+        return continue_inlined(self, held, row)
 
     def _why_not_hybrid(self) -> str | None:
         try:
@@ -174,14 +179,7 @@ def why_not(model: Any) -> str | None:
             else "linear (recurrent) layers keep a state, not keys and values per token"
         )
         return f"its cache has layers of type {', '.join(other)}, and {why}"
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {str(rope.get("rope_type"))} | {
-        str(part.get("rope_type")) for part in rope.values() if isinstance(part, dict)
-    }
-    scaled = sorted(kinds.intersection(_LENGTH_DEPENDENT_ROPE))
-    if scaled:
-        return f"its rotary embedding ({scaled[0]}) changes all keys with the length of the prompt"
-    return None
+    return length_dependent_rope(model) or None
 
 
 def _cache(model: Any, pieces: Sequence[DecoderPICache]) -> Cache:

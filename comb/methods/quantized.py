@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from comb.methods.base import DecodeState, LinkRow, Method
+from comb.methods.continuation import Held
 from comb.picache import PICache
 from comb.quantization import QuantizedPICache, check_scheme, quantize_picache
 
@@ -58,6 +59,12 @@ class Quantized(Method):
 
     def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
         return self.method.link_batch([self._dequantized(row) for row in rows])
+
+    def why_not_continue(self) -> str:
+        return self.method.why_not_continue()
+
+    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+        return self.method.continue_row(held, self._dequantized(row))
 
     def _dequantized(self, row: LinkRow) -> LinkRow:
         return replace(row, picaches=[self._open(picache) for picache in row.picaches])

@@ -49,6 +49,28 @@ def test_prompt_layout() -> None:
     assert prompt.query == (1, 5, 6)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Prompt((1,), ((2, 3), (4,)), (5, 6)),
+        Prompt((), ((1, 2), (3, 4, 5)), (), gaps=((7, 8),)),
+        Prompt((1, 2), ((3,), (4,), (5, 6)), (7,), gaps=((), (8, 9))),
+        Prompt((1, 2), (), (3,)),
+    ],
+)
+def test_what_is_left_behind_a_number_of_tokens(prompt: Prompt) -> None:
+    inside, position = set(), len(prompt.head)
+    for index, segment in enumerate(prompt.segments):
+        inside |= set(range(position + 1, position + len(segment)))
+        position += len(segment) + len(prompt.gaps[index] if index < len(prompt.gaps) else ())
+    for count in range(len(prompt.flat) + 1):
+        cut, segments, rest = prompt.behind(count)
+        assert rest.flat == prompt.flat[cut:]
+        assert rest.segments == prompt.segments[segments:]
+        assert (cut < count) == (count in inside)
+        assert cut <= count
+
+
 def test_documents_stand_in_front_of_the_first_user_message() -> None:
     tokenizer = byte_tokenizer()
     builder = PromptBuilder(tokenizer)

@@ -1,0 +1,180 @@
+"""The packed link: everything that is to be computed goes through the backbone in one pass.
+
+`Linker` takes one run of tokens after the other through all layers; this does so inside of each linear layer only: the
+layer takes the first run from its state, jumps over the interior behind it, takes the next run, and so on. The rest of
+the model, full attention included, sees all rows at once, under a mask by position. No layer's own code is touched: its
+`forward` is called once per run instead of once. `Linker` is the reference.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comb.hybrid.caches import attention_layers
+from comb.hybrid.link import Linker, turned
+from comb.hybrid.picache import HybridPICache
+from comb.linking.cache import ROOM, LinkLayer, RoomyLayer, Rows
+from comb.linking.forward import run_decoder
+from comb.linking.masks import for_attention, masked_attention
+from comb.linking.positions import Turns
+
+_MAX_MASK_ELEMENTS = 2**26
+# what models call the kinds of their layers in a mapping of masks; linear ones get none
+_KINDS = ("full_attention", "linear_attention", "conv")
+
+
+@dataclass(frozen=True)
+class _Jump:
+    """Over the interior of a segment, whose first token comes to stand at `place`."""
+
+    picache: HybridPICache
+    place: int
+    turns: Turns | None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows [first, last) of the pass, which are neighbours in the prompt."""
+
+    first: int
+    last: int
+
+
+class PackedLinker(Linker):
+    """As `Linker`, with one pass of the backbone, in `finish`.
+
+    A prompt without an interior, or whose mask would be a burden, is linked in order after all.
+
+    Args:
+        mapping: the model takes a mask per kind of layer; else one mask for all.
+    """
+
+    def __init__(self, *args: Any, mapping: bool = True, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._mapping = mapping
+        self._held = len(self.token_ids)
+        self._rows: list[int] = []
+        self._items: list[_Jump | _Run] = []
+
+    def interior(self, picache: HybridPICache) -> None:
+        self._close(len(self.token_ids))
+        place = len(self.token_ids)
+        picache = picache.to(self.model.get_input_embeddings().weight.device)
+        self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
+        self._items.append(_Jump(picache, place, self._turns(place - picache.start)))
+
+    def finish(self) -> Any:
+        begun = time.perf_counter()
+        end = len(self.token_ids) - 1
+        self._close(end)
+        jumps = any(isinstance(item, _Jump) for item in self._items)
+        if not jumps or not self._rows or len(self._rows) * end > _MAX_MASK_ELEMENTS:
+            return self._finish_in_order()
+        rows = Rows(end, torch.tensor(self._rows))
+        self._place(rows)
+        self.seconds["compose"] += time.perf_counter() - begun
+        device = self.model.get_input_embeddings().weight.device
+        allowed = torch.arange(rows.visible) <= rows.positions[:, None]
+        ids = torch.tensor(self.token_ids)[rows.positions][None]
+        with masked_attention(self.model), self._by_runs():
+            mask = for_attention(allowed[None, None].to(device), self.model)
+            kinds = {kind: mask if kind == "full_attention" else None for kind in _KINDS}
+            masks = kinds if self._mapping else mask
+            run_decoder(self.model, ids, self.cache, position_ids=rows.positions[None], attention_mask=masks)
+        for number, layer in attention_layers(self.cache).items():
+            self.cache.layers[number] = RoomyLayer(layer.keys, layer.values, end)
+        self.seconds["recompute"] = time.perf_counter() - begun - self.seconds["compose"]
+        return self.cache
+
+    def _finish_in_order(self) -> Any:
+        tokens = self.token_ids
+        linker = Linker(self.model, self.support, self.mode, self.length, before=tokens[: self._held], cache=self.cache)
+        for item in self._items:
+            if isinstance(item, _Jump):
+                linker.interior(item.picache)
+            else:
+                linker.tokens([tokens[position] for position in self._rows[item.first : item.last]])
+        linker.tokens(tokens[-1:])
+        self.seconds = linker.seconds
+        return linker.finish()
+
+    def _close(self, end: int) -> None:
+        """Ends a run of tokens to be computed in front of position `end`."""
+        start = len(self.token_ids) - len(self._pending)
+        if end > start:
+            self._items.append(_Run(len(self._rows), len(self._rows) + end - start))
+            self._rows += range(start, end)
+        self._pending = []
+
+    def _place(self, rows: Rows) -> None:
+        """Keys and values of what is held and of all interiors at their places, room for those of the rows."""
+        jumps = [item for item in self._items if isinstance(item, _Jump)]
+        for number in self.support.attention:
+            held, buffers = self.cache.layers[number], []
+            for part, rotation in enumerate(self.support.positions.layers[number]):
+                like = jumps[0].picache.attention[number][part]
+                buffer = like.new_empty(1, like.shape[0], rows.length + ROOM, like.shape[2])
+                if self._held:
+                    buffer[:, :, : self._held] = (held.keys, held.values)[part]
+                for jump in jumps:
+                    tensor = jump.picache.attention[number][part][None]
+                    buffer[:, :, jump.place : jump.place + tensor.shape[2]] = turned(tensor, rotation, jump.turns)
+                buffers.append(buffer)
+            self.cache.layers[number] = LinkLayer(rows, *buffers)
+
+    @contextmanager
+    def _by_runs(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, module in self.support.modules.items():
+                stack.enter_context(_instead(module, self._forward(number, module.forward)))
+            yield
+
+    def _forward(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A linear layer's `forward` over all rows, with the states composed in between."""
+        thread, rows = threading.get_ident(), len(self._rows)
+
+        def by_runs(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return forward(*args, **kwargs)
+            outputs = []
+            for item in self._items:
+                if isinstance(item, _Run):
+                    parts = [_cut(value, rows, item) for value in args]
+                    named = {name: _cut(value, rows, item) for name, value in kwargs.items()}
+                    outputs.append(forward(*parts, **named))
+                    continue
+                begun = time.perf_counter()
+                self.jump(number, item.picache.linear[number], self.support.linear[number], item.turns)
+                self.seconds["compose"] += time.perf_counter() - begun
+            if isinstance(outputs[0], tuple):
+                return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
+            return torch.cat(outputs, dim=1)
+
+        return by_runs
+
+
+def _cut(value: Any, rows: int, run: _Run) -> Any:
+    """A run's part of an argument that has all rows, [1, rows] or [1, rows, ...]."""
+    if isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == rows:
+        return value[:, run.first : run.last]
+    return tuple(_cut(item, rows, run) for item in value) if type(value) is tuple else value
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = vars(module).get("forward")  # accelerate's hooks put one there, too
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        vars(module).pop("forward")
+        if before is not None:
+            vars(module)["forward"] = before

@@ -1,0 +1,424 @@
+"""Conversations: a turn that goes on from the last one gives what linking it all from the start gives."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from families import FAMILIES, open_gates
+from test_documents import byte_tokenizer
+from test_hybrid_methods import text_model
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from comb import CombForCausalLM, PICEngine
+from comb.conversation import Conversation
+
+MILL, CITY, LAKE = "The mill burnt down in spring.", "Rill is a small city by the sea.", "The lake is 12 m deep."
+NEW = 6
+EXACT = 1e-5
+CONTROL = 1e-3
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>Hm.{% endif %}"
+)
+HYBRIDS = ("qwen3_next", "bamba", "jamba", "minimax")
+ON_LLAMA = ("full", "prefix", "naive", "legolink:2", "legolink-0", "attnlink:4", "cacheblend:1.0",
+            "naive:quantize=int8", "comb")  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    if family in HYBRIDS:
+        return text_model(family)[0]
+    torch.manual_seed(3)
+    config = FAMILIES[family]()
+    config.vocab_size = len(byte_tokenizer())
+    config.max_position_embeddings = 1024
+    config.tie_word_embeddings = False  # tied, a random model says its last token for ever
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.6 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+@functools.cache
+def with_encoder(family: str) -> Any:
+    torch.manual_seed(4)
+    return open_gates(CombForCausalLM.from_backbone(model_of(family), num_encoder_layers=2))
+
+
+def engine_of(family: str = "llama", method: str = "legolink:2", **options: Any) -> PICEngine:
+    model = with_encoder(family) if method.startswith("comb") else model_of(family)
+    tokenizer = byte_tokenizer(**({"chat_template": options.pop("template")} if "template" in options else {}))
+    return PICEngine(model, tokenizer, method=method, **options)
+
+
+class Scores(LogitsProcessor):
+    """Notes the logits of every step; may fail at one."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.steps: list[Tensor] = []
+        self.fails_at = fails_at
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if len(self.steps) == self.fails_at:
+            raise RuntimeError("the lights went out")
+        self.steps.append(scores[0].float().clone())
+        return scores
+
+
+def asked(chat: Conversation, question: str, *documents: str, **options: Any) -> tuple[Any, Tensor]:
+    """The answer, and the logits [answer tokens, vocabulary] that it was chosen from."""
+    scores = Scores()
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, **options}
+    answer = chat.ask(question, documents, logits_processor=[scores], **settings)
+    return answer, torch.stack(scores.steps)
+
+
+def error(one: Tensor, other: Tensor) -> float:
+    seen = torch.isfinite(other)
+    return float((one - other)[seen].norm() / other[seen].norm())
+
+
+def states(answer: Any) -> list[str]:
+    return [document.state for document in answer.report.documents]
+
+
+CASES = [(name, spec) for name in HYBRIDS for spec in ("hypic:4", "full")] + [("llama", spec) for spec in ON_LLAMA]
+CASES += [("qwen3_next", "addition"), ("qwen3_next", "prefix"), ("bamba", "comb"), ("jamba", "comb"),
+          ("gemma2", "legolink:2"), ("gemma2", "full"), ("gemma3", "naive"), ("deepseek_v2", "legolink:2"),
+          ("gpt2", "full")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_a_turn_goes_on_as_if_linked_in_one_go(family: str, method: str) -> None:
+    engine = engine_of(family, method)
+    continued, anew, other = (engine.conversation([MILL if part < 2 else LAKE]) for part in range(3))
+    first = [asked(chat, "When?")[0] for chat in (continued, anew, other)]
+    new = () if method == "comb" else (CITY,)
+    anew.release()
+    answer, logits = asked(continued, "Where to?", *new)
+    expected, reference = asked(anew, "Where to?", *new)
+    _, control = asked(other, "Where to?", *new)
+    assert answer.token_ids == expected.token_ids
+    assert error(logits, reference) < EXACT
+    assert error(control, reference) > CONTROL
+    assert answer.report.prompt_tokens == expected.report.prompt_tokens
+    assert expected.report.continued_tokens == 0
+    assert "released" in expected.report.relinked
+    assert (continued.relinked, anew.relinked) == (0, 1) if (family, method) != ("jamba", "comb") else (1, 1)
+    if (family, method) == ("jamba", "comb"):
+        assert "scan" in answer.report.relinked
+        return
+    assert answer.report.relinked == ""
+    assert answer.report.continued_tokens == first[0].report.prompt_tokens + NEW - 1
+    third, logits = asked(continued, "Why?")  # and on from there
+    anew.release()
+    _, reference = asked(anew, "Why?")
+    assert error(logits, reference) < EXACT
+    assert third.report.continued_tokens == answer.report.prompt_tokens + NEW - 1
+    if method != "comb":
+        assert states(answer)[0] == "continued"
+        assert states(third) == ["continued", "continued"]
+    assert engine.store.stats().in_use == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "llama"])
+def test_full_is_what_transformers_makes_of_the_whole_text(family: str) -> None:
+    """Its own continuation of its own cache, and one pass over everything."""
+    model, engine = model_of(family), engine_of(family, "full")
+    chat = engine.conversation([MILL], messages=[{"role": "system", "content": "Be brief."}])
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+
+    def ids(text: str) -> list[int]:
+        return list(engine.tokenizer.encode(text, add_special_tokens=False))
+
+    tokens, past = ids(f"<|system|>Be brief.<|user|>{MILL}\nWhen?<|assistant|>"), None
+    for question, more in (("When?", ""), ("Where to?", f"<|end|><|user|>{CITY}\nWhere to?<|assistant|>")):
+        tokens = tokens + ids(more)
+        answer, logits = asked(chat, question, *([CITY] if more else []))
+        output = model.generate(torch.tensor([tokens]), past_key_values=past, **settings)
+        whole = model.generate(torch.tensor([tokens]), **settings, output_logits=True)
+        generated = output.sequences[0, len(tokens) :].tolist()
+        assert list(answer.token_ids) == generated == whole.sequences[0, len(tokens) :].tolist()
+        assert error(torch.stack([step[0] for step in whole.logits]), logits) < EXACT
+        assert answer.report.prompt_tokens == len(tokens)
+        tokens, past = output.sequences[0].tolist(), output.past_key_values
+    assert answer.report.continued_tokens > 0
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert chat.messages[3] == {"role": "user", "content": "Where to?"}
+
+
+def test_the_first_turn_is_the_question_alone_and_added_documents_have_ids() -> None:
+    engine = engine_of("qwen3_next", "hypic:4")
+    (mill,) = engine.add_documents([MILL])
+    system = [{"role": "system", "content": [{"type": "text", "text": "Read:"}, {"type": "document", "id": mill}]}]
+    user = {"role": "user", "content": "When?"}
+    chat = engine.conversation(document_ids=[mill], messages=system)
+    answer = chat.ask("When?", [CITY], max_new_tokens=NEW)
+    assert answer.token_ids == engine.chat([*system, user], [MILL, CITY], max_new_tokens=NEW).token_ids
+    assert answer.token_ids != engine.chat([*system, user], [CITY, MILL], max_new_tokens=NEW).token_ids
+    assert states(answer) == ["hit", "hit", "compiled"]
+    # what is held needs nothing of the store or the library
+    engine.remove_documents([mill])
+    assert states(chat.ask("And?", max_new_tokens=NEW)) == ["continued"] * 3
+    chat.release()
+    assert states(chat.ask("So?", max_new_tokens=NEW)) == ["compiled", "compiled", "hit"]
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("llama", "legolink:2"), ("llama", "comb")])
+def test_a_template_that_writes_earlier_turns_in_another_way(family: str, method: str) -> None:
+    """Keys and values are cut where the texts part, states can't be; both answer as if linked from the start."""
+    engine = engine_of(family, method, template=THINKING)
+    chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
+    prompt = asked(chat, "When?")[0].report.prompt_tokens
+    asked(anew, "When?")
+    anew.release()
+    new = () if method == "comb" else (CITY,)
+    answer, logits = asked(chat, "Where to?", *new)
+    expected, reference = asked(anew, "Where to?", *new)
+    assert error(logits, reference) < EXACT
+    assert answer.token_ids == expected.token_ids
+    if family == "llama":
+        assert (answer.report.continued_tokens, chat.relinked) == (prompt - len("Hm."), 0)
+    else:
+        assert (answer.report.continued_tokens, chat.relinked) == (0, 1)
+        assert "states or sliding windows can't be cut" in answer.report.relinked
+        assert "linked from the start" in str(answer.report)
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("llama", "legolink:2"), ("llama", "full")])
+def test_a_remembered_part_of_an_answer(family: str, method: str) -> None:
+    """A hybrid goes on from the cache in front of the answer, the others are cut there."""
+
+    def shorter(text: str) -> str:
+        return "It did."
+
+    engine = engine_of(family, method)
+    chat, anew, whole = (engine.conversation([MILL], remember=part) for part in (shorter, shorter, None))
+    for conversation in (chat, anew, whole):
+        first, _ = asked(conversation, "When?")
+    anew.release()
+    (answer, logits), (_, reference), (_, control) = (asked(c, "Where?", CITY) for c in (chat, anew, whole))
+    assert error(logits, reference) < EXACT
+    assert error(control, reference) > CONTROL
+    assert chat.messages[1]["content"] == "It did." != first.text
+    assert first.report.prompt_tokens - 1 <= answer.report.continued_tokens < first.report.prompt_tokens + NEW - 1
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("bamba", "full"), ("llama", "legolink:2"),
+                                                ("llama", "comb"), ("minimax", "hypic:4")])  # fmt: skip
+def test_a_turn_that_fails_leaves_everything_as_it_was(family: str, method: str) -> None:
+    engine = engine_of(family, method)
+    chat, untouched = engine.conversation([MILL]), engine.conversation([MILL])
+    for conversation in (chat, untouched):
+        asked(conversation, "When?")
+    before, size = chat.messages, chat.nbytes
+    new = () if method == "comb" else (CITY,)
+    with pytest.raises(RuntimeError, match="lights"):
+        chat.ask("Where to?", new, logits_processor=[Scores(fails_at=3)], max_new_tokens=NEW)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        chat.ask("Where to?", new, max_new_tokens=0)
+    with chat.stream("Where to?", new, max_new_tokens=200, min_new_tokens=200) as stream:
+        next(stream)
+    assert (chat.messages, chat.nbytes) == (before, size)
+    _, logits = asked(chat, "Where to?", *new)
+    _, reference = asked(untouched, "Where to?", *new)
+    assert torch.equal(logits, reference)
+    assert engine.store.stats().in_use == 0
+
+
+def test_a_stream_that_is_read_to_its_end_is_a_turn() -> None:
+    engine = engine_of("bamba", "hypic:4")
+    chat, twin = engine.conversation([MILL]), engine.conversation([MILL])
+    for _ in range(2):
+        expected = chat.ask("When?", max_new_tokens=NEW)
+        with twin.stream("When?", max_new_tokens=NEW) as stream:
+            assert "".join(stream) == expected.text
+        assert stream.answer.token_ids == expected.token_ids
+        assert stream.report.continued_tokens == expected.report.continued_tokens
+    assert twin.messages == chat.messages
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("llama", "legolink:2")])
+def test_conversations_side_by_side(family: str, method: str) -> None:
+    """Turns of one wait for each other, those of several take turns on the model; none sees another's."""
+    engine = engine_of(family, method)
+    documents = [MILL, CITY, LAKE]
+
+    def three_turns(first: int) -> list[tuple[int, ...]]:
+        chat = engine.conversation([documents[first]])
+        rest = documents[first + 1 :] + documents[:first]
+        return [asked(chat, "So?", *new)[0].token_ids for new in ([], rest[:1], rest[1:])]
+
+    alone = [three_turns(first) for first in range(3)]
+    assert alone[0] != alone[1] != alone[2] != alone[0]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(three_turns, range(3))) == alone
+        chat = engine.conversation([MILL])
+        answers = list(pool.map(lambda _: asked(chat, "So?")[0], range(3)))
+    assert sorted(answer.report.continued_tokens > 0 for answer in answers) == [False, True, True]
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 3
+    assert chat.relinked == 0
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("llama", "legolink:2"), ("llama", "full")])
+def test_only_the_last_turn_is_held(family: str, method: str) -> None:
+    engine = engine_of(family, method)
+    chat = engine.conversation([MILL])
+
+    def held(chat: Conversation) -> list[weakref.ref[Any]]:
+        left = chat._history.left
+        assert left is not None
+        assert left.held is not None
+        return [weakref.ref(layer) for layer in left.held.cache.layers]
+
+    def alive(references: list[weakref.ref[Any]]) -> int:
+        gc.collect()
+        return sum(reference() is not None for reference in references)
+
+    assert chat.nbytes == 0
+    asked(chat, "When?")
+    first = held(chat)
+    assert alive(first) == len(first)
+    size = chat.nbytes
+    asked(chat, "Where?", 4 * MILL)
+    second = held(chat)
+    assert alive(first) == 0
+    assert chat.nbytes > size
+    chat.release()
+    assert (alive(second), chat.nbytes) == (0, 0)
+    asked(chat, "And?")
+    third = held(chat)
+    del chat
+    assert alive(third) == 0
+
+
+@pytest.mark.parametrize(("method", "settings"), [("full", {"num_beams": 2}), ("legolink:2", {"num_beams": 2}),
+                                                  ("full", {"use_cache": False})])  # fmt: skip
+def test_an_answer_that_leaves_no_cache(method: str, settings: dict[str, Any]) -> None:
+    """Beams: the prompt's own cache is gone on from, where the method has made one."""
+    engine = engine_of("llama", method)
+    chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
+    for conversation in (chat, anew):
+        prompt = conversation.ask("When?", max_new_tokens=NEW, **settings).report.prompt_tokens
+    anew.release()
+    answer, logits = asked(chat, "Where to?", CITY)
+    assert error(logits, asked(anew, "Where to?", CITY)[1]) < EXACT
+    assert answer.report.continued_tokens == (0 if method == "full" else prompt - 1)
+    assert ("left no cache" in answer.report.relinked) == (method == "full")
+
+
+def test_new_documents_with_an_encoder_are_read_by_all_turns() -> None:
+    engine = engine_of("llama", "comb")
+    chat = engine.conversation([MILL], remember=lambda text: "It did.")
+    asked(chat, "When?")
+    answer, logits = asked(chat, "Where?", CITY)
+    assert "new documents" in answer.report.relinked
+    assert (chat.relinked, states(answer)) == (1, ["hit", "compiled"])
+    question = [*chat.messages[:2], {"role": "user", "content": "Where?"}]
+    for documents, same in (([MILL, CITY], True), ([MILL], False)):
+        scores = Scores()
+        engine.chat(question, documents, max_new_tokens=NEW, min_new_tokens=NEW, logits_processor=[scores])
+        assert (error(logits, torch.stack(scores.steps)) < EXACT) == same
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_next", "hypic:4"), ("llama", "comb")])
+def test_an_answer_that_ends_by_itself(family: str, method: str) -> None:
+    """Its end token is the template's business."""
+
+    class Ends(Scores):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            super().__call__(input_ids, scores)
+            end = torch.full_like(scores, -torch.inf)
+            end[:, chat_end] = 0
+            return end if len(self.steps) == 4 else scores
+
+    engine = engine_of(family, method)
+    chat_end = engine.tokenizer.eos_token_id
+    chat, anew = engine.conversation([MILL]), engine.conversation([MILL])
+    for conversation in (chat, anew):
+        first = conversation.ask("When?", logits_processor=[Ends()], max_new_tokens=9, eos_token_id=chat_end)
+    assert (first.token_ids[-1], len(first.token_ids)) == (chat_end, 4)
+    anew.release()
+    answer, logits = asked(chat, "Where?")
+    expected, reference = asked(anew, "Where?")
+    assert error(logits, reference) < EXACT
+    assert answer.report.continued_tokens == first.report.prompt_tokens + 3
+    # <|end|><|user|>Where?<|assistant|> behind it: no end token twice
+    added = len("<>") + 1 + len("Where?")
+    assert answer.report.prompt_tokens == expected.report.prompt_tokens == answer.report.continued_tokens + added
+
+
+def test_a_conversation_notices_other_weights_and_methods() -> None:
+    engine = engine_of("llama", "legolink:2")
+    chat = engine.conversation([MILL])
+    asked(chat, "When?")
+    engine.encoder_enabled = False
+    answer, logits = asked(chat, "Where?")
+    assert "another method" in answer.report.relinked
+    assert states(answer) == ["inlined"]
+    weight = engine.model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight.mul_(1.5)
+        try:
+            other, changed = asked(chat, "Where?")
+        finally:
+            weight.div_(1.5)
+    assert "weights have changed" in other.report.relinked
+    assert error(changed, logits) > CONTROL
+
+
+def test_rotary_embeddings_of_the_whole_length_are_linked_anew() -> None:
+    torch.manual_seed(0)
+    config = FAMILIES["llama"]()
+    config.vocab_size = len(byte_tokenizer())
+    config.max_position_embeddings = 512
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    for method in ("full", "legolink:2"):
+        chat = PICEngine(model, byte_tokenizer(), method=method).conversation([MILL])
+        asked(chat, "When?")
+        assert "rotary embedding" in asked(chat, "Where?")[0].report.relinked
+
+
+def test_mac_attention_goes_on() -> None:
+    engine = engine_of("llama", "legolink:2", mac="generation")
+    chat = engine.conversation([MILL])
+    asked(chat, "When?")
+    answer, _ = asked(chat, "Where?", CITY)
+    assert answer.report.mac is not None
+    assert answer.report.continued_tokens > 0
+
+
+def test_bad_input() -> None:
+    engine = engine_of("llama", "full")
+    with pytest.raises(ValueError, match="chat_template"):
+        PICEngine(model_of("llama"), byte_tokenizer(chat_template=None), method="full").conversation()
+    with pytest.raises(ValueError, match="unknown document id"):
+        engine.conversation(document_ids=["nobody"])
+    chat = engine.conversation([MILL])
+    with pytest.raises(ValueError, match="streamer"):
+        chat.stream("When?", streamer=object())
+    with pytest.raises(ValueError, match="positions"):
+        chat.ask("x" * 2000)
+    assert chat.messages == []
+    assert states(chat.ask("When?", max_new_tokens=1)) == ["inlined"]  # the first documents are still there

@@ -1,0 +1,176 @@
+"""The packed link is the sequential one: the same states, keys and logits, in one pass of the backbone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from test_hybrid_link import EXACT, MODELS, QUERY, A, B, C, error, ids, model_of
+from torch import Tensor
+
+from comb import methods
+from comb.hybrid import packing
+from comb.hybrid.caches import attention_layers, read_state
+from comb.hybrid.link import Linker
+from comb.hybrid.packed import PackedLinker
+from comb.linking.forward import decoder_of
+from comb.methods.base import DecodeState, exclusive
+
+PACKED = {
+    "qwen3_next",
+    "qwen3_5",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "lfm2",
+    "kimi_linear",
+    "ring",
+    "ring_dense",
+}
+SHORT = ids(5, 8)
+
+
+def pair(name: str, spec: str = "hypic:4") -> tuple[Any, Any]:
+    """The method packed, and run by run."""
+    return methods.create(spec, model_of(name)), methods.create(spec, model_of(name), packed=False)
+
+
+def held(state: DecodeState) -> list[Tensor]:
+    cache: Any = state.past_key_values
+    layers = attention_layers(cache)
+    states = [s for number in range(len(cache.layers)) for s in read_state(cache, number) if s is not None]
+    return [*states, *(tensor for layer in layers.values() for tensor in (layer.keys, layer.values))]
+
+
+@contextmanager
+def passes(model: Any) -> Iterator[list[int]]:
+    """Tokens of each pass of the decoder."""
+    seen: list[int] = []
+    handle = decoder_of(model).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_is_sequential(name: str) -> None:
+    packed, plain = pair(name)
+    model, picaches = model_of(name), packed.compile([A, B, C, A])
+    packed.link(picaches, QUERY)  # tries out what the model takes
+    with passes(model) as counted:
+        one = packed.link(picaches, QUERY)
+    with passes(model) as reference:
+        other = plain.link(picaches, QUERY)
+    if name in PACKED:
+        assert (len(counted), len(reference)) == (1, 5)
+        assert sum(counted) == sum(reference)
+    else:
+        assert counted == reference
+    assert len(held(one)) == len(held(other)) > 0
+    assert max(error(left, right) for left, right in zip(held(one), held(other), strict=True)) < EXACT
+    assert error(one.logits, other.logits) < EXACT
+    answer = ids(5, 9)
+    assert error(one.answer_logits(answer), other.answer_logits(answer)) < EXACT
+    assert one.recomputed == other.recomputed
+    swapped = packed.link([picaches[1], picaches[0], *picaches[2:]], QUERY)  # the control
+    assert error(swapped.logits, other.logits) > 20 * EXACT
+
+
+PROMPTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "head and gaps": lambda m: {"picaches": m.compile([A, B]), "head_ids": ids(7, 5), "gaps": [ids(9, 6)]},
+    "covered by its seams": lambda m: {"picaches": m.compile([A, SHORT, B])},
+    "leading": lambda m: {"picaches": [*m.compile([A], leading=True), *m.compile([B])]},
+    "one token asks": lambda m: {"picaches": m.compile([A, B]), "query_ids": [7]},
+    "a document at the end": lambda m: {"picaches": m.compile([A, B]), "query_ids": []},
+    "nothing to jump over": lambda m: {"picaches": m.compile([SHORT]), "query_ids": QUERY},
+}
+
+
+@pytest.mark.parametrize("prompt", list(PROMPTS))
+@pytest.mark.parametrize(("name", "spec"), [("qwen3_next", "hypic:4"), ("bamba", "hypic:head=4,tail=0"),
+                                            ("kimi_linear", "hypic:mode=rotation"), ("lfm2", "addition")])  # fmt: skip
+def test_packed_prompts_of_many_shapes(name: str, spec: str, prompt: str) -> None:
+    packed, plain = pair(name, spec)
+    row = {"query_ids": QUERY, **PROMPTS[prompt](packed)}
+    one, other = packed.link(**row), plain.link(**row)
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert error(one.logits, other.logits) < EXACT
+    assert max(error(left, right) for left, right in zip(held(one), held(other), strict=True)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
+def test_no_row_sees_a_later_one(name: str) -> None:
+    packed, _ = pair(name)
+    picaches = packed.compile([A, B])
+
+    def keys(gap: Sequence[int]) -> Tensor:
+        cache: Any = packed.link(picaches, QUERY, gaps=[gap]).past_key_values
+        return torch.cat([layer.keys[0].flatten(0, 0) for layer in attention_layers(cache).values()])
+
+    gap = ids(9, 6)
+    other = [*gap[:4], (gap[4] + 1) % 90 + 3, *gap[5:]]
+    place = len(A) + 4
+    assert torch.equal(keys(gap)[:, :place], keys(other)[:, :place])
+    assert not torch.equal(keys(gap)[:, -2:], keys(other)[:, -2:])
+
+
+def test_a_mask_that_would_be_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, plain = pair("qwen3_next")
+    picaches = packed.compile([A, B])
+    monkeypatch.setattr("comb.hybrid.packed._MAX_MASK_ELEMENTS", 100)
+    with passes(packed.backbone) as counted:
+        one = packed.link(picaches, QUERY)
+    assert len(counted) == 3
+    assert torch.equal(one.logits, plain.link(picaches, QUERY).logits)
+
+
+def test_what_does_not_agree_is_linked_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial compares: a model whose packed states come out wrong never links that way."""
+    method, _ = pair("qwen3_next")
+    with exclusive(method.backbone):
+        assert packing.linker_for(method.backbone, method.support) is not Linker
+        vars(method.backbone).pop("_comb_linker")
+        jump = Linker.jump
+        late = lambda self, number, *rest: None if isinstance(self, PackedLinker) else jump(self, number, *rest)  # noqa: E731
+        with monkeypatch.context() as broken:
+            broken.setattr(Linker, "jump", late)
+            assert packing.linker_for(method.backbone, method.support) is Linker
+        vars(method.backbone).pop("_comb_linker")
+
+
+def test_layers_are_as_before() -> None:
+    """Also when the pass fails; and another thread's run of the model meanwhile is an ordinary one."""
+    packed, _ = pair("qwen3_next")
+    model, picaches = packed.backbone, packed.compile([A, B])
+    plain = model(torch.tensor([A])).logits
+    seen: list[Tensor] = []
+
+    def elsewhere(*_: Any) -> None:
+        handle.remove()
+        with torch.no_grad():
+            thread = threading.Thread(target=lambda: seen.append(model(torch.tensor([A])).logits.detach()))
+            thread.start()
+            thread.join()
+        raise RuntimeError("the lights went out")
+
+    packed.link(picaches, QUERY)
+    handle = decoder_of(model).layers[2].register_forward_pre_hook(elsewhere)
+    with pytest.raises(RuntimeError, match="lights"):
+        packed.link(picaches, QUERY)
+    assert torch.equal(seen[0], plain)
+    assert torch.equal(model(torch.tensor([A])).logits, plain)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_packed_is_a_parameter() -> None:
+    assert methods.create("hypic:8,packed=false", model_of("bamba")).packed is False
+    assert methods.create("addition", model_of("bamba")).packed is True
+    with pytest.raises(ValueError, match="packed is true or false"):
+        methods.create("hypic", model_of("bamba"), packed="often")
