@@ -31,7 +31,7 @@ def serve_bench(
     together: Annotated[int, typer.Option(min=1, help="clients that ask about the same documents at once")] = 16,
     soak: Annotated[int, typer.Option(min=0, help="further requests to comb, memory watched")] = 0,
     slo: Annotated[
-        float | None, typer.Option(help="seconds that 90% of TTFT keep; by default twice plain vLLM's without load")
+        float | None, typer.Option(help="seconds that 90% of TTFT keep; by default three times plain vLLM's median")
     ] = None,
     pool: Annotated[int, typer.Option(min=1, help="documents that come back")] = 50,
     documents: Annotated[int, typer.Option(min=1, help="per request")] = 8,

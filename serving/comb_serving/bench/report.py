@@ -13,6 +13,7 @@ from comb_serving.bench.run import CACHED, COLD, SOAK, TOGETHER, Outcome
 from comb_serving.bench.servers import COMB, PLAIN
 
 SERVERS = (PLAIN, COMB)
+SHORT = {PLAIN: "plain", COMB: "comb"}
 COLOURS = {PLAIN: FAMILIES["prefix"][0], COMB: FAMILIES["comb"][0]}
 MARKERS = {PLAIN: FAMILIES["prefix"][1], COMB: FAMILIES["comb"][1]}
 MIB = 2**20
@@ -35,12 +36,14 @@ def _aims(outcome: Outcome) -> TextTable:
         lines.append(_over("answers/s, closed loop", best[COMB], best[PLAIN], "{:.2f}", "at least 3", 3.0))
     if outcome.slo_s is not None:
         kept = {name: sustained(outcome.results, name, outcome.slo_s) for name in SERVERS}
-        rates = {name: result.throughput or 0.0 for name, result in kept.items() if result is not None}
+        rates = {name: result.rate or 0.0 for name, result in kept.items() if result is not None}
         if len(rates) == len(SERVERS):
-            lines.append(_over("answers/s within the SLO", rates[COMB], rates[PLAIN], "{:.2f}", "at least 3", 3.0))
+            lines.append(
+                _over("requests/s offered and kept in the SLO", rates[COMB], rates[PLAIN], "{:.2f}", "at least 3", 3.0)
+            )
         else:
             shown = [f"{rates[name]:.2f}" if name in rates else "none" for name in SERVERS]
-            lines.append(("answers/s within the SLO", *shown, "-", "at least 3", "-"))
+            lines.append(("requests/s offered and kept in the SLO", *shown, "-", "at least 3", "-"))
     if all(name in outcome.token_bytes for name in SERVERS):
         plain, comb = (outcome.token_bytes[name] for name in SERVERS)
         lines.append(
@@ -82,25 +85,38 @@ def _loops(outcome: Outcome) -> TextTable:
             found = [r for r in outcome.results if (r.server, r.phase) == (server, phase)]
             lines += [_line(result, times if server == COMB else None) for result in found]
     columns = (
-        "phase", "clients", "server", "n", "TTFT p50", "p90", "p99", "ratio", "TPOT", "whole", "answers/s", "hits",
-        "encoded", "failed",
+        "phase", "server", "n", "TTFT p50", "p90", "p99", "ratio", "TPOT", "whole", "answers/s", "hits", "new",
     )  # fmt: skip
     remarks = (
         "Times in ms: TTFT from sending to the first token, TPOT per further token, whole to the last one, medians. "
-        "ratio: plain vLLM's median TTFT over comb's (95% bootstrap interval). cold: documents never seen before; "
-        "cached: from the pool of documents, in any order; together: all at once about the same documents. With few "
-        "requests p99 is the slowest of them.",
+        "ratio: plain vLLM's median TTFT over comb's (95% bootstrap interval). Behind the phase how many clients. "
+        "cold: documents never seen before; cached: from the pool of documents, in any order; together: all at once "
+        "about the same documents. hits, new: documents found and encoded. With few requests p99 is the slowest of them.",
+        *_evicted(outcome),
     )
     return TextTable("Time to first token, closed loops", columns, tuple(lines), remarks)
 
 
+def _evicted(outcome: Outcome) -> list[str]:
+    again = sum(r.encoded for r in outcome.results if r.server == COMB and r.phase not in (COLD, SOAK))
+    return [f"{again} documents had left the pool and were encoded again: --pool-bytes is too small."] if again else []
+
+
 def _line(result: PhaseResult, times: Ratio | None) -> tuple[str, ...]:
+    documents = (result.hits, result.encoded) if result.server == COMB else ("-", "-")
     return (
-        result.phase.split()[0], str(result.clients), result.server, str(result.n),
+        _name(result), SHORT[result.server], _count(result),
         *(_ms(value) for value in (result.ttft_p50, result.ttft_p90, result.ttft_p99)), _interval(times),
-        _ms(result.tpot_p50), _ms(result.total_p50), _rate(result.throughput),
-        *(str(count) if result.server == COMB else "-" for count in (result.hits, result.encoded)), str(result.errors),
+        _ms(result.tpot_p50), _ms(result.total_p50), _rate(result.throughput), *map(str, documents),
     )  # fmt: skip
+
+
+def _name(result: PhaseResult) -> str:
+    return f"{result.phase.split()[0]}, {result.clients}"
+
+
+def _count(result: PhaseResult) -> str:
+    return f"{result.n} of {result.n + result.errors}" if result.errors else str(result.n)
 
 
 def _arrivals(outcome: Outcome) -> TextTable:
@@ -111,18 +127,18 @@ def _arrivals(outcome: Outcome) -> TextTable:
         kept = (
             "-" if outcome.slo_s is None or r.ttft_p90 is None else _yes(r.ttft_p90 <= outcome.slo_s and not r.errors)
         )
-        head = (f"{r.rate:g}", r.server, str(r.n))
+        head = (f"{r.rate:g}", SHORT[r.server], _count(r))
         lines.append(
-            (*head, "not run", *("-",) * 7)
+            (*head, "not run", *("-",) * 6)
             if r.skipped
-            else (*head, *(_ms(figure) for figure in figures), _rate(r.throughput), kept, str(r.errors))
+            else (*head, *(_ms(figure) for figure in figures), _rate(r.throughput), kept)
         )
     remarks = (
         "TTFT in ms from arrival, whether or not earlier requests are answered. late: 99% of requests were sent within "
-        "so many ms of their arrival.",
+        "so many ms of their arrival. answers/s: until the end of arrivals, or the last answer if that is later.",
         *dict.fromkeys(f"Not run: {r.server} at {r.phase}: {r.skipped}." for r in offered if r.skipped),
     )
-    columns = ("offered/s", "server", "n", "TTFT p50", "p90", "p99", "TPOT", "late", "answers/s", "in SLO", "failed")
+    columns = ("offered/s", "server", "n", "TTFT p50", "p90", "p99", "TPOT", "late", "answers/s", "in SLO")
     return TextTable("Poisson arrivals", columns, tuple(lines), remarks)
 
 
@@ -248,7 +264,7 @@ def _memory(axes: Any, soak: Sequence[Memory]) -> None:
         axes.plot([s.requests for s in own], [s.nbytes / MIB for s in own], color=COLOURS[server], label=server)
     axes.set_xlabel("requests of the soak")
     axes.set_ylabel("memory of all processes, MiB")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.2 * max(sample.nbytes for sample in soak) / MIB)
     axes.legend(frameon=False, fontsize="small")
 
 

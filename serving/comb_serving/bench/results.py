@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from comb_serving.bench.client import Record
-
-Statistic = Callable[[Record], float | None]
 
 
 @dataclass(frozen=True)
@@ -19,9 +17,9 @@ class PhaseResult:
 
     Args:
         clients: of a closed loop. rate: of arrivals per second, in an open one.
-        throughput: good answers per second, from the first arrival to the last token.
+        throughput: good answers per second, from the start to the last token, or the end of arrivals.
         late_p99: of sending behind arrival: what the client itself could not keep up with.
-        hits, encoded: documents. cached_tokens: share of prompt tokens that the server took from a cache.
+        hits, encoded: documents. cached_share: of prompt tokens, taken from a cache.
         skipped: why it wasn't run.
     """
 
@@ -64,20 +62,29 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def summarize(
-    records: Sequence[Record], server: str, phase: str, *, clients: int = 0, rate: float | None = None
+    records: Sequence[Record],
+    server: str,
+    phase: str,
+    *,
+    clients: int = 0,
+    rate: float | None = None,
+    window_s: float = 0.0,
 ) -> PhaseResult:
-    """The figures of one phase. Without a good answer only the errors are counted."""
+    """The figures of one phase. Without a good answer only the errors are counted.
+
+    Args:
+        window_s: of arrivals; a phase lasts at least so long, also if the last request came earlier.
+    """
     good = [record for record in records if not record.error]
     ttft, total = [record.ttft_s for record in good], [record.total_s for record in good]
     tpot = [record.tpot_s for record in good if record.tpot_s is not None]
-    first = min((record.due_s for record in records), default=0.0)
-    last = max((record.due_s + record.total_s for record in good), default=first)
+    lasted = max([window_s, *(record.due_s + record.total_s for record in good)])
     prompt = sum(record.prompt_tokens for record in good)
     return PhaseResult(
         server, phase, clients, rate, len(good), len(records) - len(good),
         ttft_p50=percentile(ttft, 50), ttft_p90=percentile(ttft, 90), ttft_p99=percentile(ttft, 99),
         tpot_p50=percentile(tpot, 50), total_p50=percentile(total, 50), total_p99=percentile(total, 99),
-        throughput=len(good) / (last - first) if last > first else None,
+        throughput=len(good) / lasted if lasted else None,
         late_p99=percentile([record.late_s for record in good], 99),
         hits=sum(record.hits for record in good), encoded=sum(record.encoded for record in good),
         cached_share=sum(record.cached_tokens for record in good) / prompt if prompt else 0.0,
@@ -104,7 +111,7 @@ def ratio(
 
 
 def sustained(results: Sequence[PhaseResult], server: str, slo_s: float) -> PhaseResult | None:
-    """The phase of open arrivals with the most answers per second that kept the SLO: p90 of TTFT, and no error."""
+    """The highest rate of arrivals at which the SLO was kept: p90 of TTFT, and no error."""
     kept = [
         result
         for result in results
@@ -114,7 +121,7 @@ def sustained(results: Sequence[PhaseResult], server: str, slo_s: float) -> Phas
         and result.ttft_p90 is not None
         and result.ttft_p90 <= slo_s
     ]
-    return max(kept, key=lambda result: result.throughput or 0.0, default=None)
+    return max(kept, key=lambda result: result.rate or 0.0, default=None)
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from comb.bench.queueing import poisson_arrivals
 from comb_serving.bench.client import Record, Target, run_closed, run_open
-from comb_serving.bench.results import Memory, PhaseResult, percentile, summarize
+from comb_serving.bench.results import Memory, PhaseResult, summarize
 from comb_serving.bench.servers import COMB, PLAIN, Metrics, Server, ServerPlan
 from comb_serving.bench.workload import Ask, Workload
 
 COLD, CACHED, TOGETHER, SOAK = "cold", "cached", "together", "soak"
 BEYOND = 1.3  # a server isn't offered more than so many times what it does in a closed loop
-_AUTO = (0.5, 0.8, 1.1)
+SLO_TIMES = 3
+_AUTO = (0.5, 0.75, 1.0)
 _MEMORY_EVERY_S = 2.0
 
 
@@ -39,7 +40,7 @@ class RunShape:
         together, repeats: clients that ask about the same documents at one moment, and how often.
         soak: requests to comb alone with memory watched; 0: none. soak_clients: at once.
         tokens: of each answer. timeout_s: of a request.
-        slo_s: p90 of TTFT that a sustained rate keeps; None: twice plain vLLM's median without load.
+        slo_s: p90 of TTFT that a sustained rate keeps; None: three times plain vLLM's median with the fewest clients.
     """
 
     cold: int = 16
@@ -111,9 +112,9 @@ class Bench:
         for group in groups:
             with ExitStack() as stack:
                 servers = [stack.enter_context(self._started(plan, logs)) for plan in group]
-                for phase in (self._cold, self._closed, self._together, self._open, self._soak):
+                for step in self._steps():
                     for server in servers:
-                        phase(server)
+                        step(server)
 
     @contextmanager
     def _started(self, plan: ServerPlan, logs: Path) -> Iterator[Server]:
@@ -132,6 +133,16 @@ class Bench:
 
     # ---- phases ----
 
+    def _steps(self) -> Iterator[Callable[[Server], None]]:
+        """One after the other: rates that depend on closed loops are known when those have been run."""
+        yield self._cold
+        for clients in self.shape.clients:
+            yield partial(self._closed, clients=clients)
+        yield self._together
+        for rate in self.shape.rates or auto_rates(list(self.peak.values())):
+            yield partial(self._open, rate=rate)
+        yield self._soak
+
     def _cold(self, server: Server) -> None:
         before = server.metrics()
         records = self._run_closed(server, COLD, self.workload.cold(self.shape.cold), 1)
@@ -143,38 +154,34 @@ class Bench:
         if found is not None:
             self.outcome.token_bytes[server.plan.name] = found
 
-    def _closed(self, server: Server) -> None:
-        for clients in self.shape.clients:
-            phase = f"{CACHED} {clients}"
-            asks = self.workload.drawn(self.shape.requests, phase)
-            result = self._keep(server, phase, self._run_closed(server, phase, asks, clients), clients=clients)
-            best = max(self.peak.get(server.plan.name, 0.0), result.throughput or 0.0)
-            self.peak[server.plan.name] = best
-        if server.plan.name == PLAIN:
-            ttft = self.outcome.ttft(PLAIN, f"{CACHED} {self.shape.clients[0]}")
-            alone = percentile(ttft, 50)
-            self.outcome.slo_s = self.shape.slo_s or (None if alone is None else 2 * alone)
+    def _closed(self, server: Server, *, clients: int) -> None:
+        name, phase = server.plan.name, f"{CACHED} {clients}"
+        asks = self.workload.drawn(self.shape.requests, phase)
+        result = self._keep(server, phase, self._run_closed(server, phase, asks, clients), clients=clients)
+        self.peak[name] = max(self.peak.get(name, 0.0), result.throughput or 0.0)
+        if name == PLAIN and self.outcome.slo_s is None:
+            self.outcome.slo_s = self.shape.slo_s or (SLO_TIMES * result.ttft_p50 if result.ttft_p50 else None)
 
     def _together(self, server: Server) -> None:
-        records = []
+        records: list[Record] = []
         for asks in self.workload.together(self.shape.together, self.shape.repeats):
-            records += self._run_closed(server, TOGETHER, asks, len(asks))
+            # one repeat behind the other, as they were
+            before = max((record.due_s + record.total_s for record in records), default=0.0)
+            found = self._run_closed(server, TOGETHER, asks, len(asks))
+            records += [replace(record, due_s=before + record.due_s) for record in found]
         self._keep(server, TOGETHER, records, clients=self.shape.together)
 
-    def _open(self, server: Server) -> None:
-        name = server.plan.name
-        rates = self.shape.rates or auto_rates(list(self.peak.values()))
-        for rate in rates:
-            phase = f"{rate:.3g}/s"
-            if rate > BEYOND * self.peak[name]:
-                why = f"more than {BEYOND:g} times its {self.peak[name]:.2f}/s in a closed loop"
-                self.outcome.results.append(PhaseResult(name, phase, rate=rate, skipped=why))
-                continue
-            arrivals = [a.time for a in poisson_arrivals(rate, self.shape.seconds, 1, self.workload.seed)]
-            asks = self.workload.drawn(len(arrivals), phase)
-            with self._counting(server, phase) as count:
-                records = run_open(self._target(server), phase, asks, arrivals, count)
-            self._keep(server, phase, records, rate=rate)
+    def _open(self, server: Server, *, rate: float) -> None:
+        name, phase = server.plan.name, f"{rate:.3g}/s"
+        if rate > BEYOND * self.peak[name]:
+            why = f"more than {BEYOND:g} times its {self.peak[name]:.2f}/s in a closed loop"
+            self.outcome.results.append(PhaseResult(name, phase, rate=rate, skipped=why))
+            return
+        arrivals = self.workload.arrivals(rate, self.shape.seconds)
+        asks = self.workload.drawn(len(arrivals), phase)
+        with self._counting(server, phase) as count:
+            records = run_open(self._target(server), phase, asks, arrivals, count)
+        self._keep(server, phase, records, rate=rate)
 
     def _soak(self, server: Server) -> None:
         if not self.shape.soak or server.plan.name != COMB:
@@ -233,7 +240,8 @@ class Bench:
     def _keep(
         self, server: Server, phase: str, records: Sequence[Record], *, clients: int = 0, rate: float | None = None
     ) -> PhaseResult:
-        result = summarize(records, server.plan.name, phase, clients=clients, rate=rate)
+        window = 0.0 if rate is None else self.shape.seconds
+        result = summarize(records, server.plan.name, phase, clients=clients, rate=rate, window_s=window)
         self.outcome.results.append(result)
         times = "-" if result.ttft_p50 is None else f"{1000 * result.ttft_p50:.0f} ms"
         served = "" if result.throughput is None else f", {result.throughput:.2f}/s"
@@ -268,11 +276,9 @@ def resident(server: Server) -> tuple[int, int]:
 
 def pool_token_bytes(before: Metrics, after: Metrics, tokens: int) -> float | None:
     """Bytes by which the pool has filled per document token, what blocks leave empty included; None if it evicted."""
-    used, evicted = (
-        [page.value(f"comb_{name}") or 0.0 for page in (before, after)]
-        for name in ("pool_used_bytes", "document_evictions_total")
-    )
-    return None if evicted[0] != evicted[1] or not tokens else (used[1] - used[0]) / tokens
+    if before.ours("evictions") != after.ours("evictions") or not tokens:
+        return None
+    return (after.ours("pool_used_bytes") - before.ours("pool_used_bytes")) / tokens
 
 
 def decoder_token_bytes(server: Server) -> float | None:

@@ -168,10 +168,10 @@ class Metrics:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def value(self, name: str) -> float | None:
-        """The sum over a series' labels; None if it isn't there."""
-        found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.text, re.MULTILINE)
-        return sum(map(float, found)) if found else None
+    def ours(self, name: str) -> float:
+        """The sum of comb's series with `name` in theirs; 0 where there is none."""
+        found = re.findall(rf"^comb\w*[:_]\w*{re.escape(name)}\w*(?:\{{.*\}})? (\S+)$", self.text, re.MULTILINE)
+        return sum(map(float, found))
 
     def label(self, name: str, label: str) -> str | None:
         """A label of the first sample of a series."""

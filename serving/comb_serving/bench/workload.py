@@ -134,6 +134,14 @@ class Workload:
             documents = [self._document(f"soak{number}"), *self._draw(rng)[1:]]
             yield Ask(number, tuple(rng.sample(documents, len(documents))), self._query("soak", number))
 
+    def arrivals(self, rate: float, seconds: float) -> list[float]:
+        """Moments of a Poisson process in ``[0, seconds)``, given that there are ``rate * seconds`` of them.
+
+        Their number isn't left to chance, so that a short run offers the rate that it says.
+        """
+        rng = self._random(f"arrivals {rate:g}")
+        return sorted(rng.uniform(0, seconds) for _ in range(max(1, round(rate * seconds))))
+
     def _draw(self, rng: random.Random) -> tuple[PooledDocument, ...]:
         # Efraimidis and Spirakis 2006: the largest of u^(1/w) are a weighted sample without replacement
         weights = (
