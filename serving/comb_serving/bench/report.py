@@ -91,7 +91,7 @@ def _loops(outcome: Outcome) -> TextTable:
         "Times in ms: TTFT from sending to the first token, TPOT per further token, whole to the last one, medians. "
         "ratio: plain vLLM's median TTFT over comb's (95% bootstrap interval). Behind the phase how many clients. "
         "cold: documents never seen before; cached: from the pool of documents, in any order; together: all at once "
-        "about the same documents. hits, new: documents found and encoded. With few requests p99 is the slowest of them.",
+        "about the same documents. hits, new: documents found and encoded. With few requests p99 is the slowest.",
         *_evicted(outcome),
     )
     return TextTable("Time to first token, closed loops", columns, tuple(lines), remarks)
