@@ -383,10 +383,10 @@ def outcome(faster: float) -> Outcome:
 @pytest.mark.parametrize(("faster", "met"), [(10.0, "yes"), (4.0, "no")])
 def test_the_first_table_holds_aims_against_measurements(faster: float, met: str) -> None:
     rows = {line[0]: line for line in serve_tables(outcome(faster))[0].lines}
-    cached = rows["cached TTFT, one client"]
+    cached = rows["cached TTFT, clients: 1"]
     assert cached[-1] == met
     assert float(cached[3].split()[0]) == pytest.approx(faster, rel=0.01)
-    assert rows["cold TTFT, one client"][-1] == "yes"
+    assert rows["cold TTFT, clients: 1"][-1] == "yes"
     assert rows["requests/s offered and kept in the SLO"][1:4] == ("1.00", "4.00", "4.0")
     assert rows["K/V bytes per document token"][3] == "25.0%"
 
