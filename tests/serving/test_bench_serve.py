@@ -329,8 +329,8 @@ def test_memory_that_grows_is_told_from_memory_that_has_grown() -> None:
 
 
 def test_rates_lie_around_what_both_servers_do() -> None:
-    assert auto_rates([1.0, 8.0]) == (0.5, 0.75, 1.0, 4.0, 6.0, 8.0)
-    assert auto_rates([2.0, 0.0]) == (1.0, 1.5, 2.0)
+    assert auto_rates([1.0, 8.0]) == (0.5, 0.8, 1.2, 4.0, 6.4, 9.6)
+    assert auto_rates([2.0, 0.0]) == (1.0, 1.6, 2.4)
 
 
 def test_bytes_per_token_are_read_from_the_servers_own_figures() -> None:

@@ -214,12 +214,13 @@ def _bars(axes: Any, outcome: Outcome) -> None:
         above = [1000 * ((r.ttft_p90 or 0) - (r.ttft_p50 or 0)) if r else 0 for r in found]
         axes.bar(places, middle, width, color=COLOURS[server], label=server)
         axes.errorbar(places, middle, [[0] * len(places), above], fmt="none", color="black", linewidth=0.8, capsize=2)
-        for place, value, more in zip(places, middle, above, strict=True):
-            axes.text(place, 1.06 * (value + more), f"{value:.0f}", ha="center", va="bottom", fontsize=6.5)
+        for place, value in zip(places, middle, strict=True):
+            axes.text(place, 0.92 * value, f"{value:.0f}", color="white", ha="center", va="top", fontsize=6)
     axes.set_xticks(range(len(phases)), [_phase_label(outcome, phase) for phase in phases], fontsize="small")
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.set_ylim(low, 3 * high)  # room for the legend
+    axes.set_ylim(low / 2, 3 * high)  # room for the legend, and for the least bar
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("time to first token, ms: median, line to p90")
     axes.legend(frameon=False, fontsize="small", loc="upper left", ncols=2)
 
@@ -230,11 +231,10 @@ def _phase_label(outcome: Outcome, phase: str) -> str:
 
 
 def _lines(left: Any, right: Any, outcome: Outcome) -> None:
-    rates = [r.rate for r in outcome.results if r.rate is not None and r.n]
+    drawn = sorted((r for r in outcome.results if r.rate and r.n), key=lambda r: r.rate or 0)
+    rates = [r.rate for r in drawn]
     for server in SERVERS:
-        points = sorted(
-            (r for r in outcome.results if r.server == server and r.rate and r.n), key=lambda r: r.rate or 0
-        )
+        points = [r for r in drawn if r.server == server]
         look = {"color": COLOURS[server], "marker": MARKERS[server], "markersize": 5}
         x = [r.rate for r in points]
         left.plot(x, [1000 * (r.ttft_p50 or 0) for r in points], label=f"{server}, median", **look)
@@ -242,18 +242,16 @@ def _lines(left: Any, right: Any, outcome: Outcome) -> None:
         right.plot(x, [r.throughput for r in points], label=server, **look)
     if outcome.slo_s is not None:
         left.axhline(1000 * outcome.slo_s, color="#d62728", linewidth=1, label="SLO on p90")
-    if rates:
-        right.plot(
-            [0, max(rates)], [0, max(rates)], color="#bbbbbb", linewidth=1, zorder=0, label="all that is offered"
-        )
-    left.set_yscale("log")
+    right.plot(rates, rates, color="#bbbbbb", linewidth=1, zorder=0, label="all that is offered")
     left.set_ylabel("time to first token, ms, waiting included")
     right.set_ylabel("answers per second")
-    right.set_ylim(bottom=0)
     for axes in (left, right):
+        axes.set_yscale("log")
         axes.set_xlabel("requests offered per second")
-        axes.set_xlim(left=0)
+        axes.set_xscale("log")  # what one server can do may be a small part of what the other can
         axes.legend(frameon=False, fontsize="small")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _memory(axes: Any, soak: Sequence[Memory]) -> None:

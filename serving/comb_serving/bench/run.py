@@ -24,7 +24,7 @@ from comb_serving.bench.workload import Ask, Workload
 COLD, CACHED, TOGETHER, SOAK = "cold", "cached", "together", "soak"
 BEYOND = 1.3  # a server isn't offered more than so many times what it does in a closed loop
 SLO_TIMES = 3
-_AUTO = (0.5, 0.75, 1.0)
+_AUTO = (0.5, 0.8, 1.2)
 _MEMORY_EVERY_S = 2.0
 
 
