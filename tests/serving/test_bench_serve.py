@@ -321,11 +321,15 @@ def test_the_sustained_rate_keeps_the_slo_without_a_failure() -> None:
 
 def test_memory_that_grows_is_told_from_memory_that_has_grown() -> None:
     def samples(grow: Callable[[int], float]) -> list[Memory]:
-        return [Memory(COMB, SOAK, number, number, int(1e9 + grow(number)), 6) for number in range(0, 400, 5)]
+        return [
+            Memory(COMB, SOAK, number, number, {"a": 10, "b": int(1e9 + grow(number))}) for number in range(0, 400, 5)
+        ]
 
     assert growth(samples(lambda number: 1000 * number)) == pytest.approx(1000, rel=1e-6)
     assert growth(samples(lambda number: 1000 * min(number, 100))) == pytest.approx(0, abs=1e-6)
     assert growth(samples(lambda number: 0)[:2]) is None
+    growing = samples(lambda number: 1000 * number)
+    assert (growth(growing, "a"), growth(growing, "b")) == pytest.approx((0, 1000), abs=1e-3)
 
 
 def test_rates_lie_around_what_both_servers_do() -> None:
@@ -375,8 +379,13 @@ def outcome(faster: float) -> Outcome:
                 continue
             records = [record(server, f"{rate:g}/s", number, ttft, due_s=number / rate) for number in range(8)]
             found.results.append(summarize(records, server, f"{rate:g}/s", rate=rate, window_s=8 / rate))
-        found.memory += [Memory(server, COLD, 30.0, 8, 2**30, 4), Memory(server, TOGETHER, 60.0, 8, 2**30, 4)]
-    found.memory += [Memory(COMB, SOAK, 60.0 + n, n, 2**30, 6) for n in range(10)]
+        found.memory += [
+            Memory(server, COLD, 30.0, 8, {"worker": 2**30}),
+            Memory(server, TOGETHER, 60.0, 8, {"worker": 2**30}),
+        ]
+    found.memory += [
+        Memory(COMB, SOAK, 60.0 + n, n, {"worker": 2**30, "encoder": 2**28 + n * 2**20}) for n in range(10)
+    ]
     return found
 
 
@@ -401,6 +410,7 @@ def test_tables_fit_the_terminal_and_name_what_was_not_run() -> None:
     text = console.export_text()
     assert "…" not in text
     assert "Not run: plain vLLM at 4/s: too much." in text
+    assert "encoder +1000.0." in text
     assert serve_tables(Outcome()) == []
 
 

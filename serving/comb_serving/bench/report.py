@@ -153,7 +153,7 @@ def _servers(outcome: Outcome) -> TextTable:
                 server,
                 *(f"{times[server]:.1f}" if server in times else "-" for times in starts),
                 f"{samples[0].nbytes / MIB:.0f}", f"{samples[-1].nbytes / MIB:.0f}",
-                f"{max(sample.nbytes for sample in samples) / MIB:.0f}", str(samples[-1].processes),
+                f"{max(sample.nbytes for sample in samples) / MIB:.0f}",
                 "-" if grown is None else f"{1000 * grown / MIB:+.1f} ({soak[-1].requests})",
             )
         )  # fmt: skip
@@ -164,14 +164,22 @@ def _servers(outcome: Outcome) -> TextTable:
         "MiB first",
         "MiB last",
         "MiB most",
-        "processes",
         "MiB/1000 requests",
     )
     remarks = (
         "Memory: proportional set size of all processes of a server, caches and pool included, after the first phase, "
         "after the last, and the most. MiB/1000 requests: its growth over the later half of the soak (its length).",
+        *_growing(outcome),
     )
     return TextTable("Start and memory", columns, tuple(lines), remarks)
+
+
+def _growing(outcome: Outcome) -> list[str]:
+    """Which processes grew in the soak."""
+    soak = [sample for sample in outcome.memory if sample.phase == SOAK]
+    grown = {part: growth(soak, part) for part in (soak[-1].parts if soak else ())}
+    shown = [f"{part} {1000 * value / MIB:+.1f}" for part, value in grown.items() if value is not None]
+    return [f"Of that: {', '.join(shown)}."] if shown else []
 
 
 def _closed(outcome: Outcome, server: str) -> list[PhaseResult]:

@@ -126,31 +126,37 @@ def sustained(results: Sequence[PhaseResult], server: str, slo_s: float) -> Phas
 
 @dataclass(frozen=True)
 class Memory:
-    """A server's resident memory at one moment: proportional set size of all its processes, in bytes.
+    """A server's resident memory at one moment, in bytes.
 
     Args:
         seconds: since its start. requests: answered in the running phase.
+        parts: proportional set size by what a process does.
     """
 
     server: str
     phase: str
     seconds: float
     requests: int
-    nbytes: int
-    processes: int
+    parts: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all processes."""
+        return sum(self.parts.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
 
 
-def growth(samples: Sequence[Memory]) -> float | None:
-    """Bytes per request by least squares over the later half of the requests; None with fewer than three samples.
+def growth(samples: Sequence[Memory], part: str | None = None) -> float | None:
+    """Bytes per request, of one part or of all; None with fewer than three samples.
 
-    The earlier half is left out: there the pool and the allocators' caches fill.
+    By least squares over the later half of the requests: in the earlier one pool and caches fill.
     """
     half = max((sample.requests for sample in samples), default=0) / 2
     late = [sample for sample in samples if sample.requests >= half]
     if len({sample.requests for sample in late}) < 3:
         return None
-    return float(np.polyfit([sample.requests for sample in late], [sample.nbytes for sample in late], 1)[0])
+    nbytes = [sample.nbytes if part is None else sample.parts.get(part, 0) for sample in late]
+    return float(np.polyfit([sample.requests for sample in late], nbytes, 1)[0])

@@ -232,10 +232,10 @@ class Bench:
             self._remember(server, phase, done)
 
     def _remember(self, server: Server, phase: str, requests: int) -> None:
-        nbytes, processes = resident(server)
-        if processes:
+        parts = resident(server)
+        if parts:
             since = time.monotonic() - server.started
-            self.outcome.memory.append(Memory(server.plan.name, phase, since, requests, nbytes, processes))
+            self.outcome.memory.append(Memory(server.plan.name, phase, since, requests, parts))
 
     def _keep(
         self, server: Server, phase: str, records: Sequence[Record], *, clients: int = 0, rate: float | None = None
@@ -259,19 +259,25 @@ def auto_rates(peaks: Sequence[float]) -> tuple[float, ...]:
     return tuple(sorted({float(f"{share * peak:.2g}") for peak in peaks for share in _AUTO if peak > 0}))
 
 
-def resident(server: Server) -> tuple[int, int]:
-    """Proportional set size of a server's processes in bytes (shared pages count once), and how many they are."""
+def resident(server: Server) -> dict[str, int]:
+    """Proportional set size of each of a server's processes in bytes, by what it does: shared pages count once."""
     import psutil
 
-    total, count = 0, 0
+    found: dict[str, int] = {}
     for process in server.tree():
         try:
-            memory = process.memory_full_info()
+            name, memory = _role(process.name(), process.cmdline()), process.memory_full_info()
         except psutil.Error:
             continue
-        total += getattr(memory, "pss", memory.rss)
-        count += 1
-    return total, count
+        found[name] = found.get(name, 0) + getattr(memory, "pss", memory.rss)
+    return found
+
+
+def _role(name: str, command: Sequence[str]) -> str:
+    if name.startswith("VLLM::"):
+        return name.removeprefix("VLLM::").lower()
+    roles = {"encoder_process": "encoder", "api_server": "API server", "comb.cli": "launcher"}
+    return next((role for word, role in roles.items() if any(word in part for part in command)), "others")
 
 
 def pool_token_bytes(before: Metrics, after: Metrics, tokens: int) -> float | None:
