@@ -449,6 +449,27 @@ def test_a_server_that_doesnt_start_ends_with_its_log(tmp_path: Path) -> None:
     assert server.tree() == []
 
 
+def test_a_server_ends_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    psutil = pytest.importorskip("psutil")
+    from comb_serving.bench import servers
+
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}]); {deaf}"
+    monkeypatch.setattr(servers, "END_S", 1.0)
+    log = tmp_path / "x.log"
+
+    def health(_: Any, path: str) -> str:
+        if log.read_text().count("up") < 2:
+            raise OSError(path)
+        return ""
+
+    monkeypatch.setattr(servers.Server, "get", health)
+    with servers.Server(servers.ServerPlan("x", (sys.executable, "-c", parent), 1), log) as server:
+        tree = server.tree()
+        assert len(tree) == 2
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in tree)
+
+
 # ---- the real servers ----
 
 

@@ -22,6 +22,7 @@ from comb_serving.launcher import SERVER, end_with_parent
 
 PLAIN, COMB = "plain vLLM", "comb"
 MODEL = "bench"  # the name under which both serve
+END_S = 30.0  # for a server to end by itself
 _TAIL = 3000
 _COMB_COMMAND = (sys.executable, "-c", "from comb.cli import main; main()", "serve")
 
@@ -145,7 +146,7 @@ class Server:
             return []
 
     def _end(self) -> None:
-        """SIGTERM, and after half a minute SIGKILL to each of its processes that is left."""
+        """SIGTERM, and after `END_S` SIGKILL to each of its processes that is left."""
         import psutil
 
         process, tree = self._process, self.tree()
@@ -154,11 +155,12 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
+            process.wait(END_S)
         for left in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()  # psutil knows by the start time that it is still the same process
         process.wait()
+        psutil.wait_procs(tree, timeout=END_S)
         self._process = None
 
 
