@@ -121,7 +121,7 @@ class TextHaystack:
 
     def _fill(self, count: int) -> list[int]:
         while len(self._filler) < count:
-            text = _sentence(self._sentences) if self.text is None else self.text
+            text = sentence(self._sentences) if self.text is None else self.text
             ids = self._ids(text)
             if not ids:
                 raise ValueError("the haystack's text has no token")
@@ -133,8 +133,9 @@ class TextHaystack:
             return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
-def _sentence(rng: random.Random) -> str:
-    # without digits, so that no sentence looks like a needle
+def sentence(rng: random.Random) -> str:
+    """A sentence of plain English behind a space, without digits."""
+    # so that none looks like a needle
     return f" {rng.choice(_SUBJECTS)} {rng.choice(_VERBS)} {rng.choice(_TIMES)}, {rng.choice(_ENDINGS)}."
 
 

@@ -68,5 +68,10 @@ def serve(
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Adds `serve` to the `comb` application."""
+    """Adds `serve` and `bench serve` to the `comb` application."""
+    from comb.bench.options import bench
+    from comb_serving.bench.command import serve_bench
+
+    if "serve" not in {command.name for command in bench.registered_commands}:
+        bench.command("serve")(serve_bench)
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -29,6 +29,23 @@ def args(*handles: Handle) -> dict[str, Any]:
     return {KEY: pack(handles)}
 
 
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 6, 2), (7, 6, 2), (3, 4, 4), (5, 4, 1)])
+def test_heads_that_share_keys_as_rows_of_one_product(tokens: int, heads: int, kv_heads: int) -> None:
+    pytest.importorskip("vllm")
+    from comb_serving.vllm.block import attend
+
+    draw = torch.Generator().manual_seed(1)
+    query, keys, values = (
+        torch.randn(size, count, 8, generator=draw) for size, count in ((tokens, heads), (29, kv_heads), (29, kv_heads))
+    )
+    own = [part.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for part in (keys, values)]
+    naive = ((query.transpose(0, 1) @ own[0].mT / 8**0.5).softmax(-1) @ own[1]).transpose(0, 1)
+    torch.testing.assert_close(attend(query, keys, values), naive, rtol=1e-5, atol=1e-6)
+    # heads of one group in another order are other heads
+    if 1 < kv_heads < heads:
+        assert (attend(query.flip(1), keys, values) - naive).abs().max() > 0.1
+
+
 def test_rows_follow_requests_through_the_batch(documents: Documents) -> None:
     documents.add("x", args(A, B))
     documents.add("y", None)

@@ -41,13 +41,23 @@ class ParallelCrossAttention(nn.Module):
         mixed, at = torch.empty_like(query), 0
         for row in step.rows:
             here = slice(at, at := at + row.stop - row.start)
-            q, k, v = (
-                part.transpose(0, 1)[None]
-                for part in (query[here], *(paged.index_select(0, row.slots).to(query) for paged in (keys, values)))
-            )
-            mixed[here] = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
+            mixed[here] = attend(query[here], *(paged.index_select(0, row.slots).to(query) for paged in (keys, values)))
         out: Tensor = self.o_proj(mixed.flatten(1))
         return out
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention without a mask, so query heads that share a key/value head are so many more rows of one product.
+
+    torch's own grouping on a CPU takes three times as long for a single token over 3,000 slots in bfloat16.
+
+    query [tokens, heads, head_dim]; keys, values [slots, kv_heads, head_dim] -> the shape of `query`
+    """
+    tokens, heads, width = query.shape
+    shared = keys.shape[1]
+    rows = query.unflatten(1, (shared, -1)).permute(1, 2, 0, 3).reshape(1, shared, -1, width)
+    mixed = F.scaled_dot_product_attention(rows, *(part.transpose(0, 1)[None] for part in (keys, values)))
+    return mixed.view(shared, heads // shared, tokens, width).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class ParallelMLP(nn.Module):

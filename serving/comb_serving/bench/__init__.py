@@ -1,0 +1,1 @@
+"""`comb bench serve`: `comb serve` against plain vLLM, over HTTP, in one run."""

@@ -1,0 +1,507 @@
+"""`comb bench serve`: requests, figures and report on canned records, and a small run against the real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb_serving.bench.client import GIVE_UP, Record, StreamReading, Target
+from comb_serving.bench.report import failures, plot_serve, serve_tables
+from comb_serving.bench.results import Memory, PhaseResult, growth, percentile, ratio, summarize, sustained
+from comb_serving.bench.run import CACHED, COLD, SOAK, TOGETHER, Outcome, RunShape, auto_rates, pool_token_bytes
+from comb_serving.bench.servers import COMB, PLAIN, Metrics, plans
+from comb_serving.bench.workload import Ask, PooledDocument, Workload, WorkloadShape, linked_messages, plain_messages
+
+SHAPE = WorkloadShape(pool=11, per_request=4, least_tokens=20, most_tokens=60, query_tokens=12)
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.fixture
+def workload() -> Workload:
+    return Workload(SHAPE, words)
+
+
+# ---- requests ----
+
+
+def test_requests_are_the_same_for_a_seed_and_differ_between_phases(workload: Workload) -> None:
+    again, other = Workload(SHAPE, words), Workload(SHAPE, words, seed=1)
+    assert workload.drawn(9, "a") == again.drawn(9, "a")
+    assert workload.drawn(9, "a") != other.drawn(9, "a")
+    chosen = {phase: [ask.documents for ask in workload.drawn(9, phase)] for phase in "ab"}
+    assert chosen["a"] != chosen["b"]
+
+
+def test_documents_keep_their_lengths_and_no_two_are_alike(workload: Workload) -> None:
+    lengths = [words(document.text) for document in workload.pool]
+    assert all(2 <= length <= SHAPE.most_tokens for length in lengths)
+    assert statistics.mean(lengths) > SHAPE.least_tokens
+    assert len({document.text for document in workload.pool}) == len({d.id for d in workload.pool}) == SHAPE.pool
+    assert len({ask.query for phase in "ab" for ask in workload.drawn(20, phase)}) == 40
+
+
+def test_cold_requests_name_every_document_once_and_end_with_the_pool(workload: Workload) -> None:
+    for wanted, expected in ((1, 3), (5, 5)):
+        asks = workload.cold(wanted)
+        named = [document for ask in asks for document in ask.documents]
+        assert len(asks) == expected
+        assert len(named) == len(set(named)) == expected * SHAPE.per_request
+        assert set(named[-SHAPE.pool :]) == set(workload.pool)
+    new = {document for ask in workload.new(3, "warm-up") for document in ask.documents}
+    assert len(new) == 12
+    assert not new & set(named)
+
+
+def test_drawn_documents_are_different_ones_in_any_order(workload: Workload) -> None:
+    asks = workload.drawn(300, "x")
+    assert all(len(set(ask.documents)) == SHAPE.per_request for ask in asks)
+    first = [workload.pool.index(ask.documents[0]) for ask in asks]
+    assert set(first) == set(range(SHAPE.pool))  # any document may stand in front
+
+
+def test_zipf_prefers_the_first_documents_and_uniform_doesnt() -> None:
+    shares = {}
+    for draw in ("uniform", "zipf"):
+        made = Workload(WorkloadShape(20, 2, 5, 9, 5, draw), words)
+        drawn = [document.id for ask in made.drawn(1500, "x") for document in ask.documents]
+        shares[draw] = drawn.count("d0") / drawn.count("d19")
+    assert shares["zipf"] > 5
+    assert shares["uniform"] == pytest.approx(1, abs=0.4)
+
+
+def test_clients_at_once_share_documents_in_orders_of_their_own(workload: Workload) -> None:
+    repeats = workload.together(6, 2)
+    for asks in repeats:
+        assert len({frozenset(ask.documents) for ask in asks}) == 1
+        assert len({ask.documents for ask in asks}) > 1
+        assert len({ask.query for ask in asks}) == 6
+    assert set(repeats[0][0].documents) != set(repeats[1][0].documents)
+
+
+def test_a_soak_brings_one_new_document_with_each_request(workload: Workload) -> None:
+    pool = set(workload.pool)
+    new = [set(ask.documents) - pool for ask in workload.soak(20)]
+    assert [len(each) for each in new] == [1] * 20
+    assert len(set().union(*new)) == 20
+
+
+def test_arrivals_are_poisson_and_exactly_as_many_as_offered(workload: Workload) -> None:
+    arrivals = workload.arrivals(50, 40)
+    assert len(arrivals) == 2000
+    assert arrivals == sorted(arrivals)
+    assert 0 <= arrivals[0] < arrivals[-1] < 40
+    gaps = [after - before for before, after in itertools.pairwise(arrivals)]
+    # the gaps of a Poisson process are as spread as they are long; a metronome's aren't
+    assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(1, abs=0.1)
+    assert len(workload.arrivals(0.01, 1)) == 1
+
+
+def test_both_servers_read_the_same_texts_in_the_same_order(workload: Workload) -> None:
+    (ask,) = workload.drawn(1, "x")
+    (message,) = plain_messages(ask)
+    messages, documents = linked_messages(ask)
+    texts = [document["text"] for document in documents]
+    assert message["content"] == "\n".join([*texts, messages[0]["content"]])
+    assert [document["id"] for document in documents] == [document.id for document in ask.documents]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"per_request": 12, "pool": 11}, "1 to 11 documents"),
+        ({"least_tokens": 9, "most_tokens": 8}, "shorter length first"),
+        ({"draw": "normal"}, "--draw is one of uniform, zipf"),
+    ],
+)
+def test_impossible_workloads_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WorkloadShape(**given)
+    with pytest.raises(ValueError, match="above zero"):
+        RunShape(clients=(0,))
+
+
+# ---- one stream ----
+
+ASK = Ask(3, (PooledDocument("d1", "one"), PooledDocument("d2", "two")), "which?")
+LINKED = Target(COMB, "http://x", linked=True, tokens=3)
+
+
+def read(lines: list[tuple[Any, float]], target: Target = LINKED) -> Record:
+    reading = StreamReading()
+    for event, now in lines:
+        text = event if isinstance(event, str) else json.dumps(event)
+        reading.line(f"data: {text}\n".encode(), now)
+    return reading.record(target, "cached 1", ASK, due=1.0, sent=1.1, now=lines[-1][1])
+
+
+def stream(ids: list[str], tokens: int = 3) -> list[tuple[Any, float]]:
+    documents = [{"id": name, "state": "hit" if name == "d1" else "encoded", "tokens": 7} for name in ids]
+    return [
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}}], "comb": {"documents": documents}}, 1.4),
+        ({"choices": [{"delta": {"content": ""}}]}, 1.5),
+        ({"choices": [{"delta": {"content": "b"}}]}, 1.9),
+        ({"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": tokens,
+                                   "prompt_tokens_details": {"cached_tokens": 7}}}, 2.1),
+        ("[DONE]", 2.5),
+    ]  # fmt: skip
+
+
+def test_a_stream_is_timed_from_arrival_to_its_first_token() -> None:
+    record = read(stream(["d1", "d2"]))
+    assert record.error == ""
+    assert (record.ttft_s, record.total_s, record.late_s) == pytest.approx((0.5, 1.5, 0.1))
+    assert record.tpot_s == pytest.approx(0.5)
+    assert (record.hits, record.encoded, record.document_tokens, record.cached_tokens) == (1, 1, 14, 7)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (stream(["d2", "d1"]), "names the documents"),
+        (stream([]), "names the documents"),
+        (stream(["d1", "d2"], tokens=2), "2 tokens instead of 3"),
+        (stream(["d1", "d2"])[:-1], "broke off"),
+        ([({"error": {"message": "no room"}}, 1.2), *stream(["d1", "d2"])], "no room"),
+    ],
+)
+def test_answers_that_arent_whole_or_over_other_documents_have_failed(lines: Any, message: str) -> None:
+    assert message in read(lines).error
+    plain = read(stream([]), Target(PLAIN, "http://x", linked=False, tokens=3))
+    assert plain.error == ""  # it has no report
+
+
+def test_the_body_asks_for_the_same_answer_of_both() -> None:
+    linked, plain = (Target("x", "http://x", linked=on, tokens=3).body(ASK) for on in (True, False))
+    assert linked.pop("documents") == [{"id": "d1", "text": "one"}, {"id": "d2", "text": "two"}]
+    assert linked.pop("messages") != plain.pop("messages")
+    assert linked == plain
+    assert plain["ignore_eos"] is True
+
+
+# ---- the client against a server of this process ----
+
+
+async def serving(handle: Callable[[int], Any], work: Callable[[str], Any]) -> Any:
+    """Runs `work` on the address of a server; `handle` gets the number of each request and gives its lines."""
+    from aiohttp import web
+
+    count = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal count
+        count, number = count + 1, count
+        lines = await handle(number)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for event, _ in lines:
+            text = event if isinstance(event, str) else json.dumps(event)
+            await response.write(f"data: {text}\n\n".encode())
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = runner.addresses[0][1]
+        return await asyncio.to_thread(work, f"http://127.0.0.1:{port}")
+    finally:
+        await runner.cleanup()
+
+
+def test_open_loop_sends_on_time_however_slow_the_server_is() -> None:
+    pytest.importorskip("aiohttp")
+    from comb_serving.bench.client import run_closed, run_open
+
+    async def slow(_: int) -> Any:
+        await asyncio.sleep(0.3)
+        return stream(["d1", "d2"])
+
+    asks, arrivals = [ASK] * 8, [0.02 * number for number in range(8)]
+
+    def work(url: str) -> Any:
+        target = Target(COMB, url, linked=True, tokens=3)
+        seen: list[Record] = []
+        opened = run_open(target, "x", asks, arrivals, seen.append)
+        assert len(seen) == 8
+        return opened, run_closed(target, "x", asks[:3], 1, seen.append)
+
+    opened, closed = asyncio.run(serving(slow, work))
+    assert all(record.error == "" for record in [*opened, *closed])
+    assert sorted(record.due_s for record in opened) == pytest.approx(arrivals)
+    # all wait at the same time: one after the other would take 2.4 s
+    assert max(record.due_s + record.total_s for record in opened) < 1.5
+    # a closed loop waits for its answer, so its third request isn't due before two have been answered
+    assert sorted(record.due_s for record in closed)[2] >= 0.55
+
+
+def test_failures_are_records_and_a_dead_server_ends_the_phase() -> None:
+    pytest.importorskip("aiohttp")
+    from comb_serving.bench.client import run_closed
+
+    async def some(number: int) -> Any:
+        if number == 1:
+            await asyncio.sleep(5)
+        return stream(["d1", "d2"] if number != 2 else ["d1"])
+
+    def work(url: str) -> Any:
+        return run_closed(Target(COMB, url, linked=True, tokens=3, timeout_s=0.3), "x", [ASK] * 4, 1, lambda _: None)
+
+    errors = [record.error for record in asyncio.run(serving(some, work))]
+    assert errors[0] == errors[3] == ""
+    assert "no whole answer within 0.3 s" in errors[1]
+    assert "names the documents" in errors[2]
+    gone = Target(COMB, "http://127.0.0.1:9", linked=True, timeout_s=1)
+    sent: list[Record] = []
+    with pytest.raises(RuntimeError, match=f"{GIVE_UP} requests in a row"):
+        run_closed(gone, "x", [ASK] * 50, 1, sent.append)
+    assert len(sent) == GIVE_UP
+
+
+# ---- figures ----
+
+
+def record(server: str, phase: str, number: int, ttft: float, **more: Any) -> Record:
+    values = {"due_s": float(number), "total_s": ttft + 1.5, "tokens": 16, "prompt_tokens": 100, **more}
+    return Record(server, phase, number, **{"ttft_s": ttft, **values})
+
+
+def test_figures_of_a_phase() -> None:
+    records = [record(COMB, "x", number, 0.1 * (number + 1), hits=8, cached_tokens=50) for number in range(10)]
+    found = summarize([*records, record(COMB, "x", 10, 99, error="gone")], COMB, "x", clients=2)
+    assert (found.n, found.errors, found.hits, found.cached_share) == (10, 1, 80, 0.5)
+    assert (found.ttft_p50, found.ttft_p90) == pytest.approx((0.55, 0.91))
+    assert found.tpot_p50 == pytest.approx(0.1)
+    assert found.throughput == pytest.approx(10 / 11.5)  # the failed one is none, though it was the last
+    assert summarize(records, COMB, "x", rate=1.0, window_s=20).throughput == pytest.approx(0.5)
+    nothing = summarize([], COMB, "x")
+    assert (nothing.n, nothing.ttft_p50, nothing.throughput) == (0, None, None)
+    assert percentile([], 50) is None
+
+
+def test_ratios_have_an_interval_that_holds_the_truth_and_shrinks() -> None:
+    few, many = ([1 + 0.01 * (number % 50) for number in range(count)] for count in (10, 1000))
+    for sample in (few, many):
+        found = ratio([8 * value for value in sample], sample)
+        assert found is not None
+        assert found.low <= 8 <= found.high
+        assert found.value == pytest.approx(8)
+    narrow, wide = ratio(many, many), ratio(few, few)
+    assert narrow is not None
+    assert wide is not None
+    assert narrow.high - narrow.low < wide.high - wide.low
+    assert ratio([], few) is None
+
+
+def test_the_sustained_rate_keeps_the_slo_without_a_failure() -> None:
+    def at(rate: float, p90: float, errors: int = 0, server: str = COMB) -> PhaseResult:
+        return PhaseResult(server, f"{rate:g}/s", rate=rate, n=9, ttft_p90=p90, throughput=rate, errors=errors)
+
+    results = [at(1, 0.2), at(2, 0.9), at(3, 1.1), at(4, 0.5, errors=1), at(9, 0.1, server=PLAIN)]
+    found = sustained(results, COMB, 1.0)
+    assert found is not None
+    assert found.rate == 2
+    assert sustained(results, COMB, 0.1) is None
+
+
+def test_memory_that_grows_is_told_from_memory_that_has_grown() -> None:
+    def samples(grow: Callable[[int], float]) -> list[Memory]:
+        return [
+            Memory(COMB, SOAK, number, number, {"a": 10, "b": int(1e9 + grow(number))}) for number in range(0, 400, 5)
+        ]
+
+    assert growth(samples(lambda number: 1000 * number)) == pytest.approx(1000, rel=1e-6)
+    assert growth(samples(lambda number: 1000 * min(number, 100))) == pytest.approx(0, abs=1e-6)
+    assert growth(samples(lambda number: 0)[:2]) is None
+    growing = samples(lambda number: 1000 * number)
+    assert (growth(growing, "a"), growth(growing, "b")) == pytest.approx((0, 1000), abs=1e-3)
+
+
+def test_rates_lie_around_what_both_servers_do() -> None:
+    assert auto_rates([1.0, 8.0]) == (0.5, 0.8, 1.2, 4.0, 6.4, 9.6)
+    assert auto_rates([2.0, 0.0]) == (1.0, 1.6, 2.4)
+
+
+def test_bytes_per_token_are_read_from_the_servers_own_figures() -> None:
+    page = "vllm:x 5\ncomb_pool_bytes 1e9\ncomb_pool_used_bytes {}\ncomb_document_evictions_total {}\n"
+    before, after, evicted = (Metrics(page.format(*values)) for values in ((100, 0), (4100, 0), (9, 3)))
+    assert pool_token_bytes(before, after, 40) == 100
+    assert pool_token_bytes(before, evicted, 40) is None
+    labelled = Metrics('comb:pool_used_bytes{tier="device"} 7.0\nvllm:cache_config_info{a="1",num_gpu_blocks="64"} 1.0')
+    assert labelled.ours("pool_used_bytes") == 7
+    assert labelled.label("vllm:cache_config_info", "num_gpu_blocks") == "64"
+    assert labelled.label("vllm:cache_config_info", "missing") is None
+
+
+def test_both_servers_get_the_same_memory_and_options() -> None:
+    from comb_serving.bench.models import Models
+
+    models = Models("back", "adapter", "x")
+    plain, comb = plans(models, cache_bytes=100, pool_bytes=30, max_len=64, options=["--dtype", "float32"])
+    assert plain.kv_bytes == comb.kv_bytes + comb.pool_bytes == 100
+    shared = plain.command[plain.command.index("--served-model-name") :]
+    assert comb.command[-len(shared) :] == shared
+    assert plain.environment == {"VLLM_PLUGINS": ""}
+    with pytest.raises(ValueError, match="part of --cache-bytes"):
+        plans(models, cache_bytes=100, pool_bytes=100, max_len=64, options=[])
+
+
+# ---- the report ----
+
+
+def outcome(faster: float) -> Outcome:
+    """Canned records in which comb's first token comes `faster` times sooner."""
+    found = Outcome(slo_s=2.0, ready_s={PLAIN: 20.0, COMB: 25.0}, token_bytes={PLAIN: 4000.0, COMB: 1000.0})
+    times = {PLAIN: 1.0, COMB: 1.0 / faster}
+    for server, ttft in times.items():
+        for phase, clients in ((COLD, 1), (f"{CACHED} 1", 1), (f"{CACHED} 4", 4), (TOGETHER, 16)):
+            records = [record(server, phase, number, ttft * (1 + 0.01 * number)) for number in range(8)]
+            found.records += records
+            found.results.append(summarize(records, server, phase, clients=clients))
+        for rate in (1.0, 4.0):
+            if server == PLAIN and rate > 1:
+                found.results.append(PhaseResult(server, f"{rate:g}/s", rate=rate, skipped="too much"))
+                continue
+            records = [record(server, f"{rate:g}/s", number, ttft, due_s=number / rate) for number in range(8)]
+            found.results.append(summarize(records, server, f"{rate:g}/s", rate=rate, window_s=8 / rate))
+        found.memory += [
+            Memory(server, COLD, 30.0, 8, {"worker": 2**30}),
+            Memory(server, TOGETHER, 60.0, 8, {"worker": 2**30}),
+        ]
+    found.memory += [
+        Memory(COMB, SOAK, 60.0 + n, n, {"worker": 2**30, "encoder": 2**28 + n * 2**20}) for n in range(10)
+    ]
+    return found
+
+
+@pytest.mark.parametrize(("faster", "met"), [(10.0, "yes"), (4.0, "no")])
+def test_the_first_table_holds_aims_against_measurements(faster: float, met: str) -> None:
+    rows = {line[0]: line for line in serve_tables(outcome(faster))[0].lines}
+    cached = rows["cached TTFT, clients: 1"]
+    assert cached[-1] == met
+    assert float(cached[3].split()[0]) == pytest.approx(faster, rel=0.01)
+    assert rows["cold TTFT, clients: 1"][-1] == "yes"
+    assert rows["requests/s offered and kept in the SLO"][1:4] == ("1.00", "4.00", "4.0")
+    assert rows["K/V bytes per document token"][3] == "25.0%"
+
+
+def test_tables_fit_the_terminal_and_name_what_was_not_run() -> None:
+    from rich.console import Console
+
+    console = Console(width=110, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    for table in serve_tables(outcome(10)):
+        console.print(table.rich())
+        assert f"### {table.title}" in table.markdown()
+    text = console.export_text()
+    assert "…" not in text
+    assert "Not run: plain vLLM at 4/s: too much." in text
+    assert "encoder +1000.0." in text
+    assert serve_tables(Outcome()) == []
+
+
+def test_failures_are_told_and_no_pool_too_small_goes_unsaid() -> None:
+    found = outcome(10)
+    assert failures(found) == []
+    found.records += [record(COMB, "x", number, 1.0, error="status 500") for number in range(5)]
+    assert failures(found) == [*(f"comb, x, request {number}: status 500" for number in range(3)), "comb: 2 more"]
+    assert not any("too small" in remark for table in serve_tables(found) for remark in table.remarks)
+    found.results.append(PhaseResult(COMB, f"{CACHED} 8", clients=8, n=3, encoded=5))
+    assert any("5 documents had left the pool" in remark for table in serve_tables(found) for remark in table.remarks)
+
+
+def test_the_plot_is_drawn_also_of_half_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    whole = plot_serve(outcome(10), tmp_path / "whole.png", title="x")
+    half = outcome(10)
+    half.results, half.memory, half.slo_s = [r for r in half.results if r.server == PLAIN], [], None
+    assert whole.stat().st_size > plot_serve(half, tmp_path / "half.png").stat().st_size > 0
+
+
+def test_a_server_that_doesnt_start_ends_with_its_log(tmp_path: Path) -> None:
+    pytest.importorskip("psutil")
+    from comb_serving.bench.servers import Server, ServerPlan
+
+    program = "import sys, time; print('no model here', flush=True); sys.exit(3)"
+    with (
+        pytest.raises(RuntimeError, match=r"(?s)status 3.*no model here"),
+        Server(ServerPlan("x", (sys.executable, "-c", program), 1), tmp_path / "x.log"),
+    ):
+        pass
+    sleeps = "import time; time.sleep(60)"
+    server = Server(ServerPlan("x", (sys.executable, "-c", sleeps), 1), tmp_path / "x.log", timeout_s=0.5)
+    with pytest.raises(RuntimeError, match="not ready within"), server:
+        pass
+    assert server.tree() == []
+
+
+def test_a_server_ends_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    psutil = pytest.importorskip("psutil")
+    from comb_serving.bench import servers
+
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}]); {deaf}"
+    monkeypatch.setattr(servers, "END_S", 1.0)
+    log = tmp_path / "x.log"
+
+    def health(_: Any, path: str) -> str:
+        if log.read_text().count("up") < 2:
+            raise OSError(path)
+        return ""
+
+    monkeypatch.setattr(servers.Server, "get", health)
+    with servers.Server(servers.ServerPlan("x", (sys.executable, "-c", parent), 1), log) as server:
+        tree = server.tree()
+        assert len(tree) == 2
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in tree)
+
+
+# ---- the real servers ----
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_command_against_real_servers(plugin: None, tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    arguments = [
+        "bench", "serve", "--layers", "4", "--encoder-layers", "1", "--hidden", "64", "--heads", "2", "--kv-heads", "1",
+        "--pool", "6", "--documents", "3", "--document-tokens", "24-48", "--query-tokens", "12", "--max-tokens", "4",
+        "--requests", "6", "--cold", "3", "--clients", "1,3", "--together", "3", "--rates", "4", "--seconds", "2",
+        "--soak", "20", "--dtype", "float32", "--cache-bytes", "32MiB", "--pool-bytes", "4MiB", "--out", str(out),
+    ]  # fmt: skip
+    code = "from comb.cli import main; main()"
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=900
+    )
+    logs = "".join(path.read_text()[-1500:] for path in out.with_suffix(".logs").glob("*.log"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:] + logs
+    found = json.loads(out.read_text())
+    results = {(result["server"], result["phase"]): result for result in found["results"]}
+    assert all(result["errors"] == 0 for result in results.values())
+    cold, cached = results[COMB, COLD], results[COMB, f"{CACHED} 1"]
+    assert (cold["hits"], cold["encoded"]) == (0, 9)
+    assert (cached["hits"], cached["encoded"]) == (18, 0)
+    assert results[COMB, SOAK]["n"] == 20
+    assert results[COMB, SOAK]["encoded"] >= 20
+    # 4 layers, 1 of them read: a quarter, and what blocks of 16 tokens leave empty
+    assert 0.25 <= found["token_bytes"][COMB] / found["token_bytes"][PLAIN] < 0.4
+    assert all(found[name][server] > 0 for name in ("ready_s", "first_answer_s") for server in (PLAIN, COMB))
+    lines = out.with_suffix(".records.jsonl").read_text().splitlines()
+    assert len(lines) == sum(result["n"] for result in results.values())
+    assert "comb serve against plain vLLM" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".png").exists()
