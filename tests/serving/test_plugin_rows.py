@@ -35,9 +35,9 @@ def test_rows_follow_requests_through_the_batch(documents: Documents) -> None:
     documents.add("z", args(B))
     documents.begin(["y", "z", "x"], [0, 2, 3, 6])
     z, x = documents.step.rows
-    assert (z.start, z.stop, z.slots.tolist()) == (2, 3, [0, 1, 2, 3])
-    assert (x.start, x.stop, x.slots.tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
-    assert documents.step.tokens.tolist() == [2, 3, 4, 5]
+    assert (z.start, z.stop, z.table.slots().tolist()) == (2, 3, [0, 1, 2, 3])
+    assert (x.start, x.stop, x.table.slots().tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
+    assert documents.step.tokens(torch.device("cpu")).tolist() == [2, 3, 4, 5]
     documents.begin(["x", "warm-up"], [0, 1, 5])
     assert [(row.start, row.stop) for row in documents.step.rows] == [(0, 1)]
     documents.begin_without()
@@ -48,7 +48,7 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Documen
     documents.add("x", args(A))
     documents.add("x", args(B))
     documents.begin(["x"], [0, 1])
-    assert documents.step.rows[0].slots.tolist() == [0, 1, 2, 3]
+    assert documents.step.rows[0].table.slots().tolist() == [0, 1, 2, 3]
     documents.add("x", {})
     documents.begin(["x"], [0, 1])
     assert not documents.step.rows
@@ -130,7 +130,7 @@ def test_the_v2_model_state_sets_the_step(documents: Documents, monkeypatch: pyt
     found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None))
     assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
     (row,) = model.comb.step.rows
-    assert (row.start, row.stop, row.slots.numel()) == (1, 4, 5)
+    assert (row.start, row.stop, row.table.num_tokens) == (1, 4, 5)
     # another request in the batch position of the one before
     found.remove_request("x")
     found.add_request(0, new("w", None))
