@@ -30,8 +30,9 @@ def _paged_kernel(
     BLOCK: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     KEYS: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    g = tl.program_id(0)  # heads of the same slots run side by side, as they lie side by side
-    item = item_ptr + tl.program_id(1) * 5
+    # heads of the same slots run side by side, as they lie side by side
+    g = tl.program_id(0) % groups
+    item = item_ptr + tl.program_id(0) // groups * 5
     token, count = tl.load(item), tl.load(item + 1)
     begin, end = tl.load(item + 2), tl.load(item + 3)
     part = tl.load(item + 4)
@@ -94,8 +95,8 @@ def _paged_kernel(
 def _paged_merge_kernel(
     merge_ptr, part_ptr, lse_ptr, output_ptr, heads, WIDTH: tl.constexpr, WIDE: tl.constexpr, MERGED: tl.constexpr
 ):
-    h = tl.program_id(0)
-    merge = merge_ptr + tl.program_id(1) * 4
+    h = tl.program_id(0) % heads
+    merge = merge_ptr + tl.program_id(0) // heads * 4
     token, first = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64)
     step, count = tl.load(merge + 2), tl.load(merge + 3)
     channel, column = tl.arange(0, WIDE), tl.arange(0, MERGED)
@@ -142,7 +143,7 @@ def run_plan(query: Tensor, layer: PagedLayer, plan: Plan) -> Tensor:
     for items in plan.launches:
         _launch(query, layer, plan, items, output, part, lse)
     if len(plan.merges):
-        _paged_merge_kernel[(heads, len(plan.merges))](
+        _paged_merge_kernel[(heads * len(plan.merges),)](
             plan.merges, part, lse, output, heads, WIDTH=width, WIDE=power_of_two(width, 16), MERGED=MERGED, num_warps=4
         )
     return output
@@ -156,7 +157,7 @@ def _launch(
     quantized = layer.key_scales is not None
     key_scales, value_scales = (layer.key_scales, layer.value_scales) if quantized else (query, query)
     assert key_scales is not None
-    _paged_kernel[(groups, len(items.numbers))](
+    _paged_kernel[(groups * len(items.numbers),)](
         query, keys, values, key_scales, value_scales, items.numbers, plan.table, output, part, lse,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         key_scales.stride(0), width**-0.5 * LOG2_E, groups,

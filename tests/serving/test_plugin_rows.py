@@ -14,7 +14,7 @@ import torch
 from comb.config import CombEncoderConfig
 from comb_serving.handles import KEY, Handle, pack
 from comb_serving.pool import PoolLayout, SharedPool
-from comb_serving.vllm.pool import check_documents, rank_layout
+from comb_serving.vllm.pool import check_documents, pool_device, rank_layout
 from comb_serving.vllm.rows import Documents
 
 A, B = Handle(5, (3, 1)), Handle(4, (0,))
@@ -69,8 +69,35 @@ def test_ranks_divide_the_pool() -> None:
     assert one.nbytes <= 10_000 < one.nbytes + one.bytes_per_token * 4
     assert (two.kv_heads, two.num_blocks, 2 * two.nbytes) == (1, one.num_blocks, one.nbytes)
     assert (four.kv_heads, four.num_blocks) == (1, one.num_blocks // 2)
+    small = rank_layout(config, ranks=1, **size, stored="fp8")
+    assert (small.bytes_per_token, one.bytes_per_token) == (2 * 3 * 2 * (8 + 4), 2 * 3 * 2 * 8 * 2)
+    assert small.num_blocks > one.num_blocks
     with pytest.raises(ValueError, match="COMB_POOL_BYTES=100 is less than one block of 4 tokens, 768 bytes"):
         rank_layout(config, ranks=1, **{**size, "total": 100})
+
+
+def test_the_pool_lies_where_the_model_is_or_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.device("cuda:1")
+    assert pool_device(own) == own
+    monkeypatch.setenv("COMB_POOL_MEMORY", "host")
+    assert pool_device(own) == torch.device("cpu")
+    monkeypatch.setenv("COMB_POOL_MEMORY", "cuda")
+    with pytest.raises(ValueError, match=r"auto .* or host, not 'cuda'"):
+        pool_device(own)
+
+
+def test_index_tensors_are_made_once_a_step(documents: Documents) -> None:
+    documents.add("x", args(A, B))
+    documents.begin(["x"], [0, 2])
+    step, cpu = documents.step, torch.device("cpu")
+    assert step.batch is step.batch
+    assert step.tokens(cpu) is step.tokens(cpu)
+    assert step.batch.counts == (2,)
+    table = step.batch.tables[0]
+    documents.begin(["x"], [0, 1])
+    assert documents.step.batch is not step.batch
+    assert documents.step.batch.tables[0] is table  # a request's blocks don't change
+    assert table.slots() is table.slots()
 
 
 def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
