@@ -2,7 +2,7 @@
 
 In one process and the writers that it starts: the kernels of paged attention against the plain way; a pool handed to
 another process, which is killed; the kernels' time, and their bandwidth against a device copy, over rows, length of the
-documents and dtype of the pool; how fast documents are written. Nothing is timed if a check fails.
+documents and dtype of the pool; how fast documents are written. No kernel is timed if its check fails.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class Bench:
             right = error < BOUNDS[dtype] < other / 4
             yield {"case": name, "error": error, "of_another_row": other, "failed": "" if right else "differs"}
 
-    def handovers(self) -> Iterator[HandOver]:
-        """The pool between two processes: from the device, and from host memory."""
+    def handovers(self) -> Iterator[HandOver | str]:
+        """The pool between two processes, from the device and from host memory; why not, where it isn't possible."""
         sizes = self.measured
         sources = ["cpu"] if self.device.type == "cpu" else [str(self.device), "cpu"]
         if self.device.type == "cuda" and torch.cuda.device_count() > 1:
@@ -171,7 +171,11 @@ class Bench:
                     )  # fmt: skip
                     layout = replace(layout, num_blocks=blocks_needed(layout, tokens))
                     with tempfile.TemporaryDirectory() as folder:
-                        yield hand_over(Path(folder), layout, self.device, source=source, tokens=tokens)
+                        try:
+                            yield hand_over(Path(folder), layout, self.device, source=source, tokens=tokens)
+                        except (RuntimeError, OSError) as error:  # this machine's processes are isolated, say
+                            yield f"{tokens} tokens, {stored}, from {source}: {type(error).__name__}: {error}"
+                            return
 
     def copy_rate(self) -> float:
         """Bytes per second of a device copy, read and written counted."""
@@ -280,6 +284,10 @@ def _run(bench: Bench, content: dict[str, Any], write: Any) -> None:
         content["checks"].append(done)
         _say(bench, f"{done['case']}: {done['failed'] or 'ok'}, {done['error']:.2g}")
     for over in bench.handovers():
+        if isinstance(over, str):
+            content["handovers"].append({"failed": over})
+            _say(bench, f"the pool can't be handed over: {over}")
+            continue
         content["handovers"].append(over.to_dict())
         _say(
             bench,
@@ -288,7 +296,7 @@ def _run(bench: Bench, content: dict[str, Any], write: Any) -> None:
             f"{over.bytes_per_second / 1e9:.3g} GB/s, open {1e3 * over.attach_s:.3g} ms",
         )
         write()
-    if any(item["failed"] for item in content["checks"] + content["handovers"]):
+    if any(item["failed"] for item in content["checks"]):
         _say(bench, "a check failed: no kernel is timed")
         return
     copied = content["copy_bytes_per_second"] = bench.copy_rate()

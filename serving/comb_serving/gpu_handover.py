@@ -11,6 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from comb_serving.handles import Handle
 from comb_serving.pool import PoolLayout, SharedPool
+
+LONGEST_SECONDS = 120.0  # of a writer, before it is taken to hang
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,9 @@ class Writer:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "comb_serving.gpu_handover", *arguments], stdout=subprocess.PIPE, text=True
         )
+        self.timer = threading.Timer(LONGEST_SECONDS, self.process.kill)
+        self.timer.daemon = True
+        self.timer.start()
 
     def next(self) -> dict[str, float]:
         """Its next line. Raises RuntimeError if it has ended."""
@@ -128,6 +134,8 @@ class Writer:
         return told
 
     def kill(self) -> None:
+        """SIGKILL; it is gone afterwards."""
+        self.timer.cancel()
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:

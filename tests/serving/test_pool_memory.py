@@ -276,6 +276,12 @@ def test_a_hand_over_that_goes_wrong_is_noticed(tmp_path: Path, monkeypatch: pyt
     assert done.failed.startswith("what was written differs by nan")
 
 
+def test_a_writer_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the writer ended with status 1"):
+        hand_over(tmp_path, layout_for(9, "float32", "auto"), torch.device("cpu"), source="nowhere", tokens=9)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["auto", "fp8"])
 @pytest.mark.parametrize("source", ["cuda:0", "cpu"])
