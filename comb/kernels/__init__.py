@@ -1,6 +1,7 @@
-"""Triton kernels of MAC attention. Importing this package imports no triton: its modules do, `choice` doesn't.
+"""Triton kernels of MAC attention, and of attention to paged documents (`paged`, chosen by `comb.paged`).
 
-A step is five launches, none of which waits for the host, so it can be captured in a CUDA graph:
+Importing this package imports no triton: its modules do, `choice` and `paged_plan` don't.
+A step of MAC is five launches, none of which waits for the host, so it can be captured in a CUDA graph:
 
     match     one program per (row, query head, tile of the ring): nearest reusable query of the tile
     select    one program per (row, key/value head): the nearest of all tiles, and how many tiles of keys its heads need
@@ -8,5 +9,5 @@ A step is five launches, none of which waits for the host, so it can be captured
     attend    as many programs as the device holds, each an equal share of that list: partial attention, log-sum-exp
     merge     one program per (row, query head): reused summary, band, tail and sink to one output; writes the ring
 
-`comb.mac.step.step` is what they are tested against.
+`comb.mac.step.step` is what they are tested against; the paged ones against `comb.paged.attend_plain`.
 """

@@ -20,7 +20,7 @@ MOST_HEADS = 64
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
@@ -29,7 +29,7 @@ def why_plain(state: MacState, query: Tensor, keys: Tensor, values: Tensor) -> s
 
     On a CPU they run under Triton's interpreter (TRITON_INTERPRET=1), to be tested and for nothing else.
     """
-    if not _has_triton():
+    if not has_triton():
         return "triton is not installed"
     if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"device {query.device.type}"

@@ -112,10 +112,13 @@ class EncoderWorker:
         return self.method.compile([job.token_ids for job in jobs])
 
     def _fill(self, jobs: Sequence[Job], picaches: Sequence[Any]) -> None:
+        """Returns when other processes can read them."""
         for job, picache in zip(jobs, picaches, strict=True):
             assert isinstance(picache, CrossPICache)
             for pool, heads in zip(self.pools, self.heads, strict=True):
                 pool.write(job.handle, picache.keys, picache.values, heads)
+        for pool in self.pools:
+            pool.finish()
 
     def hello(self) -> dict[str, Any]:
         """What the manager must know before the first document."""
@@ -156,7 +159,8 @@ def load(options: ServeOptions, folder: Path) -> EncoderWorker:
     pools = [SharedPool.attach(pool_path(folder, rank)) for rank in range(options.ranks)]
     device = options.encoder_device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        near = pools[0].tensor.device  # where nothing needs to be copied over
+        device = str(near) if near.type == "cuda" else "cuda" if torch.cuda.is_available() else "cpu"
     backbone: dict[str, Any] = {} if options.backbone is None else {"backbone": resolve_name(options.backbone)}
     checkpoint = resolve_name(options.checkpoint)
     model = CombForCausalLM.from_pretrained(checkpoint, dtype=pools[0].layout.torch_dtype, **backbone)

@@ -29,7 +29,7 @@ from comb_serving.tenants import key_hash
 
 logger = logging.getLogger(__name__)
 
-POOL_BYTES, POOL_BLOCK = "COMB_POOL_BYTES", "COMB_POOL_BLOCK"
+POOL_BYTES, POOL_BLOCK, POOL_DTYPE = "COMB_POOL_BYTES", "COMB_POOL_BLOCK", "COMB_POOL_DTYPE"
 MIDDLEWARE = "comb_serving.middleware.CombMiddleware"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 PLUGIN = "comb"  # its name among vLLM's plug-ins, for who lists the allowed ones
@@ -105,6 +105,7 @@ def launch(
     *,
     pool_bytes: int,
     pool_block: int = 16,
+    pool_dtype: str = "auto",
     root: Path | None = None,
     server: Sequence[str] = SERVER,
     on_ready: Callable[[str], Any] = logger.info,
@@ -114,6 +115,7 @@ def launch(
     Args:
         arguments: of vLLM's server.
         pool_bytes: of all pools together.
+        pool_dtype: in which documents are kept, "auto" or "fp8".
         root: where the instance's folder is made; shared memory by default.
         server: the command, for tests.
         on_ready: called with the server's address once it is healthy.
@@ -123,7 +125,7 @@ def launch(
         raise ValueError("the admin key is one of the API keys: choose another, or every client may switch the encoder")
     options = replace(options, ranks=flags.ranks, key_hashes=flags.key_hashes)
     with instance_folder(root) as folder:
-        environment = _environment(options, folder, pool_bytes, pool_block)
+        environment = _environment(options, folder, pool_bytes, pool_block, pool_dtype)
         command = [*server, "--model", resolve_name(options.checkpoint), *arguments, "--middleware", MIDDLEWARE]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
         process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
@@ -136,9 +138,9 @@ def launch(
             _end(process)
 
 
-def _environment(options: ServeOptions, folder: Path, pool_bytes: int, pool_block: int) -> dict[str, str]:
+def _environment(options: ServeOptions, folder: Path, pool_bytes: int, pool_block: int, dtype: str) -> dict[str, str]:
     environment = {**os.environ, OPTIONS: options.to_json()}
-    pool = {INSTANCE_DIR: str(folder), POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block)}
+    pool = {INSTANCE_DIR: str(folder), POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block), POOL_DTYPE: dtype}
     if options.encoder:
         environment |= pool
     else:  # the worker makes no pool then

@@ -29,6 +29,7 @@ def serve(
     backbone: Annotated[str | None, typer.Option(help="load the encoder's embedding table from here")] = None,
     comb_pool_bytes: Annotated[str, typer.Option(help="pool of documents, of all ranks together")] = "1GiB",
     comb_pool_block: Annotated[int, typer.Option(help="tokens per block of the pool")] = 16,
+    comb_pool_dtype: Annotated[str, typer.Option(help="documents are kept as computed (auto), or in fp8")] = "auto",
     comb_encoders: Annotated[int, typer.Option(help="encoder processes")] = 1,
     comb_encoder_device: Annotated[str, typer.Option(help="where they compute: auto, cpu, cuda:1, ...")] = "auto",
     comb_host_bytes: Annotated[str, typer.Option(help="per encoder, for documents that left the pool")] = "0",
@@ -47,6 +48,8 @@ def serve(
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
+    if comb_pool_dtype not in ("auto", "fp8"):  # pool.POOL_DTYPES, which would bring torch along
+        raise ValueError(f"--comb-pool-dtype is auto or fp8, not {comb_pool_dtype!r}")
     options = ServeOptions(
         checkpoint=checkpoint,
         backbone=backbone,
@@ -62,7 +65,12 @@ def serve(
     )
     ready: Callable[[str], None] = lambda address: typer.echo(f"comb: ready at {address}")  # noqa: E731
     status = launch(
-        options, context.args, pool_bytes=parse_bytes(comb_pool_bytes), pool_block=comb_pool_block, on_ready=ready
+        options,
+        context.args,
+        pool_bytes=parse_bytes(comb_pool_bytes),
+        pool_block=comb_pool_block,
+        pool_dtype=comb_pool_dtype,
+        on_ready=ready,
     )
     raise typer.Exit(status if status >= 0 else 128 - status)
 

@@ -58,7 +58,7 @@ def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
         some = torch.zeros(1, 1, 3, width, dtype=keys or dtype)
         return why_plain(state, query, some, some)
 
-    monkeypatch.setattr("comb.kernels.choice._has_triton", lambda: True)
+    monkeypatch.setattr("comb.kernels.choice.has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert why(torch.float32) == "device cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -67,7 +67,7 @@ def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why(torch.float32, torch.bfloat16) == "float32 queries, bfloat16 keys"
     assert why(torch.float32, width=320) == "heads of more than 256 channels"
     assert why(torch.float32, heads=65) == "more than 64 query heads to a key/value head"
-    monkeypatch.setattr("comb.kernels.choice._has_triton", lambda: False)
+    monkeypatch.setattr("comb.kernels.choice.has_triton", lambda: False)
     assert why(torch.float32) == "triton is not installed"
 
 

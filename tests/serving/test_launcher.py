@@ -60,13 +60,13 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     code, seen = program(tmp_path, "sys.exit(3)")
     arguments = ["--max-model-len", "64", "-tp", "2", "--api-key", "k"]
     server = [sys.executable, "-c", code]
-    status = launch(ServeOptions("adapter"), arguments, pool_bytes=4096, root=root, server=server)
+    status = launch(ServeOptions("adapter"), arguments, pool_bytes=4096, pool_dtype="fp8", root=root, server=server)
     assert status == 3
     found = wait_for(seen)
     assert found["argv"][:2] == ["--model", "adapter"]
     assert found["argv"][-2:] == ["--middleware", "comb_serving.middleware.CombMiddleware"]
     environment = found["environment"]
-    assert environment["COMB_POOL_BYTES"] == "4096"
+    assert (environment["COMB_POOL_BYTES"], environment["COMB_POOL_DTYPE"]) == ("4096", "fp8")
     assert environment["VLLM_PLUGINS"] == "other,comb"
     assert "PROMETHEUS_MULTIPROC_DIR" not in environment
     assert "COMB_ADMIN_KEY" not in environment

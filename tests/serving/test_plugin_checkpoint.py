@@ -71,7 +71,11 @@ def options(**changed: Any) -> Any:
     given = {"speculative_config": None, "use_v2_model_runner": False, **changed}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: given.pop(name, value) for name, value in parallel.items()}),
-        model_config=SimpleNamespace(logits_processors=given.pop("logits_processors", None)),
+        model_config=SimpleNamespace(
+            logits_processors=given.pop("logits_processors", None),
+            enable_sleep_mode=given.pop("enable_sleep_mode", False),
+            enable_cumem_allocator=given.pop("enable_cumem_allocator", False),
+        ),
         **given,
     )
 
@@ -89,6 +93,8 @@ def test_what_an_instance_is_set_up_with() -> None:
     refused = {
         "pipeline_parallel_size 1, not 2": {"pipeline_parallel_size": 2},
         "data_parallel_size 1, not 2": {"data_parallel_size": 2},
+        "without sleep mode": {"enable_sleep_mode": True},
+        "can't be shared": {"enable_cumem_allocator": True},
         "speculative": {"speculative_config": object()},
         "need their own worker, not mine.Worker": {"worker_cls": "mine.Worker"},
     }

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from comb.config import CombEncoderConfig
+from comb.paged import attend_row
 from comb_serving.handles import KEY, Handle, pack
 from comb_serving.pool import PoolLayout, SharedPool
-from comb_serving.vllm.pool import check_documents, rank_layout
+from comb_serving.vllm.pool import check_documents, pool_device, rank_layout
 from comb_serving.vllm.rows import Documents
 
 A, B = Handle(5, (3, 1)), Handle(4, (0,))
@@ -31,19 +32,16 @@ def args(*handles: Handle) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 6, 2), (7, 6, 2), (3, 4, 4), (5, 4, 1)])
 def test_heads_that_share_keys_as_rows_of_one_product(tokens: int, heads: int, kv_heads: int) -> None:
-    pytest.importorskip("vllm")
-    from comb_serving.vllm.block import attend
-
     draw = torch.Generator().manual_seed(1)
     query, keys, values = (
         torch.randn(size, count, 8, generator=draw) for size, count in ((tokens, heads), (29, kv_heads), (29, kv_heads))
     )
     own = [part.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for part in (keys, values)]
     naive = ((query.transpose(0, 1) @ own[0].mT / 8**0.5).softmax(-1) @ own[1]).transpose(0, 1)
-    torch.testing.assert_close(attend(query, keys, values), naive, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attend_row(query, keys, values), naive, rtol=1e-5, atol=1e-6)
     # heads of one group in another order are other heads
     if 1 < kv_heads < heads:
-        assert (attend(query.flip(1), keys, values) - naive).abs().max() > 0.1
+        assert (attend_row(query.flip(1), keys, values) - naive).abs().max() > 0.1
 
 
 def test_rows_follow_requests_through_the_batch(documents: Documents) -> None:
@@ -52,9 +50,9 @@ def test_rows_follow_requests_through_the_batch(documents: Documents) -> None:
     documents.add("z", args(B))
     documents.begin(["y", "z", "x"], [0, 2, 3, 6])
     z, x = documents.step.rows
-    assert (z.start, z.stop, z.slots.tolist()) == (2, 3, [0, 1, 2, 3])
-    assert (x.start, x.stop, x.slots.tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
-    assert documents.step.tokens.tolist() == [2, 3, 4, 5]
+    assert (z.start, z.stop, z.table.slots().tolist()) == (2, 3, [0, 1, 2, 3])
+    assert (x.start, x.stop, x.table.slots().tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
+    assert documents.step.tokens(torch.device("cpu")).tolist() == [2, 3, 4, 5]
     documents.begin(["x", "warm-up"], [0, 1, 5])
     assert [(row.start, row.stop) for row in documents.step.rows] == [(0, 1)]
     documents.begin_without()
@@ -65,7 +63,7 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Documen
     documents.add("x", args(A))
     documents.add("x", args(B))
     documents.begin(["x"], [0, 1])
-    assert documents.step.rows[0].slots.tolist() == [0, 1, 2, 3]
+    assert documents.step.rows[0].table.slots().tolist() == [0, 1, 2, 3]
     documents.add("x", {})
     documents.begin(["x"], [0, 1])
     assert not documents.step.rows
@@ -86,8 +84,35 @@ def test_ranks_divide_the_pool() -> None:
     assert one.nbytes <= 10_000 < one.nbytes + one.bytes_per_token * 4
     assert (two.kv_heads, two.num_blocks, 2 * two.nbytes) == (1, one.num_blocks, one.nbytes)
     assert (four.kv_heads, four.num_blocks) == (1, one.num_blocks // 2)
+    small = rank_layout(config, ranks=1, **size, stored="fp8")
+    assert (small.bytes_per_token, one.bytes_per_token) == (2 * 3 * 2 * (8 + 4), 2 * 3 * 2 * 8 * 2)
+    assert small.num_blocks > one.num_blocks
     with pytest.raises(ValueError, match="COMB_POOL_BYTES=100 is less than one block of 4 tokens, 768 bytes"):
         rank_layout(config, ranks=1, **{**size, "total": 100})
+
+
+def test_the_pool_lies_where_the_model_is_or_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.device("cuda:1")
+    assert pool_device(own) == own
+    monkeypatch.setenv("COMB_POOL_MEMORY", "host")
+    assert pool_device(own) == torch.device("cpu")
+    monkeypatch.setenv("COMB_POOL_MEMORY", "cuda")
+    with pytest.raises(ValueError, match=r"auto .* or host, not 'cuda'"):
+        pool_device(own)
+
+
+def test_index_tensors_are_made_once_a_step(documents: Documents) -> None:
+    documents.add("x", args(A, B))
+    documents.begin(["x"], [0, 2])
+    step, cpu = documents.step, torch.device("cpu")
+    assert step.batch is step.batch
+    assert step.tokens(cpu) is step.tokens(cpu)
+    assert step.batch.counts == (2,)
+    table = step.batch.tables[0]
+    documents.begin(["x"], [0, 1])
+    assert documents.step.batch is not step.batch
+    assert documents.step.batch.tables[0] is table  # a request's blocks don't change
+    assert table.slots() is table.slots()
 
 
 def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +172,7 @@ def test_the_v2_model_state_sets_the_step(documents: Documents, monkeypatch: pyt
     found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None))
     assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
     (row,) = model.comb.step.rows
-    assert (row.start, row.stop, row.slots.numel()) == (1, 4, 5)
+    assert (row.start, row.stop, row.table.num_tokens) == (1, 4, 5)
     # another request in the batch position of the one before
     found.remove_request("x")
     found.add_request(0, new("w", None))

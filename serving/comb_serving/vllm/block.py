@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -13,8 +12,9 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from comb.config import CombEncoderConfig
+from comb.paged import PagedBatch, PagedLayer, attend
 from comb_serving.vllm import OP
-from comb_serving.vllm.rows import Documents, Step
+from comb_serving.vllm.rows import Documents
 
 
 class ParallelCrossAttention(nn.Module):
@@ -32,32 +32,14 @@ class ParallelCrossAttention(nn.Module):
         )
         self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+    def forward(self, hidden: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
         """Tokens of all rows with documents, behind one another, against each row's own documents.
 
-        hidden [tokens, hidden]; keys, values [slots, kv_heads, head_dim] -> [tokens, hidden]
+        hidden [tokens, hidden] -> the same shape
         """
         query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        mixed, at = torch.empty_like(query), 0
-        for row in step.rows:
-            here = slice(at, at := at + row.stop - row.start)
-            mixed[here] = attend(query[here], *(paged.index_select(0, row.slots).to(query) for paged in (keys, values)))
-        out: Tensor = self.o_proj(mixed.flatten(1))
+        out: Tensor = self.o_proj(attend(query, layer, batch).flatten(1))
         return out
-
-
-def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention without a mask, so query heads that share a key/value head are so many more rows of one product.
-
-    torch's own grouping on a CPU takes three times as long for a single token over 3,000 slots in bfloat16.
-
-    query [tokens, heads, head_dim]; keys, values [slots, kv_heads, head_dim] -> the shape of `query`
-    """
-    tokens, heads, width = query.shape
-    shared = keys.shape[1]
-    rows = query.unflatten(1, (shared, -1)).permute(1, 2, 0, 3).reshape(1, shared, -1, width)
-    mixed = F.scaled_dot_product_attention(rows, *(part.transpose(0, 1)[None] for part in (keys, values)))
-    return mixed.view(shared, heads // shared, tokens, width).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class ParallelMLP(nn.Module):
@@ -117,14 +99,13 @@ class PagedCrossBlock(nn.Module):
         if not step.rows or pool is None:
             return
         # [1, tokens, hidden] where vLLM runs transformers' own layers; view, as what is written must arrive
-        hidden, tokens = hidden.view(-1, hidden.shape[-1]), step.tokens.to(hidden.device)
+        hidden, tokens = hidden.view(-1, hidden.shape[-1]), step.tokens(hidden.device)
         stream = hidden.index_select(0, tokens)
         if residual.numel():
             stream = stream + residual.index_select(0, tokens)
             residual.index_fill_(0, tokens, 0)
-        keys, values = pool.tensor[self.layer]
         x = stream.to(self.attention_gate)
-        attended = self.cross_attn(self.input_layernorm(x), keys, values, step)
+        attended = self.cross_attn(self.input_layernorm(x), pool.layer(self.layer), step.batch)
         x = x + self.attention_gate.tanh() * attended
         x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
         hidden.index_copy_(0, tokens, x.to(hidden))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from comb.config import CombEncoderConfig
 from comb_serving.handles import KEY, unpack
 from comb_serving.pool import PoolLayout, SharedPool, manifest_of
 
 FOLDER, BYTES, BLOCK = "COMB_INSTANCE_DIR", "COMB_POOL_BYTES", "COMB_POOL_BLOCK"
+STORED, MEMORY = "COMB_POOL_DTYPE", "COMB_POOL_MEMORY"
 
 
 def pool_path(rank: int = 0) -> Path | None:
@@ -22,20 +26,28 @@ def pool_path(rank: int = 0) -> Path | None:
 
 
 def rank_layout(
-    config: CombEncoderConfig, *, cross_layers: int, dtype: str, ranks: int, total: int, block_size: int
-) -> PoolLayout:
+    config: CombEncoderConfig, *, cross_layers: int, dtype: str, ranks: int, total: int, block_size: int,
+    stored: str = "auto",
+) -> PoolLayout:  # fmt: skip
     """The pool of one of `ranks` ranks, when all pools together may take `total` bytes; the same for all ranks.
 
     Raises:
         ValueError: if not even one block fits.
     """
     # more ranks than key/value heads: each head is kept by several ranks, which read it
-    shape = {"cross_layers": cross_layers, "kv_heads": max(1, config.num_key_value_heads // ranks)}
-    one = PoolLayout(**shape, head_dim=config.head_dim, num_blocks=1, block_size=block_size, dtype=dtype)
+    one = PoolLayout(
+        cross_layers,
+        max(1, config.num_key_value_heads // ranks),
+        config.head_dim,
+        num_blocks=1,
+        block_size=block_size,
+        dtype=dtype,
+        stored=stored,
+    )
     blocks = total // (one.nbytes * ranks)
     if blocks < 1:
         raise ValueError(f"{BYTES}={total} is less than one block of {block_size} tokens, {one.nbytes * ranks} bytes")
-    return PoolLayout(**shape, head_dim=config.head_dim, num_blocks=blocks, block_size=block_size, dtype=dtype)
+    return replace(one, num_blocks=blocks)
 
 
 def create_pool(model: Any, dtype: Any, *, rank: int, ranks: int) -> SharedPool | None:
@@ -56,8 +68,17 @@ def create_pool(model: Any, dtype: Any, *, rank: int, ranks: int) -> SharedPool 
         ranks=ranks,
         total=int(os.environ[BYTES]),
         block_size=int(os.environ.get(BLOCK, "16")),
+        stored=os.environ.get(STORED, "auto"),
     )
-    return SharedPool.create(path, layout)
+    return SharedPool.create(path, layout, pool_device(next(model.parameters()).device))
+
+
+def pool_device(own: torch.device) -> torch.device:
+    """Where the pool lies: where the model is, or in host memory. Raises ValueError for an unknown choice."""
+    chosen = os.environ.get(MEMORY, "auto")
+    if chosen not in ("auto", "host"):
+        raise ValueError(f"{MEMORY} is auto (the decoder's device) or host, not {chosen!r}")
+    return torch.device("cpu") if chosen == "host" else own
 
 
 def check_documents(extra_args: Mapping[str, Any] | None) -> None:

@@ -7,20 +7,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from comb.kernels.paged_plan import to_device
+from comb.paged import BlockTable, PagedBatch
 from comb_serving.handles import KEY, unpack
 from comb_serving.pool import SharedPool
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request's tokens in this step's batch, ``start .. stop - 1``, and its documents' slots [tokens] int64."""
+    """One request's tokens in this step's batch, ``start .. stop - 1``, and the blocks of its documents."""
 
     start: int
     stop: int
-    slots: Tensor
+    table: BlockTable
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,19 @@ class Step:
     """The rows of one forward pass that have documents; without any, cross blocks do nothing."""
 
     rows: tuple[Row, ...] = ()
+    _tokens: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """Places in the batch of all tokens that have documents, row behind row. [tokens] int64"""
-        return torch.cat([torch.arange(row.start, row.stop) for row in self.rows])
+    def batch(self) -> PagedBatch:
+        """The same as attention takes it; what it works out from that is kept for all cross layers."""
+        return PagedBatch(tuple(row.stop - row.start for row in self.rows), tuple(row.table for row in self.rows))
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """Places in the batch of all tokens that have documents, row behind row; copied once. [tokens] int64"""
+        if device not in self._tokens:
+            places = np.concatenate([np.arange(row.start, row.stop, dtype=np.int32) for row in self.rows])
+            self._tokens[device] = to_device([places], device)[0].long()
+        return self._tokens[device]
 
 
 @dataclass
@@ -49,7 +60,7 @@ class Documents:
 
     pool: SharedPool | None = None
     step: Step = field(default_factory=Step)
-    _slots: dict[str, Tensor] = field(default_factory=dict)
+    _tables: dict[str, BlockTable] = field(default_factory=dict)
     _numbers: dict[str, Sequence[int]] = field(default_factory=dict)
 
     def add(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
@@ -68,26 +79,27 @@ class Documents:
             raise ValueError(f"request {request_id} has documents, but this instance has no pool for them")
         layout = self.pool.layout
         handles = unpack(numbers, num_blocks=layout.num_blocks, block_size=layout.block_size)
-        self._slots[request_id] = torch.cat([self.pool.slots(handle) for handle in handles])
+        documents = [(handle.tokens, handle.blocks) for handle in handles]
+        self._tables[request_id] = BlockTable(documents, layout.block_size)
         self._numbers[request_id] = numbers
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; one that isn't known is no error."""
-        self._slots.pop(request_id, None)
+        self._tables.pop(request_id, None)
         self._numbers.pop(request_id, None)
 
     def keep(self, request_ids: Sequence[str]) -> None:
         """Forgets all other requests."""
-        for gone in self._slots.keys() - set(request_ids):
+        for gone in self._tables.keys() - set(request_ids):
             self.remove(gone)
 
     def begin(self, request_ids: Sequence[str], starts: Sequence[int]) -> None:
         """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch."""
         self.step = Step(
             tuple(
-                Row(int(starts[index]), int(starts[index + 1]), self._slots[name])
+                Row(int(starts[index]), int(starts[index + 1]), self._tables[name])
                 for index, name in enumerate(request_ids)
-                if name in self._slots and starts[index + 1] > starts[index]
+                if name in self._tables and starts[index + 1] > starts[index]
             )
         )
 

@@ -42,6 +42,11 @@ def set_up(vllm_config: Any) -> None:
             raise ValueError(f"comb checkpoints are served with {name} 1, not {getattr(parallel, name)}")
     if vllm_config.speculative_config is not None:
         raise ValueError("comb checkpoints are served without speculative decoding: drafts would not see documents")
+    if model.enable_sleep_mode or model.enable_cumem_allocator:
+        raise ValueError(
+            "comb checkpoints are served without sleep mode and its allocator (enable_sleep_mode, "
+            "enable_cumem_allocator): such memory can't be shared with the encoder"
+        )
     v2 = bool(vllm_config.use_v2_model_runner)
     given = list(model.logits_processors or [])
     if CHECKS[v2] not in given:

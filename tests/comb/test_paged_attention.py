@@ -1,0 +1,169 @@
+"""Attention to documents in blocks: the plain way, the plan of the work, and the kernels where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_cases import by_hand, in_fp8, paged_case
+
+from comb.kernels.launch import Launch
+from comb.kernels.paged_plan import Sizes, make_plan, to_device
+from comb.paged import BlockTable, PagedBatch, attend, attend_plain, why_plain
+
+HERE = Path(__file__).parent
+CPU = torch.device("cpu")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
+
+
+def run(*command: str, **environment: str) -> str:
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    return result.stdout
+
+
+def test_a_table_names_filled_slots_only() -> None:
+    table = BlockTable([(5, (3, 1)), (4, (0,)), (1, (5,))], 4)
+    assert table.last.tolist() == [15, 4, 3, 20]
+    assert table.slots().tolist() == [12, 13, 14, 15, 4, 0, 1, 2, 3, 20]
+    assert table.num_tokens == 10
+    with pytest.raises(ValueError, match="5 tokens don't fill 1 blocks of 4"):
+        BlockTable([(5, (3,))], 4)
+    with pytest.raises(ValueError, match="beyond"):
+        BlockTable([(1, (2**30,))], 4)
+
+
+def test_the_plain_way_is_softmax_over_own_documents() -> None:
+    query, layer, batch = paged_case(torch.float32)
+    torch.testing.assert_close(attend(query, layer, batch).double(), by_hand(query, layer, batch), rtol=0, atol=1e-6)
+    small = in_fp8(layer)
+    found = attend_plain(query, small, batch)
+    torch.testing.assert_close(found.double(), by_hand(query, small, batch), rtol=0, atol=1e-6)
+    # eight bits are near the truth, and another row's documents are not
+    error = (found - by_hand(query, layer, batch)).abs().max()
+    assert 1e-4 < error < 0.1
+    turned = PagedBatch(batch.counts, batch.tables[1:] + batch.tables[:1])
+    assert (attend_plain(query, layer, turned) - found).abs().max() > 0.5
+    # what lies behind a document's end would show
+    batch.tables[0].last[1] += 1
+    batch.tables[0]._slots.clear()
+    wrong = attend_plain(query, layer, batch).isnan().flatten(1).all(1)
+    assert wrong[: batch.counts[0]].all()
+    assert not wrong[batch.counts[0] :].any()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> PagedBatch:
+    block, free = draw(st.integers(1, 5)), iter(range(10_000))
+    rows = draw(
+        st.lists(st.tuples(st.integers(1, 70), st.lists(st.integers(1, 40), min_size=1, max_size=4)), min_size=1)
+    )
+    tables = [
+        BlockTable([(tokens, [next(free) for _ in range(-(-tokens // block))]) for tokens in documents], block)
+        for _, documents in rows
+    ]
+    return PagedBatch(tuple(count for count, _ in rows), tuple(tables))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=batches(), shared=st.sampled_from([1, 3, 8, 20]), programs=st.integers(1, 200),
+    least=st.sampled_from([1, 16, 500]),
+)  # fmt: skip
+def test_a_plan_shows_each_token_its_own_blocks_once(batch: PagedBatch, shared: int, programs: int, least: int) -> None:
+    launch = Launch(programs=programs)
+    plan = make_plan(batch, heads=2 * shared, groups=2, device=CPU, sizes=Sizes(launch, launch, 64, least))
+    parts: dict[int, list[int]] = {}
+    seen: dict[int, list[int]] = {}
+    direct, used = set(), []
+    for items in plan.launches:
+        for token, count, begin, end, part in items.numbers.tolist():
+            assert 1 <= count <= items.tokens
+            assert items.tokens * shared <= items.rows
+            assert begin < end
+            for one in range(count):
+                seen.setdefault(token + one, []).extend(plan.table[begin:end].tolist())
+                if part < 0:
+                    direct.add(token + one)
+                else:
+                    parts.setdefault(token + one, []).append(part + one)
+                    used.append(part + one)
+    at = 0
+    for count, table in zip(batch.counts, batch.tables, strict=True):
+        for token in range(at, at + count):
+            assert sorted(seen.pop(token)) == sorted(table.last.tolist())
+        at += count
+    assert not seen
+    assert sorted(used) == list(range(plan.partial_rows))
+    merges = {token: [first + step * one for one in range(count)] for token, first, step, count in plan.merges.tolist()}
+    assert merges == parts
+    assert direct | set(merges) == set(range(batch.num_tokens))
+    assert not direct & set(merges)
+
+
+def test_shares_fill_the_programs_and_grow_with_the_documents_of_the_step_alone() -> None:
+    launch = Launch(programs=64)
+    for length in (16, 1000, 16_000):
+        batch = PagedBatch((1, 1, 1, 1), tuple(BlockTable([(length, range(-(-length // 16)))], 16) for _ in range(4)))
+        plan = make_plan(batch, heads=8, groups=2, device=CPU, sizes=Sizes(launch, launch, least_keys=128))
+        (items,) = plan.launches
+        sizes = items.numbers[:, 3] - items.numbers[:, 2]
+        assert len(items.numbers) * 2 <= 64 + 4 * 2
+        assert len(plan.table) == 4 * -(-length // 16)
+        if length > 1000:
+            assert len(items.numbers) * 2 >= 60
+            assert int(sizes.max()) == -(-4 * 2 * length // 16 // 64)
+        else:
+            assert int(sizes.max()) <= max(8, -(-length // 16))
+
+
+def test_arrays_arrive_as_they_were() -> None:
+    import numpy as np
+
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), dtype=np.int32), np.int32([7])]
+    assert [tensor.tolist() for tensor in to_device(arrays, CPU)] == [[[0, 1, 2], [3, 4, 5]], [], [7]]
+
+
+def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, layer, _ = paged_case(torch.float32)
+    monkeypatch.setattr("comb.paged.has_triton", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert why_plain(query, layer) == "device cpu"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert why_plain(query, layer) == why_plain(query, in_fp8(layer)) == why_plain(query.half(), in_fp8(layer)) == ""
+    assert why_plain(query.double(), layer) == "float64 queries"
+    assert why_plain(query.half(), layer) == "float16 queries, float32 keys"
+    assert why_plain(query.to("meta"), layer) == "the pool is on cpu, queries are on meta"
+    assert why_plain(torch.zeros(1, 2, 300), layer) == "heads of more than 256 channels"
+    assert why_plain(torch.zeros(1, 200, 10), layer) == "more than 64 query heads to a key/value head"
+    monkeypatch.setattr("comb.paged.has_triton", lambda: False)
+    assert why_plain(query, layer) == "triton is not installed"
+
+
+@needs_triton
+@pytest.mark.slow
+def test_interpreted_kernels_equal_the_plain_way() -> None:
+    file = str(HERE / "interpreted_paged_kernels.py")
+    printed = run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file, TRITON_INTERPRET="1")
+    assert " passed" in printed
+    assert "skipped" not in printed
+
+
+@needs_triton
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu_without_spilling() -> None:
+    printed = run(str(HERE / "compiled_paged_kernels.py"), TRITON_INTERPRET="0")
+    assert "_paged_kernel" in printed
+    assert "_paged_merge_kernel" in printed
