@@ -106,7 +106,8 @@ class EncoderProcesses:
         self.restarts = 0
         self._known: Identity | None = None
         self._arrived = asyncio.Event()
-        self._refused: str | None = None
+        self._refused: str | None = None  # for good
+        self._unable: str | None = None  # until one starts after all
         self._numbers = iter(range(sys.maxsize))
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -131,7 +132,7 @@ class EncoderProcesses:
             except TimeoutError:
                 raise EncoderError(f"no encoder was ready within {self.start_seconds:.0f} s; see the log") from None
         if self._known is None or self._refused is not None:
-            raise EncoderError(self._refused or "no encoder")
+            raise EncoderError(self._refused or self._unable or "no encoder")
         return self._known
 
     def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
@@ -141,8 +142,8 @@ class EncoderProcesses:
         message = {"job": number, "key": key, "token_ids": list(token_ids), "blocks": list(handle.blocks)}
         job = _Job(message, asyncio.get_running_loop().create_future())
         place.jobs[number] = job
-        if self._refused is not None:
-            self._fail(place, [number], self._refused)
+        if self._refused is not None or self._unable is not None:
+            self._fail(place, [number], self._refused or self._unable)
         self._send_waiting(place)
         return job.future
 
@@ -166,11 +167,13 @@ class EncoderProcesses:
             place.failures = 1 if self.clock() - started > 60 else place.failures + 1
             self.restarts += 1
             if self._known is None and place.failures >= MAX_ATTEMPTS:
-                self._refused = f"encoder processes ended {MAX_ATTEMPTS} times at their start; see the log"
+                # nobody waits for it, but it is tried again: a process may have been killed, or be short of memory
+                self._unable = f"encoder processes ended {place.failures} times at their start; see the log"
+                self._fail(place, list(place.jobs), self._unable)
                 self._arrived.set()
             worn = [number for number, job in place.jobs.items() if job.attempts >= MAX_ATTEMPTS]
             self._fail(place, worn, f"{MAX_ATTEMPTS} encoder processes ended over this document")
-            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (place.failures - 1), LAST_BACKOFF_S))
+            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** min(place.failures - 1, 20), LAST_BACKOFF_S))
         self._fail(place, list(place.jobs), self._refused)
 
     async def _run(self, place: _Place) -> None:
@@ -187,7 +190,7 @@ class EncoderProcesses:
                 # keys were made with the old weights: documents of both would be mixed
                 self._refused = f"the checkpoint changed while serving ({hello} instead of {self._known}): restart"
                 raise frames.FrameError(self._refused)
-            self._known = hello
+            self._known, self._unable = hello, None
             self._arrived.set()
             place.writer = writer
             place.sent.clear()

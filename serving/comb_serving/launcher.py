@@ -124,7 +124,7 @@ def launch(
         environment = _environment(options, folder, pool_bytes, pool_block)
         command = [*server, "--model", resolve_name(options.checkpoint), *arguments, "--middleware", MIDDLEWARE]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
-        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
+        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
         try:
             with _forwarding(process):
                 watcher = threading.Thread(target=_report_ready, args=(process, flags, on_ready), daemon=True)
@@ -147,8 +147,8 @@ def _environment(options: ServeOptions, folder: Path, pool_bytes: int, pool_bloc
     return environment
 
 
-def _end_with_parent() -> None:
-    """In the new process: SIGTERM when the launcher dies, even by SIGKILL (Linux)."""
+def end_with_parent() -> None:
+    """In a new process: SIGTERM when its parent dies, even by SIGKILL (Linux)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 

@@ -110,6 +110,24 @@ def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(folder: Path) -
     run(work())
 
 
+def test_an_encoder_that_starts_after_all_is_used(folder: Path) -> None:
+    async def work() -> None:
+        wait = f"import os, sys; os.path.exists({str(folder / 'ready')!r}) or sys.exit(1)"
+        command = [sys.executable, "-c", f"{wait}\n{PROGRAM}", str(folder)]
+        encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30)
+        encoders.start()
+        with pytest.raises(EncoderError, match="at their start"):
+            await encoders.identity()
+        (folder / "ready").touch()
+        while encoders.places[0].writer is None:
+            await asyncio.sleep(0.02)
+        assert (await encoders.identity()).fingerprint == "same"
+        assert (await encoders.submit("0" * 64, [1], Handle(1, (0,)))).tier == "encoded"
+        await encoders.stop()
+
+    run(work())
+
+
 def test_nothing_runs_after_the_end(folder: Path) -> None:
     async def work() -> None:
         encoders = start(folder)

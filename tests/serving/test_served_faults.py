@@ -31,8 +31,9 @@ def wait_for(condition: Any, seconds: float = 60) -> None:
 def kill_now_and_then(served: Served, draw: random.Random, ended: threading.Event) -> list[int]:
     """Kills the encoder several times, at its work, at rest or while it starts; returns whom."""
     killed: list[int] = []
+    deadline = time.monotonic() + 200
     try:
-        while len(killed) < KILLS:
+        while len(killed) < KILLS and time.monotonic() < deadline:
             time.sleep(draw.choice((0.05, 0.4, 5.0)) * draw.random())
             pid = served.encoder_pid()
             if pid is not None and pid not in killed:
@@ -55,6 +56,7 @@ def keep_asking(served: Served, seed: int, ended: threading.Event) -> list[tuple
 
 
 def test_encoders_killed_at_random_under_load(served: Served, nano_adapter: Path) -> None:
+    served.chat(TEXTS)  # an encoder is there
     before, ended = served.metric("encoder_restarts"), threading.Event()
     with ThreadPoolExecutor(CLIENTS + 1) as pool:
         clients = [pool.submit(keep_asking, served, seed, ended) for seed in range(CLIENTS)]

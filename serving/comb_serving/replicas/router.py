@@ -1,0 +1,319 @@
+"""The router: one address in front of several `comb serve`, whichever program starts them.
+
+    request -> documents in the body -> a replica (`affinity.choose`) -> its answer, chunk by chunk
+                                     -> it can't be reached: the next one; none is left: 503
+
+`application` runs it on Ray Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote
+
+import aiohttp
+from yarl import URL
+
+from comb_serving.documents_api import DOCUMENTS, handles_path
+from comb_serving.errors import RequestError
+from comb_serving.replicas.affinity import Bound, Part, choose, parts_of
+from comb_serving.replicas.registrations import Key, Registration, Registrations
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS, PROBE_SECONDS, RETRY_AFTER_S = 5.0, 10.0, 5
+MAX_LOST = 2  # replicas that broke off over one request: a request that ends servers must not end them all
+MAX_MISSES = 3  # health checks in a row that a busy replica may leave without an answer
+# of one hop of a connection, not of the request
+_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
+_HOP |= {"content-length"}
+_GONE = (aiohttp.ClientError, ConnectionError, TimeoutError)
+
+
+@dataclass
+class Replica:
+    """A `comb serve` by its name, which stays when it is started again at another address."""
+
+    name: str
+    address: str | None = None
+    generation: str | None = None
+    up: bool = False
+    under_way: int = 0
+    misses: int = 0
+
+
+class _Chunks:
+    """The body of a replica's answer; when it ends, breaks or is closed, the replica has one request less."""
+
+    def __init__(self, replica: Replica, response: aiohttp.ClientResponse) -> None:
+        self._replica, self._response, self._open = replica, response, True
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            chunk = await self._response.content.readany()
+        except BaseException:
+            await self.aclose()
+            raise
+        if not chunk:
+            await self.aclose()
+            raise StopAsyncIteration
+        return chunk
+
+    async def aclose(self) -> None:
+        """Closes the connection, which tells the replica that nobody waits for the rest."""
+        if self._open:
+            self._open = False
+            self._replica.under_way -= 1
+            self._response.close()
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+@dataclass
+class Answer:
+    """Status, headers and body of an answer; whoever takes it reads `chunks` to the end, or closes them."""
+
+    status: int
+    headers: dict[str, str]
+    chunks: AsyncIterator[bytes]
+
+    async def body(self) -> bytes:
+        """All of it."""
+        return b"".join([chunk async for chunk in self.chunks])
+
+
+@dataclass
+class Router:
+    """Sends requests to replicas.
+
+    Args:
+        replicas: by name.
+        bound: on the load of the replica that documents ask for.
+        session: made at the first request.
+    """
+
+    replicas: Mapping[str, Replica]
+    bound: Bound = field(default_factory=Bound)
+    registrations: Registrations = field(default_factory=Registrations)
+    counters: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _session: aiohttp.ClientSession | None = None
+    _registering: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def of(cls, names: list[str], bound: Bound | None = None) -> Router:
+        """A router that knows no address yet."""
+        return cls({name: Replica(name) for name in names}, bound or Bound())
+
+    async def close(self) -> None:
+        """Closes connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    # ---- requests ----
+
+    async def handle(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Answers one request. A broken connection in the middle of an answer is raised: the client must see it.
+
+        Args:
+            target: path and query. headers: names in lower case.
+        """
+        path = target.partition("?")[0]
+        try:
+            if path == "/health":
+                return self._health()
+            if path == "/metrics":
+                return _answer(200, self._metrics(), "text/plain; version=0.0.4")
+            if handles_path(path) and method in ("POST", "DELETE"):
+                return await self._to_all(method, target, headers, body)
+            return await self._to_one(method, target, headers, body)
+        except RequestError as error:
+            found = _answer(error.status, error.body)
+            found.headers |= error.headers
+            return found
+
+    async def _to_one(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        parts = await asyncio.to_thread(_parts, body, headers.get("authorization", "")) if body else []
+        tried: set[str] = set()
+        lost = 0
+        while lost < MAX_LOST:
+            loads = {r.name: r.under_way for r in self.replicas.values() if r.up and r.name not in tried}
+            if not loads:
+                break
+            name, spilled = choose(parts, loads, self.bound)
+            tried.add(name)
+            self.counters["requests", name] += 1
+            self.counters["spilled", name] += spilled
+            try:
+                return await self._ask(self.replicas[name], method, target, headers, body)
+            except _GONE as error:
+                # nothing of an answer has gone out, so another one may give it
+                self._lost(self.replicas[name], error)
+                lost += not isinstance(error, aiohttp.ClientConnectorError)
+        why = f"{lost} replicas broke off over this request" if lost >= MAX_LOST else "no replica is up"
+        raise RequestError(503, f"{why}; see their logs", retry_after=RETRY_AFTER_S)
+
+    async def _ask(self, replica: Replica, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """A replica's answer once its head has come. Raises what `_GONE` names if it doesn't."""
+        if self._session is None:
+            # answers may take long; connections mayn't. Each is used once: a server closes idle ones whenever it likes,
+            # and a request sent into that moment looks like a lost replica
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False, connector=connector)
+        replica.under_way += 1
+        try:
+            sent = {name: value for name, value in headers.items() if name.lower() not in _HOP}
+            url = URL(f"{replica.address}{target}", encoded=True)
+            response = await self._session.request(method, url, headers=sent, data=body or None, allow_redirects=False)
+        except BaseException:
+            replica.under_way -= 1
+            raise
+        kept = {name: value for name, value in response.headers.items() if name.lower() not in _HOP}
+        return Answer(response.status, kept, _Chunks(replica, response))
+
+    def _lost(self, replica: Replica, error: BaseException) -> None:
+        logger.warning("replica %s: %s: %s", replica.name, type(error).__name__, error)
+        self.counters["lost", replica.name] += 1
+        replica.up = False
+
+    # ---- registered documents ----
+
+    async def _to_all(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Registration and deletion reach every replica that is up, so that any of them can answer any request.
+
+        The answer is the first error, or else a replica's; one that is down gets the document when it comes back.
+        """
+        async with self._registering:
+            up = [replica for replica in self.replicas.values() if replica.up]
+            asked = [self._whole(replica, method, target, headers, body) for replica in up]
+            found = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+            if not found:
+                raise RequestError(503, "no replica is up; see their logs", retry_after=RETRY_AFTER_S)
+            # one replica that knew a document is enough to say that it is deleted
+            status, kept, data = (min if method == "DELETE" else max)(found, key=lambda answer: answer[0])
+            authorization = headers.get("authorization", "")
+            if method == "POST" and status == 200:
+                self.registrations.add(authorization, body, data)
+            elif method == "DELETE" and status in (200, 404):
+                self.registrations.remove(authorization, _document_of(target))
+        return Answer(status, kept, _once(data))
+
+    async def _whole(
+        self, replica: Replica, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes] | None:
+        """A replica's whole answer; None if there is none."""
+        try:
+            answer = await self._ask(replica, method, target, headers, body)
+            return answer.status, answer.headers, await answer.body()
+        except _GONE as error:
+            self._lost(replica, error)
+            return None
+
+    async def _give_registered(self, replica: Replica) -> None:
+        """Tells a replica that has just started what is registered, and lets requests go to it."""
+        given: dict[Key, Registration] = {}
+        while True:
+            async with self._registering:  # nothing is registered or deleted between the last look and `up`
+                current = self.registrations.current()
+                missing = {key: one for key, one in current.items() if given.get(key) is not one}
+                gone = [key for key in given if key not in current]
+                if not missing and not gone:
+                    replica.up = True
+                    return
+            for key, one in missing.items():
+                given[key] = one
+                body = one.body(self.registrations.clock())
+                await self._tell(replica, "POST", DOCUMENTS, key, body)
+            for key in gone:
+                del given[key]
+                await self._tell(replica, "DELETE", f"{DOCUMENTS}/{quote(key[1], safe='')}", key, b"")
+
+    async def _tell(self, replica: Replica, method: str, target: str, key: Key, body: bytes) -> None:
+        headers = {"authorization": key[0]} if key[0] else {}
+        answer = await self._ask(replica, method, target, {**headers, "content-type": "application/json"}, body)
+        text = await answer.body()
+        if answer.status != 200:
+            logger.warning("replica %s: %s of document %r: %s", replica.name, method, key[1], text[:200])
+
+    # ---- which replicas are up ----
+
+    async def arrived(self, name: str, address: str, generation: str) -> None:
+        """A replica says where it is; it gets requests while it is healthy. Called again and again.
+
+        Args:
+            generation: another one each time that the replica has been started.
+        """
+        replica = self.replicas[name]
+        if replica.generation != generation:
+            replica.address, replica.generation, replica.up, replica.misses = address, None, False, 0
+        try:
+            healthy = await asyncio.wait_for(self._is_healthy(replica), PROBE_SECONDS)
+            if healthy and not replica.up:
+                await self._give_registered(replica)
+                replica.generation = generation
+                logger.info("replica %s is up at %s", name, address)
+            replica.misses = 0 if healthy else MAX_MISSES
+        except aiohttp.ClientConnectorError:
+            replica.misses = MAX_MISSES
+        except _GONE:
+            replica.misses += 1
+        if replica.misses >= MAX_MISSES:
+            replica.up = False
+
+    async def _is_healthy(self, replica: Replica) -> bool:
+        answer = await self._ask(replica, "GET", "/health", {}, b"")
+        await answer.body()
+        return answer.status == 200
+
+    # ---- state ----
+
+    def _health(self) -> Answer:
+        states = {replica.name: "up" if replica.up else "down" for replica in self.replicas.values()}
+        if not any(replica.up for replica in self.replicas.values()):
+            raise RequestError(503, f"no replica is up: {states}", retry_after=RETRY_AFTER_S)
+        return _answer(200, json.dumps({"replicas": states}).encode())
+
+    def _metrics(self) -> bytes:
+        lines = []
+        for name, text in _SERIES.items():
+            lines += [f"# HELP comb_router_{name}_total {text}", f"# TYPE comb_router_{name}_total counter"]
+            lines += [
+                f'comb_router_{name}_total{{replica="{one}"}} {self.counters[name, one]}' for one in self.replicas
+            ]
+        gauges = {"replica_up": lambda one: int(one.up), "requests_under_way": lambda one: one.under_way}
+        for name, value in gauges.items():
+            lines.append(f"# TYPE comb_router_{name} gauge")
+            lines += [f'comb_router_{name}{{replica="{one.name}"}} {value(one)}' for one in self.replicas.values()]
+        return "\n".join([*lines, ""]).encode()
+
+
+_SERIES = {
+    "requests": "requests sent to a replica",
+    "spilled": "of them, those whose documents ask for another one, which had too much to do",
+    "lost": "times that a replica could not be reached or broke off",
+}
+
+
+def _parts(body: bytes, authorization: str) -> list[Part]:
+    try:
+        return parts_of(json.loads(body), authorization)
+    except (ValueError, RecursionError):
+        return []  # the replica says what is wrong with it
+
+
+def _document_of(target: str) -> str:
+    return unquote(target.partition("?")[0].removeprefix(f"{DOCUMENTS}/"))
+
+
+def _answer(status: int, body: bytes, kind: str = "application/json") -> Answer:
+    return Answer(status, {"content-type": kind}, _once(body))
