@@ -49,7 +49,14 @@ WEIRD: list[Any] = [
 ]  # fmt: skip
 NAMES = ["id", "text", "title", "token_ids", "role", "content", "type", "encoder", "documents", "comb_docs", "pin", ""]
 NAMES += ["prompt_embeds", "tools", "tool_choice", "response_format", "chat_template", "echo", "messages", "prompt"]
-NAMES += ["prompt_logprobs", "best_of", "structured_outputs", "add_generation_prompt", "stop_token_ids", "use_beam_search"]
+NAMES += [
+    "prompt_logprobs",
+    "best_of",
+    "structured_outputs",
+    "add_generation_prompt",
+    "stop_token_ids",
+    "use_beam_search",
+]
 VALUES = st.sampled_from(WEIRD) | st.integers() | st.floats() | st.text(max_size=12)
 
 

@@ -33,10 +33,10 @@ def parts_of(body: Any, tenant: str) -> list[Part]:
     if not isinstance(body, Mapping):
         return []
     listed, messages = body.get("documents"), body.get("messages")
-    found = [_part(item, tenant) for item in (listed if isinstance(listed, list) else ())]
-    for message in messages if isinstance(messages, list) else ():
+    found = [_part(item, tenant) for item in _list(listed)]
+    for message in _list(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
-        named = [item for item in (content if isinstance(content, list) else ()) if isinstance(item, Mapping)]
+        named = [item for item in _list(content) if isinstance(item, Mapping)]
         found += [_part({"id": item.get("id")}, tenant) for item in named if item.get("type") == "document"]
     return [part for part in found if part is not None]
 
@@ -46,17 +46,21 @@ def _part(item: Any, tenant: str) -> Part | None:
         item = {"text": item}
     if not isinstance(item, Mapping):
         return None
-    content = [item.get(name) for name in ("title", "text", "token_ids")]
-    if content[1:] == [None, None]:
+    title, text, ids = (item.get(name) for name in ("title", "text", "token_ids"))
+    if text is None and ids is None:
         # a registered one: its content is not known here, but the same name is the same document
-        content, size = ["", item.get("id")], 1
+        content, size = ["registered", item.get("id")], 1
     else:
-        size = len(content[1]) if isinstance(content[1], str) else 4 * len(content[2] or ())  # type: ignore[arg-type]
+        content, size = [title, text, ids], len(text) if isinstance(text, str) else 4 * len(_list(ids))
     try:
-        text = json.dumps([tenant, content])
+        data = json.dumps([tenant, content]).encode()
     except (TypeError, ValueError, RecursionError):
         return None
-    return Part(hashlib.sha256(text.encode()).hexdigest(), size)
+    return Part(hashlib.sha256(data).hexdigest(), size)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def weight(key: str, replica: str) -> int:

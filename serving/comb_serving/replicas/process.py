@@ -27,10 +27,9 @@ class ServeProcess:
     """Starts a server on a free port and waits until it is healthy.
 
     Args:
-        arguments: of `comb serve`, the checkpoint first; without --host and --port.
+        command: `COMMAND`, the checkpoint, and options; --host and --port are added.
         host: where it listens, and where the router finds it.
         environment: added to this process's.
-        command: what is run with the arguments, for tests.
 
     Raises:
         RuntimeError: it ended at its start, or wasn't healthy within `start_seconds`.
@@ -38,18 +37,17 @@ class ServeProcess:
 
     def __init__(
         self,
-        arguments: Sequence[str],
+        command: Sequence[str],
         *,
         host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
         start_seconds: float = 900.0,
-        command: Sequence[str] = COMMAND,
     ) -> None:
         with socket.socket() as free:
             free.bind((host, 0))
             port = free.getsockname()[1]
         self.address = f"http://{host}:{port}"
-        given = [*command, *arguments, "--host", host, "--port", str(port)]
+        given = [*command, "--host", host, "--port", str(port)]
         self._started = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()

@@ -91,6 +91,11 @@ class Answer:
         """All of it."""
         return b"".join([chunk async for chunk in self.chunks])
 
+    async def close(self) -> None:
+        """Whoever takes it has left: the rest isn't needed."""
+        if isinstance(self.chunks, _Chunks):
+            await self.chunks.aclose()
+
 
 @dataclass
 class Router:
@@ -266,9 +271,15 @@ class Router:
         except aiohttp.ClientConnectorError:
             replica.misses = MAX_MISSES
         except _GONE:
-            replica.misses += 1
+            self.missed(name)
         if replica.misses >= MAX_MISSES:
             replica.up = False
+
+    def missed(self, name: str) -> None:
+        """Nobody could say where a replica is, or it didn't answer in time; too often, and it is taken for gone."""
+        replica = self.replicas[name]
+        replica.misses += 1
+        replica.up &= replica.misses < MAX_MISSES
 
     async def _is_healthy(self, replica: Replica) -> bool:
         answer = await self._ask(replica, "GET", "/health", {}, b"")
