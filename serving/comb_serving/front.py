@@ -12,7 +12,7 @@ from comb.library import Library, Segment, UnknownDocumentError
 from comb.picache import content_key
 from comb_serving.errors import RequestError
 from comb_serving.handles import KEY, pack
-from comb_serving.manager import Lease, PICManager, Wanted
+from comb_serving.manager import DocumentsTooLargeError, Lease, PICManager, Wanted
 from comb_serving.tenants import prefix_salt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -143,6 +143,14 @@ class Front:
     async def acquire(self, segments: Sequence[Segment]) -> Lease:
         """A lease of documents. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
+        layout = self.manager.layout
+        # the pool holds a document that is given many times once; a layer of the decoder gathers it as often as given
+        blocks = sum(layout.blocks_for(len(segment.token_ids)) for segment in segments)
+        if blocks > layout.num_blocks:
+            raise DocumentsTooLargeError(
+                f"the documents, each as often as it is given, have {blocks} blocks of {layout.block_size} tokens, the "
+                f"pool {layout.num_blocks}: send fewer, or start the server with a larger --comb-pool-bytes"
+            )
         return await self.manager.acquire([Wanted(segment.key, segment.token_ids) for segment in segments])
 
     def _chat(

@@ -333,6 +333,18 @@ def test_trouble_is_an_error_object_and_holds_nothing() -> None:
     run(work())
 
 
+def test_a_document_given_very_often_counts_as_often() -> None:
+    async def work() -> None:
+        server = Server()  # with room for eight blocks, one for this document
+        for times, status in ((8, 200), (9, 400), (10_000, 400)):
+            answer = await server.client().post(CHAT, chat(documents=[{"token_ids": [5] * 16}] * times))
+            assert answer.status == status, answer.body
+        assert len(server.echo.bodies) == 1
+        server.check_idle()
+
+    run(work())
+
+
 def test_a_prompt_that_vllm_did_not_take_is_no_answer() -> None:
     async def work() -> None:
         server = Server()

@@ -116,12 +116,10 @@ def test_replicas_are_restarted_and_streams_pass() -> None:
         assert all(chat(url, text)["name"] == place for text, place in places.items())
         assert ask(url, "POST", "/v1/documents", {"id": "x", "text": "kept"})[0] == 200
         body = json.dumps({"stream": True, "documents": ["0"]}).encode()
-        start, arrived = time.monotonic(), []
+        start = time.monotonic()
         with urllib.request.urlopen(urllib.request.Request(url + CHAT, body), timeout=60) as answer:
             assert answer.headers["content-type"] == "text/event-stream"
-            for line in answer:
-                if line.strip():
-                    arrived.append((time.monotonic() - start, line))
+            arrived = [(time.monotonic() - start, line) for line in answer if line.strip()]
         assert [line for _, line in arrived] == [b"data: 0\n", b"data: 1\n", b"data: 2\n"]
         assert arrived[2][0] - arrived[0][0] > 0.5  # as they came, not at the end
         before = chat(url, "0")
