@@ -301,10 +301,15 @@ class Router:
             lines += [
                 f'comb_router_{name}_total{{replica="{one}"}} {self.counters[name, one]}' for one in self.replicas
             ]
-        gauges = {"replica_up": lambda one: int(one.up), "requests_under_way": lambda one: one.under_way}
-        for name, value in gauges.items():
-            lines.append(f"# TYPE comb_router_{name} gauge")
-            lines += [f'comb_router_{name}{{replica="{one.name}"}} {value(one)}' for one in self.replicas.values()]
+        lines.append("# TYPE comb_router_replica_up gauge")
+        lines += [
+            f'comb_router_replica_up{{replica="{one.name}",address="{one.address or ""}"}} {int(one.up)}'
+            for one in self.replicas.values()
+        ]
+        lines.append("# TYPE comb_router_requests_under_way gauge")
+        lines += [
+            f'comb_router_requests_under_way{{replica="{one.name}"}} {one.under_way}' for one in self.replicas.values()
+        ]
         return "\n".join([*lines, ""]).encode()
 
 
