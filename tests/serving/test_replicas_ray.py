@@ -107,6 +107,20 @@ def chat(url: str, text: str) -> Any:
     return answer
 
 
+def test_settings_come_from_files_and_command_lines() -> None:
+    from comb_serving.replicas.application import Settings
+
+    given = {"checkpoint": "c", "replicas": "3", "arguments": "--comb-disk '/a b/{replica}' -tp 2", "gpus": "2"}
+    found = Settings.parse(given)
+    assert (found.replicas, found.gpus, found.load_floor) == (3, 2.0, 8)
+    assert found.command_of("replica-1")[-5:] == ["c", "--comb-disk", "/a b/replica-1", "-tp", "2"]
+    assert Settings.parse({"checkpoint": "c", "arguments": ["--port-like", 3]}).arguments == ("--port-like", "3")
+    for wrong, message in (({}, "checkpoint is missing"), ({"checkpoint": "c", "replica": 2}, "'replica' is none of"),
+                           ({"checkpoint": "c", "replicas": 0}, "at least 1")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            Settings.parse(wrong)
+
+
 def test_replicas_are_restarted_and_streams_pass() -> None:
     with application(
         checkpoint="adapter", replicas=2, arguments=["--name", "{replica}"], command=(sys.executable, "-c", PROGRAM)

@@ -31,6 +31,7 @@ class Server:
         self.asked: list[Any] = []
         self.gate, self.healthy, self.left = asyncio.Event(), True, 0
         self.breaks: str | None = None
+        self.holds: asyncio.Event | None = None  # registrations wait for it
         self.runner: web.AppRunner | None = None
         self.address = ""
 
@@ -80,6 +81,8 @@ class Server:
 
     async def _add(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.holds is not None:
+            await self.holds.wait()
         if body.get("text") == "refused" and self.name == "c":
             return web.json_response({"error": {"message": "full"}}, status=429, headers={"retry-after": "2"})
         name = body.get("id", "made-" + body["text"])
@@ -281,6 +284,33 @@ def test_registered_documents_are_everywhere_also_after_a_restart() -> None:
             assert set(servers["a"].documents) == expected
             assert set(servers["c"].documents) == expected
             assert servers["a"].documents["Bearer b", "x"]["text"] == "hers"
+            # one that was out of sight keeps its process, and learns what it has missed
+            router.left("b")
+            assert (await call(router, "DELETE", "/v1/documents/z"))[0] == 200
+            assert (await call(router, "POST", "/v1/documents", {"text": "new", "id": "n"}))[0] == 200
+            assert ("Bearer a", "z") in servers["b"].documents
+            await arrive(router, servers["b"])
+            expected = expected - {("Bearer a", "z")} | {("Bearer a", "n")}
+            assert all(set(server.documents) == expected for server in servers.values())
+
+    run(work())
+
+
+def test_what_is_registered_while_a_replica_comes_up_reaches_it() -> None:
+    async def work() -> None:
+        async with running() as (router, servers):
+            await servers["a"].stop()
+            assert (await call(router, "POST", "/v1/documents", {"text": "x", "id": "before"}))[0] == 200
+            await servers["a"].start()
+            servers["b"].holds = asyncio.Event()
+            slow = asyncio.create_task(call(router, "POST", "/v1/documents", {"text": "x", "id": "meanwhile"}))
+            await asyncio.sleep(0.1)
+            await arrive(router, servers["a"])
+            assert router.replicas["a"].up
+            assert not slow.done()
+            servers["b"].holds.set()
+            assert (await slow)[0] == 200
+            assert {name for _, name in servers["a"].documents} == {"before", "meanwhile"}
 
     run(work())
 
@@ -288,14 +318,13 @@ def test_registered_documents_are_everywhere_also_after_a_restart() -> None:
 def test_registrations_expire() -> None:
     now = 0.0
     known = Registrations(clock=lambda: now)
-    known.add("k", b'{"text": "t", "ttl_s": 10}', b'{"id": "n"}')
-    known.add("k", b'{"text": "u", "pin": true}', b'{"id": "m"}')
+    known.put(*known.made("k", b'{"text": "t", "ttl_s": 10}', b'{"id": "n"}'))
+    known.put(*known.made("k", b'{"text": "u", "pin": true}', b'{"id": "m"}'))
     now = 4.0
     found = known.current()
     assert json.loads(found["k", "n"].body(now)) == {"text": "t", "ttl_s": 6.0, "id": "n"}
     assert json.loads(found["k", "m"].body(now)) == {"text": "u", "pin": True, "id": "m"}
     now = 10.0
     assert set(known.current()) == {("k", "m")}
-    known.remove("k", "m")
-    known.remove("k", "m")
+    known.put(("k", "m"), None)
     assert not known.current()

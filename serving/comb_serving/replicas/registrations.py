@@ -31,16 +31,18 @@ class Registrations:
     clock: Callable[[], float] = time.monotonic
     _known: dict[Key, Registration] = field(default_factory=dict)
 
-    def add(self, authorization: str, body: bytes, answer: bytes) -> None:
-        """Remembers what a replica has taken; `answer` is its answer, which says the id."""
-        given, name = json.loads(body), json.loads(answer)["id"]
+    def made(self, authorization: str, body: bytes, answer: bytes) -> tuple[Key, Registration]:
+        """What a replica has taken; its answer says the id."""
+        given, name = json.loads(body), str(json.loads(answer)["id"])
         ttl = given.get("ttl_s")
         expires = None if ttl is None else self.clock() + ttl
-        self._known[authorization, name] = Registration({**given, "id": name}, expires)
+        return (authorization, name), Registration({**given, "id": name}, expires)
 
-    def remove(self, authorization: str, name: str) -> None:
-        """Forgets one, known or not."""
-        self._known.pop((authorization, name), None)
+    def put(self, key: Key, one: Registration | None) -> None:
+        """Remembers one, or forgets it (None)."""
+        self._known.pop(key, None)
+        if one is not None:
+            self._known[key] = one
 
     def current(self) -> dict[Key, Registration]:
         """All that haven't expired."""

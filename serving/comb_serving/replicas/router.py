@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
@@ -37,11 +37,17 @@ _GONE = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 @dataclass
 class Replica:
-    """A `comb serve` by its name, which stays when it is started again at another address."""
+    """A `comb serve` by its name, which stays when it is started again at another address.
+
+    Args:
+        generation: which start of it this is.
+        told: the registered documents that it has.
+    """
 
     name: str
     address: str | None = None
     generation: str | None = None
+    told: dict[Key, Registration] = field(default_factory=dict)
     up: bool = False
     under_way: int = 0
     misses: int = 0
@@ -112,7 +118,6 @@ class Router:
     registrations: Registrations = field(default_factory=Registrations)
     counters: Counter[tuple[str, str]] = field(default_factory=Counter)
     _session: aiohttp.ClientSession | None = None
-    _registering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def of(cls, names: list[str], bound: Bound | None = None) -> Router:
@@ -189,7 +194,7 @@ class Router:
     def _lost(self, replica: Replica, error: BaseException) -> None:
         logger.warning("replica %s: %s: %s", replica.name, type(error).__name__, error)
         self.counters["lost", replica.name] += 1
-        replica.up = False
+        self.left(replica.name)
 
     # ---- registered documents ----
 
@@ -198,20 +203,39 @@ class Router:
 
         The answer is the first error, or else a replica's; one that is down gets the document when it comes back.
         """
-        async with self._registering:
-            up = [replica for replica in self.replicas.values() if replica.up]
-            asked = [self._whole(replica, method, target, headers, body) for replica in up]
-            found = [answer for answer in await asyncio.gather(*asked) if answer is not None]
-            if not found:
-                raise RequestError(503, "no replica is up; see their logs", retry_after=RETRY_AFTER_S)
-            # one replica that knew a document is enough to say that it is deleted
-            status, kept, data = (min if method == "DELETE" else max)(found, key=lambda answer: answer[0])
-            authorization = headers.get("authorization", "")
-            if method == "POST" and status == 200:
-                self.registrations.add(authorization, body, data)
-            elif method == "DELETE" and status in (200, 404):
-                self.registrations.remove(authorization, _document_of(target))
+        found: dict[tuple[str, str | None], tuple[int, dict[str, str], bytes] | None] = {}
+        # one that comes up meanwhile has been told only of what was registered before
+        while new := [each for each in self.replicas.values() if each.up and (each.name, each.generation) not in found]:
+            answers = await asyncio.gather(*(self._whole(each, method, target, headers, body) for each in new))
+            found |= {(each.name, each.generation): answer for each, answer in zip(new, answers, strict=True)}
+        whole = {name: answer for (name, _), answer in found.items() if answer is not None}
+        if not whole:
+            raise RequestError(503, "no replica is up; see their logs", retry_after=RETRY_AFTER_S)
+        # one replica that knew a document is enough to say that it is deleted
+        status, kept, data = (min if method == "DELETE" else max)(whole.values(), key=lambda answer: answer[0])
+        authorization = headers.get("authorization", "")
+        if method == "DELETE":
+            self._take_note(whole, (authorization, _document_of(target)), None)
+        elif status == 200:
+            self._take_note(whole, *self.registrations.made(authorization, body, data))
+        else:
+            await self._take_back(whole, authorization)
         return Answer(status, kept, _once(data))
+
+    def _take_note(self, answered: Iterable[str], key: Key, made: Registration | None) -> None:
+        self.registrations.put(key, made)
+        for name in answered:
+            if made is None:
+                self.replicas[name].told.pop(key, None)
+            else:
+                self.replicas[name].told[key] = made
+
+    async def _take_back(self, answers: Mapping[str, tuple[int, dict[str, str], bytes]], authorization: str) -> None:
+        """What some replicas have taken and others have refused is registered nowhere."""
+        for name, (status, _, data) in answers.items():
+            key = (authorization, str(json.loads(data)["id"])) if status == 200 else None
+            if key is not None and key not in self.registrations.current():
+                await self._tell(self.replicas[name], key, None)
 
     async def _whole(
         self, replica: Replica, method: str, target: str, headers: Mapping[str, str], body: bytes
@@ -225,30 +249,30 @@ class Router:
             return None
 
     async def _give_registered(self, replica: Replica) -> None:
-        """Tells a replica that has just started what is registered, and lets requests go to it."""
-        given: dict[Key, Registration] = {}
+        """Tells a replica what was registered and deleted while it wasn't there, and lets requests go to it."""
         while True:
-            async with self._registering:  # nothing is registered or deleted between the last look and `up`
-                current = self.registrations.current()
-                missing = {key: one for key, one in current.items() if given.get(key) is not one}
-                gone = [key for key in given if key not in current]
-                if not missing and not gone:
-                    replica.up = True
-                    return
-            for key, one in missing.items():
-                given[key] = one
-                body = one.body(self.registrations.clock())
-                await self._tell(replica, "POST", DOCUMENTS, key, body)
-            for key in gone:
-                del given[key]
-                await self._tell(replica, "DELETE", f"{DOCUMENTS}/{quote(key[1], safe='')}", key, b"")
+            current = self.registrations.current()
+            changed: dict[Key, Registration | None] = dict.fromkeys(replica.told.keys() - current.keys())
+            changed |= {key: one for key, one in current.items() if replica.told.get(key) is not one}
+            if not changed:
+                replica.up = True  # nothing can have been registered since the look
+                return
+            for key, one in changed.items():
+                await self._tell(replica, key, one)
 
-    async def _tell(self, replica: Replica, method: str, target: str, key: Key, body: bytes) -> None:
-        headers = {"authorization": key[0]} if key[0] else {}
-        answer = await self._ask(replica, method, target, {**headers, "content-type": "application/json"}, body)
+    async def _tell(self, replica: Replica, key: Key, one: Registration | None) -> None:
+        """Registers a document at a replica, or deletes it (None). A refusal is logged: others have taken it."""
+        headers = {"content-type": "application/json", **({"authorization": key[0]} if key[0] else {})}
+        if one is None:
+            replica.told.pop(key, None)
+            answer = await self._ask(replica, "DELETE", f"{DOCUMENTS}/{quote(key[1], safe='')}", headers, b"")
+        else:
+            replica.told[key] = one
+            body = one.body(self.registrations.clock())
+            answer = await self._ask(replica, "POST", DOCUMENTS, headers, body)
         text = await answer.body()
-        if answer.status != 200:
-            logger.warning("replica %s: %s of document %r: %s", replica.name, method, key[1], text[:200])
+        if answer.status not in (200, 404):
+            logger.warning("replica %s doesn't take document %r: %s", replica.name, key[1], text[:200])
 
     # ---- which replicas are up ----
 
@@ -260,12 +284,12 @@ class Router:
         """
         replica = self.replicas[name]
         if replica.generation != generation:
-            replica.address, replica.generation, replica.up, replica.misses = address, None, False, 0
+            replica.address, replica.generation, replica.up, replica.misses = address, generation, False, 0
+            replica.told.clear()
         try:
             healthy = await asyncio.wait_for(self._is_healthy(replica), PROBE_SECONDS)
             if healthy and not replica.up:
                 await self._give_registered(replica)
-                replica.generation = generation
                 logger.info("replica %s is up at %s", name, address)
             replica.misses = 0 if healthy else MAX_MISSES
         except aiohttp.ClientConnectorError:
@@ -274,6 +298,10 @@ class Router:
             self.missed(name)
         if replica.misses >= MAX_MISSES:
             replica.up = False
+
+    def left(self, name: str) -> None:
+        """A replica is known to be out of reach; it gets requests again once it has `arrived`."""
+        self.replicas[name].up = False
 
     def missed(self, name: str) -> None:
         """Nobody could say where a replica is, or it didn't answer in time; too often, and it is taken for gone."""
