@@ -214,10 +214,21 @@ def link(prepared: Prepared, lease: Lease) -> dict[str, Any]:
 
 
 def without_handles(value: Any) -> Any:
-    """`value` less every `KEY`, at any depth: a client that could send handles could read other tenants' documents."""
+    """`value` less every `KEY`, at any depth: a client that could send handles could read other tenants' documents.
+
+    Raises:
+        RequestError: 400 for what is nested too deeply to be looked through.
+    """
+    try:
+        return _without_handles(value)
+    except RecursionError:
+        raise RequestError(400, "the body is nested too deeply") from None
+
+
+def _without_handles(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_handles(item) for key, item in value.items() if key != KEY}
-    return [without_handles(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_handles(item) for key, item in value.items() if key != KEY}
+    return [_without_handles(item) for item in value] if isinstance(value, list) else value
 
 
 def _wants_encoder(switch: Any) -> bool:

@@ -158,6 +158,20 @@ def test_a_clients_own_handles_are_stripped(path: str) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/documents"])
+def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str) -> None:
+    async def work() -> None:
+        server = Server()
+        deep = "[" * 900 + "]" * 900
+        for key in (KEY, "\\u0063omb_docs"):
+            body = f'{{"prompt": "x", "vllm_xargs": {{"{key}": [4, 1, 0]}}, "text": {deep}}}'
+            answer = await server.client().post(path, body.encode())
+            assert answer.status == 400, answer.body
+        assert server.echo.bodies == []
+
+    run(work())
+
+
 def test_two_tenants_share_no_hit() -> None:
     async def work() -> None:
         server = Server()

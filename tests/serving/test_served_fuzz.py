@@ -103,9 +103,32 @@ def send(served: Served, path: str, data: bytes, method: str = "POST") -> tuple[
         connection.close()
 
 
+def vllms_own(path: str, data: bytes) -> bool:
+    """Whether vLLM's reading of a request breaks over this body, which without documents is its business alone.
+
+    0.32 asks `structured_outputs`, `tools` and others for their members before it looks whether they are objects.
+    """
+    from pydantic import ValidationError
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    body = json.loads(data)
+    for name in ("documents", "comb"):
+        body.pop(name, None)
+    try:
+        {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}[path].model_validate(body)
+    except (ValidationError, ValueError):
+        return False
+    except Exception:
+        return True
+    return False
+
+
 def check(served: Served, path: str, data: bytes) -> int:
-    """Sends a body; every answer is one, and every refusal says why."""
+    """Sends a body; every answer is one, and every refusal says why. What vLLM itself breaks over is left out."""
     status, answer = send(served, path, data)
+    if status == 500 and path != DOCUMENTS and vllms_own(path, data):
+        return status
     assert status < 500, (path, data[:2000], answer)
     if status >= 400:
         error = json.loads(answer)["error"]
