@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from library import Library
 from served import QUESTION, TEXTS, Served, logprobs, states
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -78,19 +78,10 @@ def test_encoders_killed_at_random_under_load(served: Served, nano_adapter: Path
 
 
 def check_against_the_library(answers: list[tuple[list[str], Any]], adapter: Path) -> None:
-    from engines import reference
-    from transformers import AutoTokenizer
-
-    from comb import CombForCausalLM, Document, PromptBuilder
-
-    model: Any = CombForCausalLM.from_pretrained(adapter, dtype=torch.float32)
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(adapter))
-    prompt = list(builder.build(QUESTION).query)
-    plain = reference(model, prompt, [], TOKENS)[1]
+    library, question = Library(adapter, TOKENS), QUESTION[0]["content"]
     for texts, answer in answers:
-        documents = [list(builder.segment(Document(text))) for text in texts]
-        assert logprobs(answer) == pytest.approx(reference(model, prompt, documents, TOKENS)[1], abs=1e-4), texts
-        assert logprobs(answer) != pytest.approx(plain, abs=1e-3)
+        assert logprobs(answer) == pytest.approx(library.answer(question, texts)[1], abs=1e-4), texts
+        assert logprobs(answer) != pytest.approx(library.answer(question, [])[1], abs=1e-3)
 
 
 def test_a_client_that_leaves_mid_stream_holds_nothing(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections import Counter
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from library import Library
 from served import CHAT, COMPLETIONS, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -49,20 +50,16 @@ class Case:
     @property
     def body(self) -> dict[str, Any]:
         text = QUESTIONS[self.question]
+        asked = {"messages": [{"role": "user", "content": text}], "logprobs": True}
         body: dict[str, Any] = {
-            "model": "nano", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "stream": self.stream,
-            "return_token_ids": True, **({"messages": _messages(text), "logprobs": True} if self.chat else
-                                         {"prompt": text, "logprobs": 0}),
+            **(asked if self.chat else {"prompt": text, "logprobs": 0}), "model": "nano", "temperature": 0,
+            "max_tokens": TOKENS, "ignore_eos": True, "stream": self.stream, "return_token_ids": True,
         }  # fmt: skip
         if self.names:
             body["documents"] = [PARTS[name] for name in self.names]
         if not self.encoder:
             body["comb"] = {"encoder": False}
         return {**body, "cache_salt": WORDS} if self.salted else body
-
-
-def _messages(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 def draw_cases(draw: random.Random) -> list[Case]:
@@ -128,52 +125,26 @@ async def ask_all(url: str, cases: list[Case]) -> list[Any]:
         return await asyncio.gather(*map(one, cases))
 
 
-class Library:
-    """The library's own answers, each computed once."""
-
-    def __init__(self, adapter: Path) -> None:
-        from transformers import AutoTokenizer
-
-        from comb import CombForCausalLM, Document, PromptBuilder
-
-        self.model: Any = CombForCausalLM.from_pretrained(adapter, dtype=torch.float32)
-        self.builder = PromptBuilder(AutoTokenizer.from_pretrained(adapter))
-        self.segments = {name: list(self.builder.segment(Document(text))) for name, text in PARTS.items()}
-        self.known: dict[tuple[Any, ...], Any] = {}
-
-    def answer(self, asked: tuple[Any, ...]) -> Any:
-        from engines import reference
-
-        if asked not in self.known:
-            question, names, chat, encoder = asked
-            documents = [self.segments[name] for name in names]
-            text = QUESTIONS[question]
-            build = self.builder.build(_messages(text), documents) if chat else self.builder.complete(text, documents)
-            prompt = list(build.query if encoder else build.flat)
-            self.known[asked] = reference(self.model, prompt, documents if encoder else [], TOKENS)[:2]
-        return self.known[asked]
-
-
 def test_never_another_requests_document(served: Served, nano_adapter: Path) -> None:
     cases = draw_cases(random.Random(23))
-    library = Library(nano_adapter)
+    library = Library(nano_adapter, TOKENS)
+
+    def expected(question: int, names: str, chat: bool, encoder: bool) -> tuple[list[int], list[float]]:
+        return library.answer(QUESTIONS[question], [PARTS[name] for name in names], chat=chat, encoder=encoder)
+
     answers = asyncio.run(ask_all(served.url, cases))
     seen = Counter(found is not None for found in answers)
     assert seen[True] > 400
     assert seen[False] > 5
     for case, found in zip(cases, answers, strict=True):
         if found is not None:
-            ids, logs = library.answer(case.asked)
+            ids, logs = expected(*case.asked)
             assert found[0] == ids, case
             assert found[1] == pytest.approx(logs, abs=1e-4), case
     # the control: over other documents, in another order in the prompt, or asked otherwise, the answer is another one
-    for question, _, chat, _ in list(library.known):
-        linked = [library.answer((question, names, chat, True))[1] for names in ("", "A", "AB", "C", "D", "DCB")]
-        inlined = [library.answer((question, names, chat, False))[1] for names in ("A", "AB", "BA")]
-        for first, second in _pairs([*linked, *inlined]):
+    for question, chat in itertools.product(range(len(QUESTIONS)), (True, False)):
+        linked = [expected(question, names, chat, True)[1] for names in ("", "A", "AB", "C", "D", "DCB")]
+        inlined = [expected(question, names, chat, False)[1] for names in ("A", "AB", "BA")]
+        for first, second in itertools.combinations([*linked, *inlined], 2):
             assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 1e-3
     served.wait_until_idle()
-
-
-def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
-    return [(first, second) for place, first in enumerate(items) for second in items[:place]]

@@ -9,11 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from library import Library
 from served import QUESTION, Served, logprobs, serve, states
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -24,37 +24,14 @@ POOL = "96KiB"  # of 1 KiB per token: four documents or so
 TOKENS = 5
 
 
-@dataclass
-class Library:
-    """The library's own answers."""
-
-    adapter: Path
-    known: dict[tuple[str, ...], list[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        import torch
-        from transformers import AutoTokenizer
-
-        from comb import CombForCausalLM, PromptBuilder
-
-        self.model: Any = CombForCausalLM.from_pretrained(self.adapter, dtype=torch.float32)
-        self.builder = PromptBuilder(AutoTokenizer.from_pretrained(self.adapter))
-
-    def check(self, texts: list[str], answer: tuple[int, Any]) -> None:
-        from engines import reference
-
-        from comb import Document
-
-        if tuple(texts) not in self.known:
-            documents = [list(self.builder.segment(Document(text))) for text in texts]
-            found = reference(self.model, list(self.builder.build(QUESTION).query), documents, TOKENS)
-            self.known[tuple(texts)] = found[1]
-        assert logprobs(answer) == pytest.approx(self.known[tuple(texts)], abs=1e-4), texts
+def check(library: Library, texts: list[str], answer: tuple[int, Any]) -> None:
+    expected = library.answer(QUESTION[0]["content"], texts)[1]
+    assert logprobs(answer) == pytest.approx(expected, abs=1e-4), texts
 
 
 @pytest.fixture(scope="module")
 def library(nano_adapter: Path) -> Library:
-    return Library(nano_adapter)
+    return Library(nano_adapter, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +61,7 @@ def ask_from_the_disk(served: Served, library: Library) -> None:
     for text in TEXTS:
         answer = ask(served, [text])
         assert states(answer) == ["disk"]
-        library.check([text], answer)
+        check(library, [text], answer)
 
 
 def test_documents_come_and_go_and_answers_stay_the_same(small: Served, library: Library, disk: Path) -> None:
@@ -93,7 +70,7 @@ def test_documents_come_and_go_and_answers_stay_the_same(small: Served, library:
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda texts: ask(small, texts), wanted))
     for texts, answer in zip(wanted, answers, strict=True):
-        library.check(texts, answer)
+        check(library, texts, answer)
         seen.update(states(answer))
     assert seen["encoded"] == len(TEXTS)  # each once: what has left the pool comes back by copy
     assert seen["host"] > 20

@@ -24,8 +24,9 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from comb_serving.replicas.affinity import Bound
+from comb_serving.replicas.hop import Answer
 from comb_serving.replicas.process import COMMAND, ServeProcess
-from comb_serving.replicas.router import Answer, Router
+from comb_serving.replicas.router import Router
 
 logger = logging.getLogger(__name__)
 

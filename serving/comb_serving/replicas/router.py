@@ -12,95 +12,23 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
 import aiohttp
-from yarl import URL
 
 from comb_serving.documents_api import DOCUMENTS, handles_path
 from comb_serving.errors import RequestError
 from comb_serving.replicas.affinity import Bound, Part, choose, parts_of
+from comb_serving.replicas.hop import GONE, Answer, Connections, Replica, once
 from comb_serving.replicas.registrations import Key, Registration, Registrations
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS, PROBE_SECONDS, RETRY_AFTER_S = 5.0, 10.0, 5
+PROBE_SECONDS, RETRY_AFTER_S = 10.0, 5
 MAX_LOST = 2  # replicas that broke off over one request: a request that ends servers must not end them all
 MAX_MISSES = 3  # health checks in a row that a busy replica may leave without an answer
-# of one hop of a connection, not of the request
-_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
-_HOP |= {"content-length"}
-_GONE = (aiohttp.ClientError, ConnectionError, TimeoutError)
-
-
-@dataclass
-class Replica:
-    """A `comb serve` by its name, which stays when it is started again at another address.
-
-    Args:
-        generation: which start of it this is.
-        told: the registered documents that it has.
-    """
-
-    name: str
-    address: str | None = None
-    generation: str | None = None
-    told: dict[Key, Registration] = field(default_factory=dict)
-    up: bool = False
-    under_way: int = 0
-    misses: int = 0
-
-
-class _Chunks:
-    """The body of a replica's answer; when it ends, breaks or is closed, the replica has one request less."""
-
-    def __init__(self, replica: Replica, response: aiohttp.ClientResponse) -> None:
-        self._replica, self._response, self._open = replica, response, True
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            chunk = await self._response.content.readany()
-        except BaseException:
-            await self.aclose()
-            raise
-        if not chunk:
-            await self.aclose()
-            raise StopAsyncIteration
-        return chunk
-
-    async def aclose(self) -> None:
-        """Closes the connection, which tells the replica that nobody waits for the rest."""
-        if self._open:
-            self._open = False
-            self._replica.under_way -= 1
-            self._response.close()
-
-
-async def _once(data: bytes) -> AsyncIterator[bytes]:
-    yield data
-
-
-@dataclass
-class Answer:
-    """Status, headers and body of an answer; whoever takes it reads `chunks` to the end, or closes them."""
-
-    status: int
-    headers: dict[str, str]
-    chunks: AsyncIterator[bytes]
-
-    async def body(self) -> bytes:
-        """All of it."""
-        return b"".join([chunk async for chunk in self.chunks])
-
-    async def close(self) -> None:
-        """Whoever takes it has left: the rest isn't needed."""
-        if isinstance(self.chunks, _Chunks):
-            await self.chunks.aclose()
 
 
 @dataclass
@@ -110,14 +38,13 @@ class Router:
     Args:
         replicas: by name.
         bound: on the load of the replica that documents ask for.
-        session: made at the first request.
     """
 
     replicas: Mapping[str, Replica]
     bound: Bound = field(default_factory=Bound)
     registrations: Registrations = field(default_factory=Registrations)
     counters: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _session: aiohttp.ClientSession | None = None
+    connections: Connections = field(default_factory=Connections)
 
     @classmethod
     def of(cls, names: list[str], bound: Bound | None = None) -> Router:
@@ -126,8 +53,7 @@ class Router:
 
     async def close(self) -> None:
         """Closes connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self.connections.close()
 
     # ---- requests ----
 
@@ -164,32 +90,13 @@ class Router:
             self.counters["requests", name] += 1
             self.counters["spilled", name] += spilled
             try:
-                return await self._ask(self.replicas[name], method, target, headers, body)
-            except _GONE as error:
+                return await self.connections.ask(self.replicas[name], method, target, headers, body)
+            except GONE as error:
                 # nothing of an answer has gone out, so another one may give it
                 self._lost(self.replicas[name], error)
                 lost += not isinstance(error, aiohttp.ClientConnectorError)
         why = f"{lost} replicas broke off over this request" if lost >= MAX_LOST else "no replica is up"
         raise RequestError(503, f"{why}; see their logs", retry_after=RETRY_AFTER_S)
-
-    async def _ask(self, replica: Replica, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """A replica's answer once its head has come. Raises what `_GONE` names if it doesn't."""
-        if self._session is None:
-            # answers may take long; connections mayn't. Each is used once: a server closes idle ones whenever it likes,
-            # and a request sent into that moment looks like a lost replica
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False, connector=connector)
-        replica.under_way += 1
-        try:
-            sent = {name: value for name, value in headers.items() if name.lower() not in _HOP}
-            url = URL(f"{replica.address}{target}", encoded=True)
-            response = await self._session.request(method, url, headers=sent, data=body or None, allow_redirects=False)
-        except BaseException:
-            replica.under_way -= 1
-            raise
-        kept = {name: value for name, value in response.headers.items() if name.lower() not in _HOP}
-        return Answer(response.status, kept, _Chunks(replica, response))
 
     def _lost(self, replica: Replica, error: BaseException) -> None:
         logger.warning("replica %s: %s: %s", replica.name, type(error).__name__, error)
@@ -220,7 +127,7 @@ class Router:
             self._take_note(whole, *self.registrations.made(authorization, body, data))
         else:
             await self._take_back(whole, authorization)
-        return Answer(status, kept, _once(data))
+        return Answer(status, kept, once(data))
 
     def _take_note(self, answered: Iterable[str], key: Key, made: Registration | None) -> None:
         self.registrations.put(key, made)
@@ -242,9 +149,9 @@ class Router:
     ) -> tuple[int, dict[str, str], bytes] | None:
         """A replica's whole answer; None if there is none."""
         try:
-            answer = await self._ask(replica, method, target, headers, body)
+            answer = await self.connections.ask(replica, method, target, headers, body)
             return answer.status, answer.headers, await answer.body()
-        except _GONE as error:
+        except GONE as error:
             self._lost(replica, error)
             return None
 
@@ -265,11 +172,13 @@ class Router:
         headers = {"content-type": "application/json", **({"authorization": key[0]} if key[0] else {})}
         if one is None:
             replica.told.pop(key, None)
-            answer = await self._ask(replica, "DELETE", f"{DOCUMENTS}/{quote(key[1], safe='')}", headers, b"")
+            answer = await self.connections.ask(
+                replica, "DELETE", f"{DOCUMENTS}/{quote(key[1], safe='')}", headers, b""
+            )
         else:
             replica.told[key] = one
             body = one.body(self.registrations.clock())
-            answer = await self._ask(replica, "POST", DOCUMENTS, headers, body)
+            answer = await self.connections.ask(replica, "POST", DOCUMENTS, headers, body)
         text = await answer.body()
         if answer.status not in (200, 404):
             logger.warning("replica %s doesn't take document %r: %s", replica.name, key[1], text[:200])
@@ -294,7 +203,7 @@ class Router:
             replica.misses = 0 if healthy else MAX_MISSES
         except aiohttp.ClientConnectorError:
             replica.misses = MAX_MISSES
-        except _GONE:
+        except GONE:
             self.missed(name)
         if replica.misses >= MAX_MISSES:
             replica.up = False
@@ -310,7 +219,7 @@ class Router:
         replica.up &= replica.misses < MAX_MISSES
 
     async def _is_healthy(self, replica: Replica) -> bool:
-        answer = await self._ask(replica, "GET", "/health", {}, b"")
+        answer = await self.connections.ask(replica, "GET", "/health", {}, b"")
         await answer.body()
         return answer.status == 200
 
@@ -360,4 +269,4 @@ def _document_of(target: str) -> str:
 
 
 def _answer(status: int, body: bytes, kind: str = "application/json") -> Answer:
-    return Answer(status, {"content-type": kind}, _once(body))
+    return Answer(status, {"content-type": kind}, once(body))
