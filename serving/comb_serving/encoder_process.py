@@ -62,6 +62,7 @@ class EncoderWorker:
 
     def __init__(self, model: CombForCausalLM, pools: Sequence[SharedPool], store: PICacheStore | None = None) -> None:
         self.model, self.pools, self.store = model, list(pools), store
+        self.changed = threading.Event()  # there may be documents that the disk tier doesn't have
         self.method = methods.create("comb", model)
         config: Any = model.encoder.config
         self.heads = [
@@ -94,22 +95,37 @@ class EncoderWorker:
         about = {"seconds": seconds, "kept": self.kept()}
         return [{"job": job.number, "tier": tier, **about} for job, tier in zip(jobs, tiers, strict=True)]
 
-    def _write(self, jobs: Sequence[Job]) -> list[str]:
-        if self.store is not None:
-            try:
-                with self.store.acquire(
-                    [job.key for job in jobs], lambda missing: self._compile([jobs[index] for index in missing])
-                ) as handles:
-                    self._fill(jobs, [handle.picache for handle in handles])
-                    # the store's uppermost tier is this process's memory
-                    return [{"compiled": "encoded", "device": "host"}.get(handle.tier, "disk") for handle in handles]
-            except (PICacheTooLargeError, StoreFullError):
-                logger.debug("no room to keep a batch of %d documents", len(jobs))
-        self._fill(jobs, self._compile(jobs))
-        return ["encoded"] * len(jobs)
+    def _write(self, jobs: Sequence[Job], compiled: dict[str, Any] | None = None) -> list[str]:
+        compiled = {} if compiled is None else compiled
+        try:
+            return self._keep_and_fill(jobs, compiled)
+        except (PICacheTooLargeError, StoreFullError) as error:
+            # what doesn't fit together may fit one by one; what has been computed isn't computed again
+            if len(jobs) > 1:
+                return [tier for job in jobs for tier in self._write([job], compiled)]
+            (job,) = jobs
+            logger.warning("document %s is not kept: %s", job.key[:12], error)
+            found = compiled.get(job.key)
+            self._fill(jobs, self.method.compile([job.token_ids]) if found is None else [found])
+            return ["encoded"]
 
-    def _compile(self, jobs: Sequence[Job]) -> list[Any]:
-        return self.method.compile([job.token_ids for job in jobs])
+    def _keep_and_fill(self, jobs: Sequence[Job], compiled: dict[str, Any]) -> list[str]:
+        """Fills the pools from the store, or without one. What had to be computed is in `compiled`, come what may."""
+
+        def compile(missing: Sequence[int]) -> list[Any]:
+            new = [jobs[index] for index in missing if jobs[index].key not in compiled]
+            if new:
+                picaches = self.method.compile([job.token_ids for job in new])
+                compiled.update(zip((job.key for job in new), picaches, strict=True))
+            return [compiled[jobs[index].key] for index in missing]
+
+        if self.store is None:
+            self._fill(jobs, compile(range(len(jobs))))
+            return ["encoded"] * len(jobs)
+        with self.store.acquire([job.key for job in jobs], compile) as handles:
+            self._fill(jobs, [handle.picache for handle in handles])
+            # the store's uppermost tier is this process's memory
+            return [{"compiled": "encoded", "device": "host"}.get(handle.tier, "disk") for handle in handles]
 
     def _fill(self, jobs: Sequence[Job], picaches: Sequence[Any]) -> None:
         """Returns when other processes can read them."""
@@ -170,8 +186,13 @@ def load(options: ServeOptions, folder: Path) -> EncoderWorker:
     model.get_input_embeddings().to(device)
     store = None
     if options.host_bytes or options.disk_path is not None:
+        # what goes to the disk goes through memory: there is always room for one document
+        longest = model.max_document_tokens * sum(pool.layout.bytes_per_token for pool in pools)
         store = PICacheStore(
-            device="cpu", device_bytes=options.host_bytes, disk_path=options.disk_path, disk_bytes=options.disk_bytes
+            device="cpu",
+            device_bytes=max(options.host_bytes, 0 if options.disk_path is None else longest),
+            disk_path=options.disk_path,
+            disk_bytes=options.disk_bytes,
         )
     return EncoderWorker(model, pools, store)
 
@@ -223,6 +244,7 @@ def _serve_connection(worker: EncoderWorker, connection: socket.socket) -> None:
         batch, held, ended = take_batch(first, waiting)
         for answer in worker.run(batch):
             connection.sendall(frames.encode(answer))
+        worker.changed.set()
         if ended:
             return
 
@@ -246,6 +268,17 @@ def take_batch(first: Job, waiting: queue.Queue[Job | None]) -> tuple[list[Job],
         batch.append(job)
 
 
+def write_behind(worker: EncoderWorker) -> None:
+    """Writes what has been encoded to the disk tier, for ever: this process may be killed at any time."""
+    assert worker.store is not None
+    while worker.changed.wait():
+        worker.changed.clear()
+        try:
+            worker.store.flush()
+        except Exception:  # a full disk takes nothing from who asks
+            logger.exception("could not write documents to the disk tier")
+
+
 def _end_with_parent() -> None:
     """Ends this process when the parent's end of its standard input closes, however the parent ended."""
 
@@ -266,6 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder, options = instance_dir(), ServeOptions.from_environment()
     configure(options.log_format, f"encoder {index}")
     worker = load(options, folder)
+    if worker.store is not None:
+        threading.Thread(target=write_behind, args=(worker,), daemon=True).start()
     server = listen(socket_path(folder, index))
     logger.info("ready, pid %d", os.getpid())
     serve(worker, server)

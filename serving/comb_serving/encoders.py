@@ -139,7 +139,7 @@ class EncoderProcesses:
             except TimeoutError:
                 raise EncoderError(f"no encoder was ready within {self.start_seconds:.0f} s; see the log") from None
         if self._known is None or self._refused is not None:
-            raise EncoderError(self._refused or "no encoder")
+            raise EncoderError(self.fault() or "no encoder")
         return self._known
 
     def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
@@ -159,11 +159,9 @@ class EncoderProcesses:
         """Why no encoder is there and none is about to be; None while one works, or is just being started again."""
         if self._refused is not None:
             return self._refused
-        if self._known is None:
-            return "no encoder is ready yet"
         if all(place.down for place in self.places):
             return f"encoder processes ended {self.places[0].failed_starts} times at their start; see the log"
-        return None
+        return "no encoder is ready yet" if self._known is None else None
 
     @property
     def waiting(self) -> int:
@@ -194,14 +192,13 @@ class EncoderProcesses:
             place.failures = 1 if self.clock() - started > 60 else place.failures + 1
             place.failed_starts += not place.greeted
             self.restarts += 1
-            if self._known is None and place.down:
-                self._refused = f"encoder processes ended {MAX_ATTEMPTS} times at their start; see the log"
+            if place.down:
+                # nobody waits for it, but it is tried again: a process may have been killed, or be short of memory
+                self._fail(place, list(place.jobs), self.fault() or f"encoder {place.index} doesn't start; see the log")
                 self._arrived.set()
-            elif place.down:
-                self._fail(place, list(place.jobs), f"encoder {place.index} doesn't start; see the log")
             worn = [number for number, job in place.jobs.items() if job.attempts >= MAX_ATTEMPTS]
             self._fail(place, worn, f"{MAX_ATTEMPTS} encoder processes ended over this document")
-            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (place.failures - 1), LAST_BACKOFF_S))
+            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** min(place.failures - 1, 20), LAST_BACKOFF_S))
         self._fail(place, list(place.jobs), self._refused)
 
     async def _run(self, place: _Place) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,12 @@ def nano_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
             block.mlp_gate.fill_(0.4)
     model.save_pretrained(folder, tokenizer=AutoTokenizer.from_pretrained(CHECKPOINT))
     return folder
+
+
+@pytest.fixture(scope="session")
+def served(plugin: None, nano_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One `comb serve` for all tests that ask over HTTP (`served.Served`); they leave it idle."""
+    from served import serve
+
+    with serve(nano_adapter, tmp_path_factory.mktemp("r")) as server:
+        yield server

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from comb import CombForCausalLM
 from comb.store import PICacheStore
@@ -159,6 +160,58 @@ def test_killing_encoders_under_load_ends_every_waiter_right(
             manager.check_integrity()
 
     run(work())
+
+
+@pytest.mark.slow
+def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
+    nano_adapter: Path, adapter: CombForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(8)
+    other = CombForCausalLM.from_backbone("nano", num_encoder_layers=2, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in other.encoder.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    tokenizer = AutoTokenizer.from_pretrained(nano_adapter)
+    other.save_pretrained(tmp_path / "other", tokenizer=tokenizer)
+    disk = tmp_path / "disk"
+
+    async def tiers(checkpoint: Path, model: CombForCausalLM) -> list[str]:
+        (pool,) = make_pools(model, folder)
+        pool.tensor.fill_(float("nan"))
+        async with running(checkpoint, folder, pool, disk_path=str(disk)) as (manager, _):
+            everything = await wanted(manager, range(5))
+            lease = await manager.acquire(everything)
+            for handle, one in zip(lease.handles, everything, strict=True):
+                check_content(model, pool, handle, one.token_ids)
+            lease.release()
+            while not all((disk / f"{one.key}.picache.safetensors").exists() for one in everything):
+                await asyncio.sleep(0.02)
+        pool.path.unlink()
+        return [document.tier for document in lease.documents]
+
+    async def work() -> None:
+        assert await tiers(nano_adapter, adapter) == ["encoded"] * 5
+        assert await tiers(tmp_path / "other", other) == ["encoded"] * 5
+        assert await tiers(nano_adapter, adapter) == ["disk"] * 5
+        assert len(list(disk.iterdir())) == 10
+
+    run(work())
+
+
+def test_what_does_not_fit_the_store_is_encoded_once_all_the_same(adapter: CombForCausalLM, folder: Path) -> None:
+    pools = make_pools(adapter, folder)
+    each = 20 * pools[0].layout.bytes_per_token
+    for budget, kept in ((each * 2, 2), (each - 1, 0)):
+        worker = EncoderWorker(adapter, pools, PICacheStore(device="cpu", device_bytes=budget))
+        asked: list[int] = []
+        compile = worker.method.compile
+        worker.method.compile = lambda ids, asked=asked, compile=compile: asked.append(len(ids)) or compile(ids)
+        jobs = [Job(n, f"{n:064d}", document(n), Handle(20, (3 * n, 3 * n + 1, 3 * n + 2))) for n in range(3)]
+        assert [answer["tier"] for answer in worker.run(jobs)] == ["encoded"] * 3
+        assert asked == [3]
+        for job in jobs:
+            check_content(adapter, pools[0], job.handle, job.token_ids)
+        assert sum(answer["tier"] == "host" for answer in worker.run(jobs[::-1])) == kept
 
 
 def test_ranks_get_their_heads_and_one_bad_document_harms_nobody(adapter: CombForCausalLM, folder: Path) -> None:

@@ -122,7 +122,7 @@ def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
         assert encoders.fault() is None
         (folder / "broken").touch()
         waiting = encoders.submit("a" * 64, [DIES], Handle(1, (0,)))
-        with pytest.raises(EncoderError, match="doesn't start"):
+        with pytest.raises(EncoderError, match="at their start"):
             await waiting
         assert "at their start" in str(encoders.fault())
         with pytest.raises(EncoderError, match="at their start"):
@@ -140,6 +140,24 @@ def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
             await asyncio.sleep(0.001)
             if encoders.places[0].process not in (None, process):
                 break
+        await encoders.stop()
+
+    run(work())
+
+
+def test_an_encoder_that_starts_after_all_is_used(folder: Path) -> None:
+    async def work() -> None:
+        wait = f"import os, sys; os.path.exists({str(folder / 'ready')!r}) or sys.exit(1)"
+        command = [sys.executable, "-c", f"{wait}\n{PROGRAM}", str(folder)]
+        encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30)
+        encoders.start()
+        with pytest.raises(EncoderError, match="at their start"):
+            await encoders.identity()
+        (folder / "ready").touch()
+        while encoders.places[0].writer is None:
+            await asyncio.sleep(0.02)
+        assert (await encoders.identity()).fingerprint == "same"
+        assert (await encoders.submit("0" * 64, [1], Handle(1, (0,)))).tier == "encoded"
         await encoders.stop()
 
     run(work())

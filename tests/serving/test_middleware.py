@@ -117,6 +117,20 @@ def test_a_clients_own_handles_are_stripped(path: str) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/documents"])
+def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str) -> None:
+    async def work() -> None:
+        server = Server()
+        deep = "[" * 900 + "]" * 900
+        for key in (KEY, "\\u0063omb_docs"):
+            body = f'{{"prompt": "x", "vllm_xargs": {{"{key}": [4, 1, 0]}}, "text": {deep}}}'
+            answer = await server.client().post(path, body.encode())
+            assert answer.status == 400, answer.body
+        assert server.echo.bodies == []
+
+    run(work())
+
+
 def test_two_tenants_share_no_hit() -> None:
     async def work() -> None:
         server = Server()
@@ -288,6 +302,18 @@ def test_trouble_is_an_error_object_and_holds_nothing() -> None:
         assert (
             await client.post(CHAT, chat(documents=[{"token_ids": [9] * 64}, {"token_ids": [8] * 63}] * 2))
         ).status in (400, 429)
+        server.check_idle()
+
+    run(work())
+
+
+def test_a_document_given_very_often_counts_as_often() -> None:
+    async def work() -> None:
+        server = Server()  # with room for eight blocks, one for this document
+        for times, status in ((8, 200), (9, 400), (10_000, 400)):
+            answer = await server.client().post(CHAT, chat(documents=[{"token_ids": [5] * 16}] * times))
+            assert answer.status == status, answer.body
+        assert len(server.echo.bodies) == 1
         server.check_idle()
 
     run(work())

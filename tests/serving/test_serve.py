@@ -6,125 +6,14 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from served import QUESTION, TEXTS, Served, logprobs, text_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-READY_S = 400
-FLAGS = [
-    "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--block-size", "32", "--max-num-seqs", "8",
-    "--kv-cache-memory-bytes", "33554432", "--api-key", "alice", "bob", "--enable-prompt-tokens-details",
-    "--max-num-batched-tokens", "512", "--served-model-name", "nano",
-]  # fmt: skip
-QUESTION = [{"role": "user", "content": "Where is Ada?"}]
-TEXTS = ["Ada went to the garden.", "Bob is in the kitchen.", "Then Ada took the red ball."]
-
-
-@dataclass
-class Served:
-    """A running server. `chat` returns (status, body)."""
-
-    port: int
-    root: Path
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def request(self, method: str, path: str, body: Any = None, key: str = "alice", **more: str) -> tuple[int, Any]:
-        """`more` are headers, with _ for -."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-        headers |= {name.replace("_", "-"): value for name, value in more.items()}
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
-        try:
-            with urllib.request.urlopen(asked, timeout=120) as answer:
-                text = answer.read().decode()
-                kind = answer.headers["content-type"] or ""
-                return answer.status, json.loads(text) if kind.startswith("application/json") else text
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def chat(self, documents: Any = (), key: str = "alice", **more: Any) -> tuple[int, Any]:
-        body = {"model": "nano", "messages": QUESTION, "temperature": 0, "max_tokens": 12, "logprobs": True, **more}
-        return self.request("POST", "/v1/chat/completions", {**body, "documents": list(documents)}, key)
-
-    def metric(self, name: str) -> float:
-        _, text = self.request("GET", "/metrics")
-        return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")))
-
-    def wait_until_idle(self) -> None:
-        """References are dropped when the answer has gone out, so a client may be faster."""
-        deadline = time.monotonic() + 30
-        while self.metric("comb:references") > 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    def encoder_pid(self) -> int:
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes()
-                environment = (path.parent / "environ").read_bytes()
-            except OSError:
-                continue
-            if b"comb_serving.encoder_process" in words and str(self.root).encode() in environment:
-                return int(path.parent.name)
-        raise AssertionError("no encoder process")
-
-
-def text_of(answer: tuple[int, Any]) -> str:
-    status, body = answer
-    assert status == 200, body
-    return str(body["choices"][0]["message"]["content"])
-
-
-def logprobs(answer: tuple[int, Any]) -> list[float]:
-    return [token["logprob"] for token in answer[1]["choices"][0]["logprobs"]["content"]]
-
-
-@pytest.fixture(scope="module")
-def served(plugin: None, nano_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("r")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = (root.parent / "serve.log").open("wb")
-    code = "from comb.cli import main; main()"
-    arguments = ["serve", str(nano_adapter), "--comb-pool-bytes", "2MiB", "--port", str(port), "--host", "127.0.0.1"]
-    arguments += ["--comb-log-format", "json"]
-    short = Path("/dev/shm") if Path("/dev/shm").is_dir() else root
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "COMB_TEST_ROOT": str(root), "COMB_ADMIN_KEY": "boss"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments, *FLAGS], env=environment, stdout=log, stderr=subprocess.STDOUT
-    )
-    before = set(short.glob("comb-instance-*"))
-    server = Served(port, root, process, Path(log.name))
-    deadline = time.monotonic() + READY_S
-    try:
-        while True:
-            assert process.poll() is None, Path(log.name).read_text()[-3000:]
-            assert time.monotonic() < deadline, Path(log.name).read_text()[-3000:]
-            try:
-                if server.request("GET", "/health")[0] == 200:
-                    break
-            except OSError:
-                time.sleep(1)
-        yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(90)
-        log.close()
-    assert set(short.glob("comb-instance-*")) <= before
 
 
 def test_answers_over_documents_equal_those_in_process(served: Served, nano_adapter: Path) -> None:
@@ -164,6 +53,7 @@ def test_clients_at_once_do_not_mix_documents(served: Served) -> None:
 
 
 def test_streams_carry_the_report(served: Served) -> None:
+    served.chat(TEXTS)
     status, text = served.chat(TEXTS, stream=True, stream_options={"include_usage": True})
     events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
     assert (status, events[-1]) == (200, "[DONE]")
@@ -176,19 +66,17 @@ def test_streams_carry_the_report(served: Served) -> None:
 
 def test_a_client_that_leaves_and_an_encoder_that_dies(served: Served) -> None:
     body = {"model": "nano", "messages": QUESTION, "documents": TEXTS, "stream": True, "max_tokens": 400}
-    data = json.dumps({**body, "ignore_eos": True}).encode()
-    with socket.create_connection(("127.0.0.1", served.port)) as client:
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer alice\r\n"
-        head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-        client.sendall(head.encode() + data)
+    with served.asking({**body, "ignore_eos": True}) as client:
         assert client.recv(200)
-        assert served.metric("comb:references") > 0
+        assert served.references > 0
     served.wait_until_idle()
-    os.kill(served.encoder_pid(), signal.SIGKILL)
+    before, pid = served.metric("encoder_restarts"), served.encoder_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda index: served.chat([f"After the fall {index}."]), range(4)))
     assert [answer[0] for answer in answers] == [200] * 4
-    assert served.metric("comb:encoder_restarts_total") == 1
+    assert served.metric("encoder_restarts") == before + 1
     served.wait_until_idle()
 
 

@@ -1,0 +1,1 @@
+"""Several `comb serve` behind one address: requests go where their documents are (`docs/replicas.md`)."""

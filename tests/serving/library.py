@@ -1,0 +1,36 @@
+"""The library's own greedy answers over documents, to compare a server's with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import reference
+from transformers import AutoTokenizer
+
+from comb import CombForCausalLM, Document, PromptBuilder
+
+
+class Library:
+    """Answers of exactly `tokens` tokens, each computed once."""
+
+    def __init__(self, adapter: Path, tokens: int) -> None:
+        self.tokens = tokens
+        self.model: Any = CombForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+        self.builder = PromptBuilder(AutoTokenizer.from_pretrained(adapter))
+        self.known: dict[tuple[Any, ...], tuple[list[int], list[float]]] = {}
+
+    def answer(
+        self, question: str, texts: Sequence[str], *, chat: bool = True, encoder: bool = True
+    ) -> tuple[list[int], list[float]]:
+        """Token ids and their log-probabilities, of a chat or a completion, documents linked or in the prompt."""
+        asked = (question, tuple(texts), chat, encoder)
+        if asked not in self.known:
+            documents = [list(self.builder.segment(Document(text))) for text in texts]
+            messages = [{"role": "user", "content": question}]
+            built = self.builder.build(messages, documents) if chat else self.builder.complete(question, documents)
+            prompt = list(built.query if encoder else built.flat)
+            self.known[asked] = reference(self.model, prompt, documents if encoder else [], self.tokens)[:2]
+        return self.known[asked]

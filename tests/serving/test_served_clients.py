@@ -1,0 +1,130 @@
+"""Who asks: the official `openai` client, and two tenants that must not learn of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from served import QUESTION, TEXTS, Served, states, text_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+LONG_QUESTION = [{"role": "user", "content": "Where is Ada? " * 24}]
+OFF = {"encoder": False}
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[Any]:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{served.url}/v1", api_key="alice", max_retries=0) as found:
+        yield found
+
+
+def chat(client: Any, documents: Any, **more: Any) -> Any:
+    extra = {"documents": documents, **more.pop("extra", {})}
+    return client.chat.completions.create(
+        model="nano", messages=QUESTION, temperature=0, max_tokens=12, extra_body=extra, **more
+    )
+
+
+@pytest.mark.parametrize("extra", [{}, {"comb": OFF}])
+def test_the_openai_client_gets_answers_and_streams(served: Served, client: Any, extra: dict[str, Any]) -> None:
+    expected = text_of(served.chat(TEXTS, **extra))
+    whole = chat(client, TEXTS, extra=extra)
+    assert whole.choices[0].message.content == expected
+    assert whole.comb["encoder"] is not bool(extra)
+    assert [one["state"] for one in whole.comb["documents"]] == ["inlined" if extra else "hit"] * 3
+    tokens = sum(one["tokens"] for one in whole.comb["documents"])
+    assert whole.usage.prompt_tokens > tokens
+    if not extra:
+        assert whole.usage.prompt_tokens_details.cached_tokens >= tokens
+    chunks = list(chat(client, TEXTS, extra=extra, stream=True, stream_options={"include_usage": True}))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == expected
+    assert [chunk.comb for chunk in chunks if hasattr(chunk, "comb")] == [whole.comb]
+    assert [chunk.usage.prompt_tokens for chunk in chunks if chunk.usage][-1] == whole.usage.prompt_tokens
+    assert expected != text_of(served.chat([]))
+
+
+def test_the_openai_client_completes(client: Any) -> None:
+    extra = {"documents": [{"title": "T", "text": TEXTS[0]}]}
+    asked: dict[str, Any] = {"model": "nano", "prompt": "Where is Ada?", "temperature": 0, "max_tokens": 8}
+    whole = client.completions.create(**asked, extra_body=extra)
+    chunks = list(client.completions.create(**asked, extra_body=extra, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert whole.choices[0].text != client.completions.create(**asked).choices[0].text
+
+
+def test_errors_are_the_openai_clients_own(served: Served, client: Any) -> None:
+    import openai
+
+    def raised(kind: type[openai.APIStatusError], documents: Any, client: Any = client, **more: Any) -> Any:
+        for stream in (False, True):
+            with pytest.raises(kind) as found:
+                chat(client, documents, stream=stream, **more)
+        return found.value
+
+    missing = raised(openai.NotFoundError, [{"id": "nothing"}])
+    assert (missing.status_code, missing.param, missing.type) == (404, "documents", "NotFoundError")
+    assert "POST /v1/documents" in missing.message
+    assert raised(openai.BadRequestError, "a text").param == "documents"
+    assert raised(openai.BadRequestError, [], extra={"comb": 3}).param == "comb"
+    raised(openai.BadRequestError, [{"token_ids": [5] * 3000}])
+    raised(openai.AuthenticationError, TEXTS, client.with_options(api_key="eve"))
+    pinned = []
+    try:
+        for number in range(40):  # until the pool is full of what can't go
+            body = {"token_ids": [5 + number] * 200, "id": f"pinned-{number}", "pin": True}
+            status, made = served.request("POST", "/v1/documents", body)
+            if status != 200:
+                break
+            pinned.append(made["id"])
+        assert status == 429, made
+        full = raised(openai.RateLimitError, [{"token_ids": [900] * 200}])
+        assert int(full.response.headers["retry-after"]) > 0
+    finally:
+        for name in pinned:
+            assert served.request("DELETE", f"/v1/documents/{name}")[0] == 200
+    assert states(served.chat([{"token_ids": [900] * 200}])) == ["encoded"]
+    served.wait_until_idle()
+
+
+def cached(answer: tuple[int, Any]) -> int:
+    """Prompt tokens that vLLM's prefix cache had, without those of documents."""
+    assert answer[0] == 200, answer[1]
+    documents = answer[1].get("comb", {"documents": ()})["documents"]
+    linked = sum(one["tokens"] for one in documents if one["state"] == "hit")
+    return int((answer[1]["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0) - linked
+
+
+@pytest.mark.parametrize(
+    "more", [{"documents": ["Of two tenants.", *TEXTS]}, {"documents": ["Of two.", *TEXTS], "comb": OFF}, {}]
+)
+def test_two_tenants_share_no_document_and_no_prefix(served: Served, more: dict[str, Any]) -> None:
+    def ask(key: str, **changed: Any) -> tuple[int, Any]:
+        return served.chat(key=key, **{"messages": LONG_QUESTION, **more, **changed})
+
+    first, again = ask("alice"), ask("alice")
+    assert cached(first) == 0
+    assert cached(again) >= 64  # the control: one's own prefix is a hit
+    other = ask("bob", cache_salt="alice")
+    assert cached(other) == 0
+    if "documents" in more and "comb" not in more:
+        assert (states(again)[0], states(other)[0]) == ("pool", "encoded")
+    assert cached(ask("alice", cache_salt="narrower")) == 0
+    assert cached(ask("bob", cache_salt="alice")) >= 64
+    assert text_of(other) == text_of(again)
+    served.wait_until_idle()
+
+
+def test_a_tenants_registered_documents_are_nobody_elses(served: Served) -> None:
+    made = served.request("POST", "/v1/documents", {"text": "Alice keeps this.", "id": "hers"})
+    assert made[0] == 200
+    asked = [("GET", "/v1/documents/hers"), ("DELETE", "/v1/documents/hers")]
+    assert [served.request(method, path, key="bob")[0] for method, path in asked] == [404, 404]
+    assert served.chat([{"id": "hers"}], key="bob")[0] == 404
+    assert "hers" not in [one["id"] for one in served.request("GET", "/v1/documents", key="bob")[1]["data"]]
+    assert served.chat([{"id": "hers"}])[0] == 200
+    assert served.request("DELETE", "/v1/documents/hers")[0] == 200

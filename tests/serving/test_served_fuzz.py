@@ -1,0 +1,184 @@
+"""Bodies that no client should send, to a real server: never a 500, never silence, and nothing stays held."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import math
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from served import CHAT, COMPLETIONS, QUESTION, TEXTS, Served, states
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+DOCUMENTS = "/v1/documents"
+EXAMPLES = int(os.environ.get("COMB_FUZZ_EXAMPLES", "250"))
+LINKED = [TEXTS[0], {"title": "T", "text": TEXTS[1], "id": "d"}, {"token_ids": [5, 6, 7]}, {"id": "known"}]
+COMMON: dict[str, Any] = {
+    "model": "nano", "documents": LINKED, "comb": {"encoder": True}, "max_tokens": 3, "temperature": 0.5, "top_p": 0.9,
+    "n": 1, "stream": False, "stop": ["."], "seed": 3, "cache_salt": "mine", "vllm_xargs": {"other": [1]},
+    "kv_transfer_params": {}, "logit_bias": {"7": 1}, "stream_options": None, "user": "u", "min_tokens": 1,
+}  # fmt: skip
+PARTS = [{"type": "text", "text": "Where"}, {"type": "document", "id": "known"}, {"type": "text", "text": " is Ada?"}]
+VALID: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {**COMMON, "messages": QUESTION, "logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"a": 1}}),
+    (CHAT, {**COMMON, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": PARTS}]}),
+    (COMPLETIONS, {**COMMON, "prompt": "Where is Ada?", "logprobs": 1, "echo": False}),
+    (COMPLETIONS, {**COMMON, "prompt": [[5, 6], [7, 8, 9]], "comb": {"encoder": False}}),
+    (DOCUMENTS, {"text": "Ada is here.", "title": "T", "id": "fuzz", "pin": False, "ttl_s": 0.5}),
+    (DOCUMENTS, {"token_ids": [5, 6, 7], "id": "fuzz-ids"}),
+]
+
+
+def deep(value: Any, depth: int) -> Any:
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+WEIRD: list[Any] = [
+    None, True, False, 0, -1, 1.5, 2**31, 2**63, 2**64, -(2**63), 10**25, 1e308, math.nan, math.inf, -math.inf, "", " ",
+    "\ud800", "\x00", "auto", "a" * 5000, "😀", [], {}, [[]], [None], [{}], {"": ""}, {"id": None}, {"text": []},
+    [2**40], [-1], [[5], "x"], {"type": "document"}, {"type": "document", "id": 3}, {"id": "unknown"}, {"text": ""},
+    {"text": "x", "token_ids": [5]}, {"comb_docs": [1, 1, 0]}, deep("x", 120), ["x"] * 300, [{"text": "x"}] * 300,
+]  # fmt: skip
+NAMES = ["id", "text", "title", "token_ids", "role", "content", "type", "encoder", "documents", "comb_docs", "pin", ""]
+NAMES += ["prompt_embeds", "tools", "tool_choice", "response_format", "chat_template", "echo", "messages", "prompt"]
+NAMES += [
+    "prompt_logprobs",
+    "best_of",
+    "structured_outputs",
+    "add_generation_prompt",
+    "stop_token_ids",
+    "use_beam_search",
+]
+VALUES = st.sampled_from(WEIRD) | st.integers() | st.floats() | st.text(max_size=12)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of everything inside of `value`."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, item in items for found in ((*path, key), *places(item, (*path, key)))]
+
+
+@st.composite
+def mutated(draw: Any) -> tuple[str, dict[str, Any]]:
+    """A valid body in which one to three things are replaced, left out or added."""
+    path, body = draw(st.sampled_from(VALID))
+    body = copy.deepcopy(body)
+    for _ in range(draw(st.integers(1, 3))):
+        everything = places(body)
+        if not everything:
+            break
+        *above, last = draw(st.sampled_from(everything))
+        parent = body
+        for step in above:
+            parent = parent[step]
+        kind = draw(st.sampled_from(["replace", "replace", "replace", "drop", "add"]))
+        if kind == "replace":
+            parent[last] = copy.deepcopy(draw(VALUES))
+        elif kind == "drop":
+            del parent[last]
+        elif isinstance(parent, dict):
+            parent[draw(st.sampled_from(NAMES))] = copy.deepcopy(draw(VALUES))
+        else:
+            parent.append(copy.deepcopy(draw(VALUES)))
+    return path, body
+
+
+def send(served: Served, path: str, data: bytes, method: str = "POST") -> tuple[int, bytes]:
+    """Status and body, within a minute."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    try:
+        headers = {"content-type": "application/json", "authorization": "Bearer alice"}
+        connection.request(method, path, data, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def vllms_own(path: str, data: bytes) -> bool:
+    """Whether vLLM's reading of a request breaks over this body, which without documents is its business alone.
+
+    0.32 asks `structured_outputs`, `tools` and others for their members before it looks whether they are objects.
+    """
+    from pydantic import ValidationError
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    body = json.loads(data)
+    for name in ("documents", "comb"):
+        body.pop(name, None)
+    try:
+        {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}[path].model_validate(body)
+    except (ValidationError, ValueError):
+        return False
+    except Exception:
+        return True
+    return False
+
+
+def check(served: Served, path: str, data: bytes) -> int:
+    """Sends a body; every answer is one, and every refusal says why. What vLLM itself breaks over is left out."""
+    status, answer = send(served, path, data)
+    if status == 500 and path != DOCUMENTS and vllms_own(path, data):
+        return status
+    assert status < 500, (path, data[:2000], answer)
+    if status >= 400:
+        error = json.loads(answer)["error"]
+        assert error["message"], answer
+        assert error["code"] == status, answer
+    return status
+
+
+@pytest.fixture
+def known(served: Served) -> None:
+    assert served.request("POST", DOCUMENTS, {"text": "Ada is known.", "id": "known"})[0] == 200
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(mutated())
+def test_mutated_bodies(served: Served, known: None, found: tuple[str, dict[str, Any]]) -> None:
+    path, body = found
+    check(served, path, json.dumps(body).encode())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(VALID), st.integers(0, 10**6), st.binary(max_size=6), st.integers(0, 8))
+def test_damaged_bytes(served: Served, valid: tuple[str, dict[str, Any]], at: int, put: bytes, taken: int) -> None:
+    path, body = valid
+    data = json.dumps(body).encode()
+    at %= len(data)
+    check(served, path, data[:at] + put + data[at + taken :])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, DOCUMENTS])
+def test_bodies_out_of_all_measure(served: Served, path: str) -> None:
+    asked = {"messages": QUESTION, "prompt": "Where is Ada?", "max_tokens": 2}
+    for off in ({}, {"comb": {"encoder": False}}):
+        many = [{"text": f"Number {number}"} for number in range(10_000)]
+        assert check(served, path, json.dumps({**asked, **off, "documents": many}).encode()) == 400
+        assert check(served, path, json.dumps({**asked, **off, "documents": ["the same"] * 10_000}).encode()) == 400
+        assert check(served, path, json.dumps({**asked, **off, "documents": ["word " * 100_000]}).encode()) == 400
+    for text in ("[" * 100_000, "{" + '"a":{' * 50_000, '{"documents": ' + "[" * 900 + "]" * 900 + "}"):
+        assert check(served, path, text.encode()) == 400
+    for number in ("9" * 5000, "1e999", "-1e999", "NaN", "0." + "1" * 5000):
+        for field in ("max_tokens", "temperature", "documents", "ttl_s", "text"):
+            body = json.dumps({**asked, "documents": TEXTS})[:-1] + f', "{field}": {number}}}'
+            check(served, path, body.encode())
+    for data in (b"", b"null", b"[]", b'""', b"\xff\xfe{}", b'{"documents": ["\\udc00"]}', "\ufeff{}".encode()):
+        assert check(served, path, data) == 400
+
+
+def test_afterwards_it_serves_and_holds_nothing(served: Served) -> None:
+    served.wait_until_idle()
+    answer = served.chat(TEXTS)
+    assert states(answer) == states(served.chat(TEXTS)) or states(served.chat(TEXTS)) == ["pool"] * 3
+    assert served.request("GET", "/health")[0] == 200
+    served.wait_until_idle()
