@@ -145,7 +145,7 @@ def attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     tokens, heads, width = query.shape
     shared = keys.shape[1]
     rows = query.unflatten(1, (shared, -1)).permute(1, 2, 0, 3).reshape(1, shared, -1, width)
-    mixed = F.scaled_dot_product_attention(rows, *(part.transpose(0, 1)[None] for part in (keys, values)))
+    mixed = F.scaled_dot_product_attention(rows, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
     return mixed.view(shared, heads // shared, tokens, width).permute(2, 0, 1, 3).flatten(1, 2)
 
 
