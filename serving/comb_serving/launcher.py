@@ -103,7 +103,7 @@ def launch(
     options: ServeOptions,
     arguments: Sequence[str] = (),
     *,
-    pool_bytes: int,
+    pool_bytes: int | str,
     pool_block: int = 16,
     pool_dtype: str = "auto",
     root: Path | None = None,
@@ -114,7 +114,7 @@ def launch(
 
     Args:
         arguments: of vLLM's server.
-        pool_bytes: of all pools together.
+        pool_bytes: of all pools together; or a share such as ``25%`` of the memory in which they are made.
         pool_dtype: in which documents are kept, "auto" or "fp8".
         root: where the instance's folder is made; shared memory by default.
         server: the command, for tests.
@@ -138,7 +138,9 @@ def launch(
             _end(process)
 
 
-def _environment(options: ServeOptions, folder: Path, pool_bytes: int, pool_block: int, dtype: str) -> dict[str, str]:
+def _environment(
+    options: ServeOptions, folder: Path, pool_bytes: int | str, pool_block: int, dtype: str
+) -> dict[str, str]:
     environment = {**os.environ, OPTIONS: options.to_json()}
     pool = {INSTANCE_DIR: str(folder), POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block), POOL_DTYPE: dtype}
     if options.encoder:

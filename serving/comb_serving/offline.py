@@ -28,6 +28,7 @@ from comb_serving.launcher import POOL_BLOCK, POOL_BYTES
 from comb_serving.leases import Lease, PoolFullError
 from comb_serving.manager import PICManager
 from comb_serving.options import INSTANCE_DIR, ServeOptions
+from comb_serving.sizes import parse_pool_size
 
 Result = TypeVar("Result")
 Given: TypeAlias = str | Mapping[str, Any] | Document
@@ -41,7 +42,8 @@ class LLM:
     Args:
         checkpoint: adapter folder or Hub id.
         encoder: False makes no pool and no encoder; documents go into the prompt.
-        pool_bytes: of all tensor-parallel ranks together. pool_block: tokens per block.
+        pool_bytes: of all tensor-parallel ranks together: bytes, ``8GiB``, or a share of memory such as ``25%``.
+        pool_block: tokens per block.
         backbone, encoder_device, host_bytes, disk_path, disk_bytes: as `ServeOptions`.
         root: where the pool's folder is made; shared memory by default.
         engine: options of `vllm.LLM`.
@@ -55,7 +57,7 @@ class LLM:
         checkpoint: str | Path,
         *,
         encoder: bool = True,
-        pool_bytes: int = 2**30,
+        pool_bytes: int | str = 2**30,
         pool_block: int = 16,
         backbone: str | None = None,
         encoder_device: str = "auto",
@@ -83,7 +85,11 @@ class LLM:
             manager = None
             if encoder:
                 folder = stack.enter_context(instance_folder(root))
-                variables = {INSTANCE_DIR: str(folder), POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block)}
+                variables = {
+                    INSTANCE_DIR: str(folder),
+                    POOL_BYTES: parse_pool_size(str(pool_bytes)),
+                    POOL_BLOCK: str(pool_block),
+                }
                 os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
                 stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
             self.llm = vllm.LLM(resolve_name(str(checkpoint)), **engine)

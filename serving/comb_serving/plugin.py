@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from comb_serving.sizes import parse_bytes, parse_pool_size
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """A size such as ``512MiB``, ``8GB`` or ``1073741824``. Raises ValueError for anything else."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if found is None or found[2] not in _UNITS:
-        raise ValueError(f"a size is a number of bytes, or like 512MiB or 8GB, not {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def serve(
@@ -27,7 +18,7 @@ def serve(
     checkpoint: Annotated[str, typer.Argument(help="adapter folder or Hub id")],
     encoder: Annotated[str, typer.Option(help="on, or off for the plain backbone with documents in the prompt")] = "on",
     backbone: Annotated[str | None, typer.Option(help="load the encoder's embedding table from here")] = None,
-    comb_pool_bytes: Annotated[str, typer.Option(help="pool of documents, of all ranks together")] = "1GiB",
+    comb_pool_bytes: Annotated[str, typer.Option(help="pool of documents, of all ranks together; or 25%")] = "1GiB",
     comb_pool_block: Annotated[int, typer.Option(help="tokens per block of the pool")] = 16,
     comb_pool_dtype: Annotated[str, typer.Option(help="documents are kept as computed (auto), or in fp8")] = "auto",
     comb_encoders: Annotated[int, typer.Option(help="encoder processes")] = 1,
@@ -67,7 +58,7 @@ def serve(
     status = launch(
         options,
         context.args,
-        pool_bytes=parse_bytes(comb_pool_bytes),
+        pool_bytes=parse_pool_size(comb_pool_bytes),
         pool_block=comb_pool_block,
         pool_dtype=comb_pool_dtype,
         on_ready=ready,

@@ -15,7 +15,7 @@ import pytest
 from comb_serving.instance import LOCK, PREFIX, instance_folder, remove_abandoned
 from comb_serving.launcher import launch, read_flags
 from comb_serving.options import ServeOptions
-from comb_serving.plugin import parse_bytes
+from comb_serving.sizes import parse_bytes, parse_pool_size
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
@@ -126,6 +126,13 @@ def test_sizes() -> None:
     for wrong in ("", "big", "-1", "1 XB"):
         with pytest.raises(ValueError, match="512MiB"):
             parse_bytes(wrong)
+
+
+def test_the_pool_takes_bytes_or_a_share() -> None:
+    assert [parse_pool_size(text) for text in ("1KiB", "25%", " 12.5 % ")] == ["1024", "25%", "12.5%"]
+    for wrong in ("0%", "100%", "-3%", "a%", "%"):
+        with pytest.raises(ValueError):
+            parse_pool_size(wrong)
 
 
 def test_options_survive_the_environment() -> None:

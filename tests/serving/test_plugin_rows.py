@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from comb.config import CombEncoderConfig
 from comb.paged import attend_row
 from comb_serving.handles import KEY, Handle, pack
 from comb_serving.pool import PoolLayout, SharedPool
-from comb_serving.vllm.pool import check_documents, pool_device, rank_layout
+from comb_serving.vllm.pool import check_documents, pool_device, rank_layout, total_bytes
 from comb_serving.vllm.rows import Documents
 
 A, B = Handle(5, (3, 1)), Handle(4, (0,))
@@ -113,6 +114,12 @@ def test_index_tensors_are_made_once_a_step(documents: Documents) -> None:
     assert documents.step.batch is not step.batch
     assert documents.step.batch.tables[0] is table  # a request's blocks don't change
     assert table.slots() is table.slots()
+
+
+def test_a_share_is_of_the_memory_that_the_pool_is_made_in(tmp_path: Path) -> None:
+    assert total_bytes("4096", torch.device("cpu"), tmp_path, ranks=2) == 4096
+    whole = shutil.disk_usage(tmp_path).total
+    assert total_bytes("12.5%", torch.device("cpu"), tmp_path, ranks=2) == whole // 8
 
 
 def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

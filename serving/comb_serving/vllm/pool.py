@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -61,16 +62,31 @@ def create_pool(model: Any, dtype: Any, *, rank: int, ranks: int) -> SharedPool 
         return None
     if BYTES not in os.environ:
         raise ValueError(f"{FOLDER} is set but {BYTES} is not: say how many bytes documents may take")
+    device = pool_device(next(model.parameters()).device)
     layout = rank_layout(
         model.comb_config,
         cross_layers=len(model.comb_blocks),
         dtype=str(dtype).removeprefix("torch."),
         ranks=ranks,
-        total=int(os.environ[BYTES]),
+        total=total_bytes(os.environ[BYTES], device, path.parent, ranks),
         block_size=int(os.environ.get(BLOCK, "16")),
         stored=os.environ.get(STORED, "auto"),
     )
-    return SharedPool.create(path, layout, pool_device(next(model.parameters()).device))
+    return SharedPool.create(path, layout, device)
+
+
+def total_bytes(size: str, device: torch.device, folder: Path, ranks: int) -> int:
+    """Bytes of all pools together: a number, or a share such as ``25%`` of the memory they are made in.
+
+    That is of each rank's GPU, or of the file system in shared memory, which all ranks have in common.
+    """
+    if not size.endswith("%"):
+        return int(size)
+    if device.type == "cpu":
+        memory = shutil.disk_usage(folder).total
+    else:
+        memory = torch.get_device_module(device).get_device_properties(device).total_memory * ranks
+    return int(float(size.removesuffix("%")) / 100 * memory)
 
 
 def pool_device(own: torch.device) -> torch.device:

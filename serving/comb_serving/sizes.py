@@ -1,0 +1,25 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as ``512MiB``, ``8GB`` or ``1073741824``. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"a size is a number of bytes, or like 512MiB or 8GB, not {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def parse_pool_size(text: str) -> str:
+    """A size in bytes, or a share such as ``25%``, which only who makes the pool can work out. Raises ValueError."""
+    share = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)
+    if share is None:
+        return str(parse_bytes(text))
+    if not 0 < float(share[1]) < 100:
+        raise ValueError(f"a share of memory is between 0% and 100%, not {text!r}")
+    return f"{share[1]}%"
