@@ -10,7 +10,6 @@ Source of the two steps: Bick et al. 2024, "Transformers to SSMs" (MOHAWK); Wang
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -28,6 +27,7 @@ from . import CHECKPOINT, HYBRID_CHECKPOINT
 from .evaluate import exact_match
 from .packing import EncodedScene, Rows, encode, pack
 from .pretrain import STAGES, Optimizers, loss_of, versions
+from .recipe_options import parse_recipe
 from .world import World
 
 logger = logging.getLogger(__name__)
@@ -157,13 +157,7 @@ def distil(model: BambaForCausalLM, nano: LlamaForCausalLM, stream: Iterator[Row
 
 def parse(argv: Sequence[str] | None) -> tuple[Recipe, Path]:
     """Command line to recipe; options and defaults come from `Recipe`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--output", type=Path, default=HYBRID_CHECKPOINT, help="folder to write the checkpoint to")
-    for name, value in asdict(Recipe()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    options = vars(parser.parse_args(argv))
-    output = options.pop("output")
-    return Recipe(**options), output
+    return parse_recipe(Recipe(), HYBRID_CHECKPOINT, __doc__, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

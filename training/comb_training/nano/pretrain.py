@@ -6,7 +6,6 @@ takes rather than how good it gets; the cool-down is worth about three points of
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import platform
@@ -27,6 +26,7 @@ from . import CHECKPOINT
 from .evaluate import exact_match, row_match
 from .initialise import build_model
 from .packing import Rows, encode, pack
+from .recipe_options import parse_recipe
 from .tokenizer import train_tokenizer
 from .world import KINDS, World
 
@@ -275,13 +275,7 @@ def versions() -> dict[str, str]:
 
 def parse(argv: Sequence[str] | None) -> tuple[Recipe, Path]:
     """Command line to recipe; options and defaults come from `Recipe`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--output", type=Path, default=CHECKPOINT, help="folder to write the checkpoint to")
-    for name, value in asdict(Recipe()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    options = vars(parser.parse_args(argv))
-    output = options.pop("output")
-    return Recipe(**options), output
+    return parse_recipe(Recipe(), CHECKPOINT, __doc__, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
