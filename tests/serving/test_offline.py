@@ -126,7 +126,7 @@ def test_more_documents_than_the_pool_holds_are_answered_in_turns(llm: LLM, libr
 
 
 def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM, nano_adapter: Path) -> None:
-    with pytest.raises(ValueError, match="pool has"):
+    with pytest.raises(ValueError, match="larger --comb-pool-bytes"):
         llm.generate("x", greedy(), documents=[{"token_ids": [5] * 40}, {"token_ids": [6] * 40}] * 9)
     with pytest.raises(ValueError, match="unknown field 'colour'"):
         llm.generate("x", greedy(), documents=[{"text": "a", "colour": "red"}])
