@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,15 +16,17 @@ from typing import Any, TypeAlias, TypeVar
 
 from comb.adapter import resolve_name
 from comb.documents import Document, PromptBuilder
+from comb_serving import documents_api
 from comb_serving.answers import report
-from comb_serving.encoder_process import EncoderWorker, Job, load, take_batch
-from comb_serving.encoders import Encoded, EncoderError, Identity
+from comb_serving.documents_api import DOCUMENTS
+from comb_serving.encoder_process import load
 from comb_serving.errors import RequestError
 from comb_serving.front import CHAT, COMPLETIONS, PROMPT_IDS, Front, Prepared, tokenizer_of
-from comb_serving.handles import KEY, Handle, pack
+from comb_serving.handles import KEY, pack
 from comb_serving.instance import instance_folder
 from comb_serving.launcher import POOL_BLOCK, POOL_BYTES
 from comb_serving.leases import Lease, PoolFullError
+from comb_serving.local_encoders import LocalEncoders
 from comb_serving.manager import PICManager
 from comb_serving.options import INSTANCE_DIR, ServeOptions
 from comb_serving.sizes import parse_pool_size
@@ -154,6 +155,30 @@ class LLM:
         given = _per_row(documents, len(rows), single)
         return self._answer(CHAT, rows, given, sampling_params, encoder, options)
 
+    def add_document(self, document: Given, *, pin: bool = False, ttl_s: float | None = None) -> dict[str, Any]:
+        """Encodes a document, to be named as ``{"id": ...}`` from now on; what `POST /v1/documents` answers.
+
+        Args:
+            pin: keep it in the pool. ttl_s: seconds after which it may go from there.
+
+        Raises:
+            ValueError: for a document that can't be taken.
+            PoolFullError, PoolPinnedError, EncoderError: as `generate`.
+        """
+        given = _as_body(document)
+        body = {"text": given} if isinstance(given, str) else dict(given)
+        return self._document("POST", DOCUMENTS, {**body, "pin": pin, "ttl_s": ttl_s})
+
+    def remove_document(self, document_id: str) -> None:
+        """Forgets a document that was added. Raises ValueError if it wasn't."""
+        self._document("DELETE", f"{DOCUMENTS}/{document_id}", {})
+
+    def _document(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._run(documents_api.answer(self.front, method, path, body, ""))[1]
+        except RequestError as error:
+            raise ValueError(error.message) from error
+
     def close(self) -> None:
         """Ends the engine, its processes and its pool; a second call does nothing."""
         self._stack.close()
@@ -238,43 +263,6 @@ class LLM:
                 lease.release()
             raise grave[0]
         return dict(sorted(leases.items()))
-
-
-class LocalEncoders:
-    """The encoder in this process, as the manager wants it: what is asked for at one time is one batch."""
-
-    def __init__(self, worker: EncoderWorker) -> None:
-        self.worker = worker
-        self._waiting: queue.Queue[Job | None] = queue.Queue()
-        self._open: dict[int, asyncio.Future[Encoded]] = {}
-        self._count = 0
-
-    async def identity(self) -> Identity:
-        """What the worker says of its weights."""
-        return Identity.parse(self.worker.hello())
-
-    def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
-        """Asks for one document, which is encoded when whoever asks lets the loop go on."""
-        loop = asyncio.get_running_loop()
-        self._count += 1
-        future = self._open[self._count] = loop.create_future()
-        self._waiting.put(Job(self._count, key, tuple(token_ids), handle))
-        if len(self._open) == 1:
-            loop.call_soon(self._work)
-        return future
-
-    def _work(self) -> None:
-        held: Job | None = None
-        while held is not None or not self._waiting.empty():
-            first = self._waiting.get() if held is None else held
-            assert first is not None
-            batch, held, _ = take_batch(first, self._waiting)
-            for answer in self.worker.run(batch):
-                future = self._open.pop(answer["job"])
-                if "error" in answer:
-                    future.set_exception(EncoderError(answer["error"]))
-                else:
-                    future.set_result(Encoded(answer["tier"], answer["seconds"]))
 
 
 async def _in_order(work: Any) -> list[Prepared]:

@@ -118,6 +118,19 @@ def test_completions_take_texts_ids_and_documents(llm: LLM, library: PICEngine) 
     assert without.comb["documents"] == []
 
 
+def test_documents_are_added_named_and_removed(llm: LLM, library: PICEngine) -> None:
+    assert llm.add_document(Document(TEXTS[0], id="kept"), pin=True)["tokens"] > 0
+    wanted = expected(library, llm, TEXTS[:1])
+    answers = llm.chat(QUESTION, greedy(8, ignore_eos=True, logprobs=0), documents=[{"id": "kept"}], use_tqdm=False)
+    same(answers, [wanted])
+    assert states(answers[0]) == ["hit"]
+    llm.remove_document("kept")
+    for forgotten in (lambda: llm.remove_document("kept"), lambda: llm.chat(QUESTION, documents=[{"id": "kept"}])):
+        with pytest.raises(ValueError, match="unknown document 'kept'"):
+            forgotten()
+    idle(llm)
+
+
 def test_more_documents_than_the_pool_holds_are_answered_in_turns(llm: LLM, library: PICEngine) -> None:
     lists = [[f"Person {index} lives in house number {7 * index}."] for index in range(12)]
     same(ask(llm, lists), [expected(library, llm, texts) for texts in lists])
