@@ -55,8 +55,8 @@ class Conversation:
 
     A turn goes on from the cache behind the last answer, and links only the documents that it brings. Where that
     can't be done, it is linked from its start: `relinked` in its report says why, and `relinked` here counts. A turn
-    that fails, or whose stream is left early, leaves everything as it was. Safe under threads: turns wait for each
-    other.
+    that fails, or whose stream is closed before its answer is whole, leaves everything as it was. Safe under threads:
+    turns wait for each other.
 
     Args:
         documents, document_ids: the first question brings them.
@@ -141,7 +141,10 @@ class Conversation:
         document_ids: Sequence[str] = (),
         **generate_kwargs: Any,
     ) -> AnswerStream:
-        """Like `ask`, as pieces of text. The turn belongs to the conversation once the stream is read to its end."""
+        """Like `ask`, as pieces of text. The turn belongs to the conversation once the answer is whole.
+
+        Closing the stream before that drops the turn; behind it, `stream.answer` is there whether or not it was read.
+        """
         if "streamer" in generate_kwargs:
             raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
         self._lock.acquire()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from transformers import LogitsProcessor
 
 from comb import CombForCausalLM, PICEngine
 from comb.conversation import Conversation
+from comb.decoding import AnswerStream
 
 MILL, CITY, LAKE = "The mill burnt down in spring.", "Rill is a small city by the sea.", "The lake is 12 m deep."
 NEW = 6
@@ -82,6 +84,24 @@ class Scores(LogitsProcessor):
         if len(self.steps) == self.fails_at:
             raise RuntimeError("the lights went out")
         self.steps.append(scores[0].float().clone())
+        return scores
+
+
+class HeldUntilClosed(LogitsProcessor):
+    """Holds the third token of a stream back until somebody closes the stream: it never ends by itself."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.reached, self.known = threading.Event(), threading.Event()
+        self.stream: AnswerStream | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps == 3:
+            self.reached.set()
+            assert self.known.wait(60)
+            assert self.stream is not None
+            assert self.stream._outcome.stop.wait(60)
         return scores
 
 
@@ -237,13 +257,27 @@ def test_a_turn_that_fails_leaves_everything_as_it_was(family: str, method: str)
         chat.ask("Where to?", new, logits_processor=[Scores(fails_at=3)], max_new_tokens=NEW)
     with pytest.raises(ValueError, match="max_new_tokens"):
         chat.ask("Where to?", new, max_new_tokens=0)
-    with chat.stream("Where to?", new, max_new_tokens=200, min_new_tokens=200) as stream:
-        next(stream)
+    held = HeldUntilClosed()
+    with chat.stream("Where to?", new, max_new_tokens=NEW, min_new_tokens=NEW, logits_processor=[held]) as stream:
+        held.stream = stream
+        held.known.set()
+        assert held.reached.wait(60)
+    with pytest.raises(RuntimeError, match="no answer"):
+        _ = stream.answer
+    assert held.steps == 3
     assert (chat.messages, chat.nbytes) == (before, size)
     _, logits = asked(chat, "Where to?", *new)
     _, reference = asked(untouched, "Where to?", *new)
     assert torch.equal(logits, reference)
     assert engine.store.stats().in_use == 0
+
+
+def test_a_stream_whose_answer_is_whole_is_a_turn_read_or_not() -> None:
+    chat = engine_of().conversation([MILL])
+    stream = chat.stream("When?", max_new_tokens=NEW)
+    stream._thread.join(60)
+    stream.close()
+    assert chat.messages[1:] == [{"role": "assistant", "content": stream.answer.text}]
 
 
 def test_a_stream_that_is_read_to_its_end_is_a_turn() -> None:
