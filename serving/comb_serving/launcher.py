@@ -24,12 +24,11 @@ from typing import Any
 
 from comb.adapter import resolve_name
 from comb_serving.instance import instance_folder
-from comb_serving.options import ADMIN_KEY, INSTANCE_DIR, OPTIONS, ServeOptions
+from comb_serving.options import ADMIN_KEY, INSTANCE_DIR, OPTIONS, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, ServeOptions
 from comb_serving.tenants import key_hash
 
 logger = logging.getLogger(__name__)
 
-POOL_BYTES, POOL_BLOCK, POOL_DTYPE = "COMB_POOL_BYTES", "COMB_POOL_BLOCK", "COMB_POOL_DTYPE"
 MIDDLEWARE = "comb_serving.middleware.CombMiddleware"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 PLUGIN = "comb"  # its name among vLLM's plug-ins, for who lists the allowed ones

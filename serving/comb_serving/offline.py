@@ -24,11 +24,10 @@ from comb_serving.errors import RequestError
 from comb_serving.front import CHAT, COMPLETIONS, PROMPT_IDS, Front, Prepared, tokenizer_of
 from comb_serving.handles import KEY, pack
 from comb_serving.instance import instance_folder
-from comb_serving.launcher import POOL_BLOCK, POOL_BYTES
 from comb_serving.leases import Lease, PoolFullError
 from comb_serving.local_encoders import LocalEncoders
 from comb_serving.manager import PICManager
-from comb_serving.options import INSTANCE_DIR, ServeOptions
+from comb_serving.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, ServeOptions
 from comb_serving.sizes import parse_pool_size
 
 Result = TypeVar("Result")

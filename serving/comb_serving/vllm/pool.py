@@ -14,16 +14,13 @@ import torch
 
 from comb.config import CombEncoderConfig
 from comb_serving.handles import KEY, unpack
+from comb_serving.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_MEMORY, instance_dir, pool_path
 from comb_serving.pool import PoolLayout, SharedPool, manifest_of
 
-FOLDER, BYTES, BLOCK = "COMB_INSTANCE_DIR", "COMB_POOL_BYTES", "COMB_POOL_BLOCK"
-STORED, MEMORY = "COMB_POOL_DTYPE", "COMB_POOL_MEMORY"
 
-
-def pool_path(rank: int = 0) -> Path | None:
+def own_path(rank: int = 0) -> Path | None:
     """Where the pool of a tensor-parallel rank is; None for an instance without documents."""
-    folder = os.environ.get(FOLDER)
-    return Path(folder) / f"pool-{rank}" if folder else None
+    return pool_path(instance_dir(), rank) if os.environ.get(INSTANCE_DIR) else None
 
 
 def rank_layout(
@@ -47,7 +44,9 @@ def rank_layout(
     )
     blocks = total // (one.nbytes * ranks)
     if blocks < 1:
-        raise ValueError(f"{BYTES}={total} is less than one block of {block_size} tokens, {one.nbytes * ranks} bytes")
+        raise ValueError(
+            f"{POOL_BYTES}={total} is less than one block of {block_size} tokens, {one.nbytes * ranks} bytes"
+        )
     return replace(one, num_blocks=blocks)
 
 
@@ -57,20 +56,20 @@ def create_pool(model: Any, dtype: Any, *, rank: int, ranks: int) -> SharedPool 
     Raises:
         ValueError: if the pool's size isn't given.
     """
-    path = pool_path(rank)
+    path = own_path(rank)
     if path is None:
         return None
-    if BYTES not in os.environ:
-        raise ValueError(f"{FOLDER} is set but {BYTES} is not: say how many bytes documents may take")
+    if POOL_BYTES not in os.environ:
+        raise ValueError(f"{INSTANCE_DIR} is set but {POOL_BYTES} is not: say how many bytes documents may take")
     device = pool_device(next(model.parameters()).device)
     layout = rank_layout(
         model.comb_config,
         cross_layers=len(model.comb_blocks),
         dtype=str(dtype).removeprefix("torch."),
         ranks=ranks,
-        total=total_bytes(os.environ[BYTES], device, path.parent, ranks),
-        block_size=int(os.environ.get(BLOCK, "16")),
-        stored=os.environ.get(STORED, "auto"),
+        total=total_bytes(os.environ[POOL_BYTES], device, path.parent, ranks),
+        block_size=int(os.environ.get(POOL_BLOCK, "16")),
+        stored=os.environ.get(POOL_DTYPE, "auto"),
     )
     return SharedPool.create(path, layout, device)
 
@@ -91,9 +90,9 @@ def total_bytes(size: str, device: torch.device, folder: Path, ranks: int) -> in
 
 def pool_device(own: torch.device) -> torch.device:
     """Where the pool lies: where the model is, or in host memory. Raises ValueError for an unknown choice."""
-    chosen = os.environ.get(MEMORY, "auto")
+    chosen = os.environ.get(POOL_MEMORY, "auto")
     if chosen not in ("auto", "host"):
-        raise ValueError(f"{MEMORY} is auto (the decoder's device) or host, not {chosen!r}")
+        raise ValueError(f"{POOL_MEMORY} is auto (the decoder's device) or host, not {chosen!r}")
     return torch.device("cpu") if chosen == "host" else own
 
 
@@ -102,9 +101,9 @@ def check_documents(extra_args: Mapping[str, Any] | None) -> None:
     numbers = (extra_args or {}).get(KEY)
     if numbers is None:
         return
-    path = pool_path()
+    path = own_path()
     if path is None or not manifest_of(path).exists():
-        raise ValueError(f"{KEY}: this instance keeps no documents: start it with `comb serve`, or set {FOLDER}")
+        raise ValueError(f"{KEY}: this instance keeps no documents: start it with `comb serve`, or set {INSTANCE_DIR}")
     if not isinstance(numbers, list | tuple):
         raise ValueError(f"{KEY} is a list of integers, got {str(numbers)[:80]}")
     layout = PoolLayout(**json.loads(manifest_of(path).read_text()))
