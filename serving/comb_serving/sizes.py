@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: str) -> int:
@@ -19,7 +19,10 @@ def parse_pool_size(text: str) -> str:
     """A size in bytes, or a share such as ``25%``, which only who makes the pool can work out. Raises ValueError."""
     share = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)
     if share is None:
-        return str(parse_bytes(text))
+        try:
+            return str(parse_bytes(text))
+        except ValueError as error:
+            raise ValueError(f"{error}; a pool's may also be a share of its memory, like 25%") from None
     if not 0 < float(share[1]) < 100:
         raise ValueError(f"a share of memory is between 0% and 100%, not {text!r}")
     return f"{share[1]}%"

@@ -121,8 +121,8 @@ def test_flags_that_cannot_be_served_are_refused() -> None:
 
 
 def test_sizes() -> None:
-    sizes = [parse_bytes(text) for text in ("512MiB", "8GB", "17", "1.5 KiB", "2g")]
-    assert sizes == [512 * 2**20, 8 * 10**9, 17, 1536, 2 * 10**9]
+    sizes = [parse_bytes(text) for text in ("512MiB", "8GB", "17", "1.5 KiB", "2g", "1TB", "1TiB")]
+    assert sizes == [512 * 2**20, 8 * 10**9, 17, 1536, 2 * 10**9, 10**12, 2**40]
     for wrong in ("", "big", "-1", "1 XB"):
         with pytest.raises(ValueError, match="512MiB"):
             parse_bytes(wrong)
@@ -130,8 +130,8 @@ def test_sizes() -> None:
 
 def test_the_pool_takes_bytes_or_a_share() -> None:
     assert [parse_pool_size(text) for text in ("1KiB", "25%", " 12.5 % ")] == ["1024", "25%", "12.5%"]
-    for wrong in ("0%", "100%", "-3%", "a%", "%"):
-        with pytest.raises(ValueError):
+    for wrong in ("0%", "100%", "-3%", "a%", "%", "big"):
+        with pytest.raises(ValueError, match=r"between 0% and 100%|like 25%"):
             parse_pool_size(wrong)
 
 
