@@ -62,7 +62,7 @@ def serve_bench(
     from comb_serving.bench.run import Bench, Outcome, RunShape
     from comb_serving.bench.servers import plans
     from comb_serving.bench.workload import Workload, WorkloadShape
-    from comb_serving.plugin import parse_bytes
+    from comb_serving.sizes import parse_bytes
 
     check_out(out)
     least, most = _range(document_tokens)
