@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from comb_serving.replicas.process import COMMAND, free_port
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 READY_S = 400
@@ -105,10 +106,8 @@ class Served:
 @contextmanager
 def serve(adapter: Path, folder: Path, *options: str, pool: str = "2MiB") -> Iterator[Served]:
     """`comb serve ADAPTER` with small caches; `options` come behind `FLAGS`. Its log lies beside `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ["serve", str(adapter), "--comb-pool-bytes", pool, "--port", str(port), "--host", "127.0.0.1"]
+    port = free_port()
+    arguments = [str(adapter), "--comb-pool-bytes", pool, "--port", str(port), "--host", "127.0.0.1"]
     arguments += ["--comb-log-format", "json"]
     short = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
     environment = {
@@ -121,7 +120,7 @@ def serve(adapter: Path, folder: Path, *options: str, pool: str = "2MiB") -> Ite
     log = folder.with_suffix(".log")
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-c", "from comb.cli import main; main()", *arguments, *FLAGS, *options],
+            [*COMMAND, *arguments, *FLAGS, *options],
             env=environment, stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     server = Served(port, folder, process, log)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import urllib.error
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from comb_serving.replicas.process import free_port
 
 pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -62,9 +63,7 @@ def application(**settings: Any) -> Iterator[str]:
 
     from comb_serving.replicas.application import application
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([*(str(root / part) for part in (".", "training", "serving")), *sys.path])
     ray.init(

@@ -6,9 +6,7 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,12 +17,12 @@ from typing import Any
 
 from comb_serving.bench.models import Models
 from comb_serving.launcher import SERVER, end_with_parent
+from comb_serving.replicas.process import COMMAND, free_port
 
 PLAIN, COMB = "plain vLLM", "comb"
 MODEL = "bench"  # the name under which both serve
 END_S = 30.0  # for a server to end by itself
 _TAIL = 3000
-_COMB_COMMAND = (sys.executable, "-c", "from comb.cli import main; main()", "serve")
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def plans(
         "--served-model-name", MODEL, "--max-model-len", str(max_len), "--host", "127.0.0.1",
         "--enable-prompt-tokens-details", "--enable-prefix-caching", *options,
     ]  # fmt: skip
-    adapter = [*_COMB_COMMAND, models.adapter, "--comb-pool-bytes", str(pool_bytes)]
+    adapter = [*COMMAND, models.adapter, "--comb-pool-bytes", str(pool_bytes)]
     # an empty list of plug-ins: nothing of comb is loaded there
     return [
         ServerPlan(PLAIN, (*SERVER, "--model", models.backbone, *common), cache_bytes, 0, {"VLLM_PLUGINS": ""}),
@@ -78,7 +76,7 @@ class Server:
 
     def __init__(self, plan: ServerPlan, log: Path, *, timeout_s: float = 900.0) -> None:
         self.plan, self.log, self.timeout_s = plan, log, timeout_s
-        self.port = _free_port()
+        self.port = free_port()
         self.ready_s = 0.0
         self.started = 0.0
         self._process: subprocess.Popen[bytes] | None = None
@@ -179,9 +177,3 @@ class Metrics:
         """A label of the first sample of a series."""
         found = re.search(rf'^{re.escape(name)}\{{(?:.*,)?{re.escape(label)}="([^"]*)"', self.text, re.MULTILINE)
         return found[1] if found else None
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

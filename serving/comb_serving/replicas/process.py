@@ -23,6 +23,13 @@ COMMAND = (sys.executable, "-c", "from comb.cli import main; main()", "serve")
 END_SECONDS = 90.0
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return int(free.getsockname()[1])
+
+
 class ServeProcess:
     """Starts a server on a free port and waits until it is healthy.
 
@@ -43,9 +50,7 @@ class ServeProcess:
         environment: Mapping[str, str] | None = None,
         start_seconds: float = 900.0,
     ) -> None:
-        with socket.socket() as free:
-            free.bind((host, 0))
-            port = free.getsockname()[1]
+        port = free_port(host)
         self.address = f"http://{host}:{port}"
         given = [*command, "--host", host, "--port", str(port)]
         self._started = threading.Event()
