@@ -16,6 +16,7 @@ from families import open_gates
 
 from comb import CombForCausalLM
 from comb_serving.handles import KEY, Handle, pack
+from comb_serving.instance import default_root
 from comb_serving.pool import SharedPool
 
 BLOCK = 4
@@ -145,7 +146,7 @@ def served(folder: Path, model: CombForCausalLM, **options: Any) -> Iterator[Ser
 @contextmanager
 def instance() -> Iterator[Path]:
     """The environment of an instance with room for some hundred tokens of documents."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="comb-test-"))
+    folder = Path(tempfile.mkdtemp(dir=default_root(), prefix="comb-test-"))
     values = {"COMB_INSTANCE_DIR": str(folder), "COMB_POOL_BYTES": str(2**20), "COMB_POOL_BLOCK": str(BLOCK)}
     os.environ.update(values)
     try:

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from comb_serving.options import INSTANCE_DIR
 from comb_serving.replicas.process import COMMAND, free_port
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 READY_S = 400
 ADMIN = "boss"
+ROOT = "COMB_TEST_ROOT"  # a variable by which a server's processes are known
 FLAGS = [
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--block-size", "32", "--max-num-seqs", "8",
     "--kv-cache-memory-bytes", "33554432", "--api-key", "alice", "bob", "--enable-prompt-tokens-details",
@@ -90,17 +92,25 @@ class Served:
             assert time.monotonic() < deadline, (self.references, self.metric("requests_waiting"))
             time.sleep(0.05)
 
-    def encoder_pid(self) -> int | None:
-        """The encoder's process; None while there is none."""
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
+    def processes(self) -> Iterator[tuple[int, list[bytes], list[bytes]]]:
+        """Number, command line and environment of each process of this server."""
+        for folder in Path("/proc").glob("[0-9]*"):
             try:
-                words = path.read_bytes()
-                environment = (path.parent / "environ").read_bytes()
+                words, environment = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
             except OSError:
                 continue
-            if b"comb_serving.encoder_process" in words and str(self.root).encode() in environment:
-                return int(path.parent.name)
-        return None
+            if f"{ROOT}={self.root}".encode() in environment:
+                yield int(folder.name), words, environment
+
+    def encoder_pid(self) -> int | None:
+        """The encoder's process; None while there is none."""
+        return next((pid for pid, words, _ in self.processes() if b"comb_serving.encoder_process" in words), None)
+
+    def instance(self) -> Path:
+        """The folder of its pools and sockets."""
+        start = f"{INSTANCE_DIR}=".encode()
+        entries = (entry for _, _, environment in self.processes() for entry in environment)
+        return Path(next(entry for entry in entries if entry.startswith(start)).removeprefix(start).decode())
 
 
 @contextmanager
@@ -109,14 +119,7 @@ def serve(adapter: Path, folder: Path, *options: str, pool: str = "2MiB") -> Ite
     port = free_port()
     arguments = [str(adapter), "--comb-pool-bytes", pool, "--port", str(port), "--host", "127.0.0.1"]
     arguments += ["--comb-log-format", "json"]
-    short = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
-    environment = {
-        **os.environ,
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "COMB_TEST_ROOT": str(folder),
-        "COMB_ADMIN_KEY": ADMIN,
-    }
-    before = set(short.glob("comb-instance-*"))
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", ROOT: str(folder), "COMB_ADMIN_KEY": ADMIN}
     log = folder.with_suffix(".log")
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -134,11 +137,13 @@ def serve(adapter: Path, folder: Path, *options: str, pool: str = "2MiB") -> Ite
                     break
             except OSError:
                 time.sleep(0.5)
+        instance = server.instance()
+        assert instance.is_dir()
         yield server
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(90)
-    assert set(short.glob("comb-instance-*")) <= before
+    assert not instance.exists()
 
 
 def text_of(answer: tuple[int, Any]) -> str:

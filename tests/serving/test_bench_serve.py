@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -213,7 +214,7 @@ async def serving(handle: Callable[[int], Any], work: Callable[[str], Any]) -> A
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -228,24 +229,31 @@ def test_open_loop_sends_on_time_however_slow_the_server_is() -> None:
     pytest.importorskip("aiohttp")
     from comb_serving.bench.client import run_closed, run_open
 
+    asks, arrivals = [ASK] * 8, [0.02 * number for number in range(8)]
+    waiting, most, all_there = 0, 0, asyncio.Event()
+
     async def slow(_: int) -> Any:
+        """Answers when all eight wait at the same time, and the closed loop's later ones after 0.3 s."""
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        if waiting == len(asks):
+            all_there.set()
+        await all_there.wait()
         await asyncio.sleep(0.3)
+        waiting -= 1
         return stream(["d1", "d2"])
 
-    asks, arrivals = [ASK] * 8, [0.02 * number for number in range(8)]
-
     def work(url: str) -> Any:
-        target = Target(COMB, url, linked=True, tokens=3)
+        target = Target(COMB, url, linked=True, tokens=3, timeout_s=30)
         seen: list[Record] = []
         opened = run_open(target, "x", asks, arrivals, seen.append)
-        assert len(seen) == 8
+        assert (len(seen), most) == (8, 8)
         return opened, run_closed(target, "x", asks[:3], 1, seen.append)
 
     opened, closed = asyncio.run(serving(slow, work))
     assert all(record.error == "" for record in [*opened, *closed])
     assert sorted(record.due_s for record in opened) == pytest.approx(arrivals)
-    # all wait at the same time: one after the other would take 2.4 s
-    assert max(record.due_s + record.total_s for record in opened) < 1.5
     # a closed loop waits for its answer, so its third request isn't due before two have been answered
     assert sorted(record.due_s for record in closed)[2] >= 0.55
 
@@ -256,20 +264,22 @@ def test_failures_are_records_and_a_dead_server_ends_the_phase() -> None:
 
     async def some(number: int) -> Any:
         if number == 1:
-            await asyncio.sleep(5)
+            await asyncio.Event().wait()
         return stream(["d1", "d2"] if number != 2 else ["d1"])
 
     def work(url: str) -> Any:
-        return run_closed(Target(COMB, url, linked=True, tokens=3, timeout_s=0.3), "x", [ASK] * 4, 1, lambda _: None)
+        return run_closed(Target(COMB, url, linked=True, tokens=3, timeout_s=3), "x", [ASK] * 4, 1, lambda _: None)
 
     errors = [record.error for record in asyncio.run(serving(some, work))]
     assert errors[0] == errors[3] == ""
-    assert "no whole answer within 0.3 s" in errors[1]
+    assert "no whole answer within 3 s" in errors[1]
     assert "names the documents" in errors[2]
-    gone = Target(COMB, "http://127.0.0.1:9", linked=True, timeout_s=1)
     sent: list[Record] = []
-    with pytest.raises(RuntimeError, match=f"{GIVE_UP} requests in a row"):
-        run_closed(gone, "x", [ASK] * 50, 1, sent.append)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # taken, and nobody listens there
+        gone = Target(COMB, f"http://127.0.0.1:{deaf.getsockname()[1]}", linked=True, timeout_s=1)
+        with pytest.raises(RuntimeError, match=f"{GIVE_UP} requests in a row"):
+            run_closed(gone, "x", [ASK] * 50, 1, sent.append)
     assert len(sent) == GIVE_UP
 
 

@@ -145,7 +145,8 @@ def test_killing_encoders_under_load_ends_every_waiter_right(
                 os.kill(place.process.pid, signal.SIGSTOP)
             pairs = list(itertools.pairwise(everything))
             tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
-            await asyncio.sleep(0.3)
+            while encoders.waiting < len(everything):
+                await asyncio.sleep(0.01)
             assert manager.waiting == len(tasks)
             pool.tensor.fill_(float("nan"))
             for place in encoders.places:

@@ -150,14 +150,16 @@ def test_waiting_is_bounded_and_a_pin_that_no_release_moves_is_refused_at_once()
 
 def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
     async def work() -> None:
-        manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=1.0)
+        manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=1000.0)
         held = [await manager.acquire([wanted("a", 4)])]
         large = asyncio.create_task(manager.acquire([wanted("z", 32)]))
         await steps()
         small = asyncio.create_task(manager.acquire([wanted("b", 4)]))
-        held.append(await asyncio.wait_for(manager.acquire([wanted("a", 4)]), 0.3))
+        for waited in (0.0, 450.0):
+            manager.line._turns[0].since -= waited
+            held.append(await manager.acquire([wanted("a", 4)]))
         assert not small.done()  # there is room for it, but not its turn
-        await asyncio.sleep(0.55)
+        manager.line._turns[0].since -= 51.0  # more than half of the time that it may wait
         late = asyncio.create_task(manager.acquire([wanted("a", 4)]))
         await steps()
         assert not late.done()

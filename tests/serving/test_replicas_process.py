@@ -56,7 +56,7 @@ def test_it_is_healthy_then_ends_and_says_so() -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     wait_until_gone(server.pid)
-    time.sleep(0.3)
+    assert server._ended.wait(20)
     with pytest.raises(RuntimeError, match=r"ended with status -9"):
         server.check()
     server.stop()

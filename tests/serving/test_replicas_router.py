@@ -32,6 +32,7 @@ class Server:
         self.gate, self.healthy, self.left = asyncio.Event(), True, 0
         self.breaks: str | None = None
         self.holds: asyncio.Event | None = None  # registrations wait for it
+        self.held = asyncio.Event()  # one does
         self.runner: web.AppRunner | None = None
         self.address = ""
 
@@ -82,6 +83,7 @@ class Server:
     async def _add(self, request: web.Request) -> web.Response:
         body = await request.json()
         if self.holds is not None:
+            self.held.set()
             await self.holds.wait()
         if body.get("text") == "refused" and self.name == "c":
             return web.json_response({"error": {"message": "full"}}, status=429, headers={"retry-after": "2"})
@@ -304,7 +306,7 @@ def test_what_is_registered_while_a_replica_comes_up_reaches_it() -> None:
             await servers["a"].start()
             servers["b"].holds = asyncio.Event()
             slow = asyncio.create_task(call(router, "POST", "/v1/documents", {"text": "x", "id": "meanwhile"}))
-            await asyncio.sleep(0.1)
+            await servers["b"].held.wait()
             await arrive(router, servers["a"])
             assert router.replicas["a"].up
             assert not slow.done()
