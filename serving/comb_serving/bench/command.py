@@ -73,7 +73,7 @@ def serve_bench(
         seconds=seconds, together=together, soak=soak, tokens=max_tokens, timeout_s=timeout, slo_s=slo,
     )  # fmt: skip
     positions = asked.longest + max_tokens
-    sizes = Sizes(layers, encoder_layers, hidden, heads, kv_heads, dtype=dtype)
+    sizes = Sizes(layers, encoder_layers, hidden, heads, kv_heads, dtype)
     outcome, started, load_before = Outcome(), time.monotonic(), os.getloadavg()
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))

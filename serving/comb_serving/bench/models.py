@@ -12,15 +12,14 @@ OPEN_GATES = 0.5
 
 @dataclass(frozen=True)
 class Sizes:
-    """A random Llama with an encoder. vocab: None for the tokenizer's."""
+    """A random Llama with an encoder."""
 
-    layers: int = 32
-    encoder_layers: int = 8
-    hidden: int = 256
-    heads: int = 4
-    kv_heads: int = 2
-    vocab: int | None = None
-    dtype: str = "bfloat16"
+    layers: int
+    encoder_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,8 @@ def make_models(folder: Path, sizes: Sizes, positions: int, seed: int = 0) -> Mo
     if not 1 <= sizes.encoder_layers <= sizes.layers:
         raise ValueError(f"an encoder has 1 to {sizes.layers} layers, as its backbone, not {sizes.encoder_layers}")
     tokenizer: Any = AutoTokenizer.from_pretrained(resolve_name(TOKENIZER))
-    vocab = len(tokenizer) if sizes.vocab is None else sizes.vocab
-    if vocab < len(tokenizer):
-        raise ValueError(f"a vocabulary of {vocab} is smaller than the tokenizer's {len(tokenizer)}")
     shape = {"layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads, "kv_heads": sizes.kv_heads}
-    backbone = make_random({**shape, "vocab": vocab}, positions, sizes.dtype, "cpu", seed=seed)
+    backbone = make_random({**shape, "vocab": len(tokenizer)}, positions, sizes.dtype, "cpu", seed=seed)
     tokenizer.model_max_length = positions
     place = folder / "backbone"
     backbone.save_pretrained(place)
