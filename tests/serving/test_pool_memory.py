@@ -29,6 +29,11 @@ ROOT = Path(__file__).parents[2]
 UUID = "00000000-aaaa"
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 # --- eight bits -----------------------------------------------------------------------------------------------------
 
 
