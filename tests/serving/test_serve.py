@@ -101,7 +101,7 @@ def test_the_log_has_a_line_with_the_id_that_vllm_uses(served: Served) -> None:
     body = {"model": "nano", "messages": QUESTION, "documents": ["Nobody may read this."], "max_tokens": 2}
     status, answer = served.request("POST", "/v1/chat/completions", body, x_request_id="mine-7")
     assert (status, answer["id"]) == (200, "chatcmpl-mine-7")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while '"mine-7"' not in served.log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -28,8 +28,13 @@ def wait_for(condition: Any, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def kill_now_and_then(served: Served, draw: random.Random, ended: threading.Event) -> list[int]:
-    """Kills the encoder several times, at its work, at rest or while it starts; returns whom."""
+def kill_now_and_then(
+    served: Served, draw: random.Random, answers: list[tuple[list[str], Any]], ended: threading.Event
+) -> list[int]:
+    """Kills the encoder several times, at its work, at rest or while it starts; returns whom.
+
+    It ends when the server has recovered: then most of the answers that clients add to `answers` are good ones.
+    """
     killed: list[int] = []
     deadline = time.monotonic() + 200
     try:
@@ -39,29 +44,37 @@ def kill_now_and_then(served: Served, draw: random.Random, ended: threading.Even
             if pid is not None and pid not in killed:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
+        wait_for(lambda: good(answers) > max(10, len(answers) / 2 + CLIENTS), 200)
     finally:
         ended.set()
     return killed
 
 
-def keep_asking(served: Served, seed: int, ended: threading.Event) -> list[tuple[list[str], Any]]:
-    """Asks over documents that are mostly new until `ended`; what was asked, and the answers."""
-    draw, found = random.Random(seed), []
+def good(answers: list[tuple[list[str], Any]]) -> int:
+    return sum(status == 200 for _, (status, _) in answers)
+
+
+def keep_asking(served: Served, seed: int, answers: list[tuple[list[str], Any]], ended: threading.Event) -> None:
+    """Asks over documents that are mostly new until `ended`; adds what was asked, and the answer."""
+    draw = random.Random(seed)
     while not ended.is_set():
         documents = [f"Box {seed} holds {draw.randrange(10**6)} balls." for _ in range(draw.randrange(1, 3))]
         documents += draw.sample(TEXTS, draw.randrange(2))
-        found.append((documents, served.chat(documents, max_tokens=TOKENS, ignore_eos=True)))
-        time.sleep(0.1 * draw.random())
-    return found
+        answer = served.chat(documents, max_tokens=TOKENS, ignore_eos=True)
+        answers.append((documents, answer))
+        # who is refused comes back later, as the answer's Retry-After says
+        time.sleep(0.1 * draw.random() if answer[0] == 200 else 1.0)
 
 
 def test_encoders_killed_at_random_under_load(served: Served, nano_adapter: Path) -> None:
     served.chat(TEXTS)  # an encoder is there
     before, ended = served.metric("encoder_restarts"), threading.Event()
+    answers: list[tuple[list[str], Any]] = []
     with ThreadPoolExecutor(CLIENTS + 1) as pool:
-        clients = [pool.submit(keep_asking, served, seed, ended) for seed in range(CLIENTS)]
-        killed = pool.submit(kill_now_and_then, served, random.Random(4), ended).result(300)
-        answers = [answer for client in clients for answer in client.result(300)]
+        clients = [pool.submit(keep_asking, served, seed, answers, ended) for seed in range(CLIENTS)]
+        killed = pool.submit(kill_now_and_then, served, random.Random(4), answers, ended).result(500)
+        for client in clients:
+            client.result(300)
     assert len(killed) == KILLS
     assert served.metric("encoder_restarts") == before + KILLS
     right = [(documents, answer) for documents, answer in answers if answer[0] == 200]
