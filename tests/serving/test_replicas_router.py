@@ -82,6 +82,9 @@ class Server:
 
     async def _add(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.breaks == "adding":
+            request.transport.close()
+            return web.Response()
         if self.holds is not None:
             self.held.set()
             await self.holds.wait()
@@ -94,6 +97,9 @@ class Server:
     async def _one(self, request: web.Request) -> web.Response:
         key = request.headers["authorization"], request.match_info["id"]
         found = key in self.documents
+        if self.breaks == "deleting":
+            request.transport.close()
+            return web.Response()
         if request.method == "DELETE":
             self.documents.pop(key, None)
         return web.json_response({"id": key[1]}, status=200 if found else 404)
@@ -313,6 +319,32 @@ def test_what_is_registered_while_a_replica_comes_up_reaches_it() -> None:
             servers["b"].holds.set()
             assert (await slow)[0] == 200
             assert {name for _, name in servers["a"].documents} == {"before", "meanwhile"}
+
+    run(work())
+
+
+def test_what_a_replica_was_not_told_it_is_told_when_it_is_back() -> None:
+    async def work() -> None:
+        async with running() as (router, servers):
+            a, there = servers["a"], {("Bearer a", "x")}
+            router.left("a")
+            assert (await call(router, "POST", "/v1/documents", {"text": "x", "id": "x"}))[0] == 200
+            a.breaks = "adding"
+            await arrive(router, a)
+            assert not router.replicas["a"].up
+            a.breaks = None
+            await arrive(router, a)
+            assert (router.replicas["a"].up, set(a.documents)) == (True, there)
+            # refused by one; another has taken it and can't be told so
+            a.breaks = "deleting"
+            assert (await call(router, "POST", "/v1/documents", {"text": "refused", "id": "r"}))[0] == 429
+            assert (router.replicas["a"].up, set(a.documents)) == (False, there | {("Bearer a", "r")})
+            await arrive(router, a)
+            assert not router.replicas["a"].up
+            a.breaks = None
+            await arrive(router, a)
+            assert (router.replicas["a"].up, set(a.documents)) == (True, there)
+            assert a.generation == 1
 
     run(work())
 

@@ -126,7 +126,7 @@ class Router:
         elif status == 200:
             self._take_note(whole, *self.registrations.made(authorization, body, data))
         else:
-            await self._take_back(whole, authorization)
+            await self._take_back(whole, authorization, body)
         return Answer(status, kept, once(data))
 
     def _take_note(self, answered: Iterable[str], key: Key, made: Registration | None) -> None:
@@ -137,12 +137,20 @@ class Router:
             else:
                 self.replicas[name].told[key] = made
 
-    async def _take_back(self, answers: Mapping[str, tuple[int, dict[str, str], bytes]], authorization: str) -> None:
+    async def _take_back(
+        self, answers: Mapping[str, tuple[int, dict[str, str], bytes]], authorization: str, body: bytes
+    ) -> None:
         """What some replicas have taken and others have refused is registered nowhere."""
-        for name, (status, _, data) in answers.items():
-            key = (authorization, str(json.loads(data)["id"])) if status == 200 else None
-            if key is not None and key not in self.registrations.current():
-                await self._tell(self.replicas[name], key, None)
+        taken = {name: data for name, (status, _, data) in answers.items() if status == 200}
+        for name, data in taken.items():
+            replica, (key, made) = self.replicas[name], self.registrations.made(authorization, body, data)
+            if key in self.registrations.current():
+                continue
+            replica.told[key] = made
+            try:
+                await self._tell(replica, key, None)
+            except GONE as error:
+                self._lost(replica, error)
 
     async def _whole(
         self, replica: Replica, method: str, target: str, headers: Mapping[str, str], body: bytes
@@ -171,15 +179,18 @@ class Router:
         """Registers a document at a replica, or deletes it (None). A refusal is logged: others have taken it."""
         headers = {"content-type": "application/json", **({"authorization": key[0]} if key[0] else {})}
         if one is None:
-            replica.told.pop(key, None)
             answer = await self.connections.ask(
                 replica, "DELETE", f"{DOCUMENTS}/{quote(key[1], safe='')}", headers, b""
             )
         else:
-            replica.told[key] = one
             body = one.body(self.registrations.clock())
             answer = await self.connections.ask(replica, "POST", DOCUMENTS, headers, body)
         text = await answer.body()
+        # not before: where the connection breaks off, it is told again when it is back
+        if one is None:
+            replica.told.pop(key, None)
+        else:
+            replica.told[key] = one
         if answer.status not in (200, 404):
             logger.warning("replica %s doesn't take document %r: %s", replica.name, key[1], text[:200])
 
