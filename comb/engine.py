@@ -23,12 +23,12 @@ from comb.decoding import AnswerStream, Clock, check_wanted, decoding_settings, 
 from comb.documents import Document, Message, Prompt, PromptBuilder, as_document, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError, by_document
 from comb.mac import MacConfig, MacSession
-from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, backbone_of
+from comb.methods.base import DecodeState, LinkRow, Method, backbone_of
 from comb.methods.full import token_picache
 from comb.parallel import CompileExecutor, ModelSource
 from comb.parallel.executor import recipe_of
 from comb.picache import PICache, content_key
-from comb.report import Answer, DocumentReport, Report, continued_reports, document_report
+from comb.report import Answer, DocumentReport, Report, cache_bytes, continued_reports, document_reports
 from comb.splitting import Boundaries, Splitter, split_document
 from comb.store import Handle, PICacheStore
 from comb.turns import Start, Turn
@@ -429,7 +429,8 @@ class PICEngine:
                 total_s = time.perf_counter() - start
                 for index, ids in enumerate(token_ids):
                     row = given[first + index]
-                    documents = _document_reports(row, state, index, handles)
+                    uses = None if state.uses is None else state.uses[index]
+                    documents = document_reports(row, uses, handles)
                     if begin is not None:
                         documents = (*continued_reports(call.segments[0][: begin.segments]), *documents)
                     report = Report(
@@ -439,7 +440,7 @@ class PICEngine:
                         prompt_tokens=state.prompt_tokens[index],
                         recomputed_tokens=state.recomputed[index],
                         answer_tokens=len(ids),
-                        cache_bytes=_cache_bytes(row, state, index, handles),
+                        cache_bytes=cache_bytes(row, uses, handles),
                         ttft_s=total_s if clock.ttft_s is None else clock.ttft_s,
                         total_s=total_s,
                         mac=None if session is None else session.report(),
@@ -562,23 +563,6 @@ def _decode(
         sequences, cache = state.generate_with_cache(**arguments)
         turn.keep(state, sequences[0], cache, arguments["eos_token_id"])
     return [trim(row[prompt:].tolist(), arguments, len(sequences)) for row in sequences]
-
-
-def _document_reports(
-    segments: Sequence[Segment], state: DecodeState, row: int, handles: Mapping[str, Handle]
-) -> tuple[DocumentReport, ...]:
-    uses: Sequence[SegmentUse | None] = [None] * len(segments) if state.uses is None else state.uses[row]
-    reports = iter(
-        [document_report(segment, use, handles.get(segment.key)) for segment, use in zip(segments, uses, strict=True)]
-    )
-    return tuple(DocumentReport.merged([next(reports) for _ in parts]) for parts in by_document(segments))
-
-
-def _cache_bytes(segments: Sequence[Segment], state: DecodeState, row: int, handles: Mapping[str, Handle]) -> int:
-    if state.uses is not None:
-        return sum(use.nbytes for use in state.uses[row])
-    # a document given twice is one PICache
-    return sum(handles[key].picache.nbytes for key in {segment.key for segment in segments} if key in handles)
 
 
 def _default_store(model: Any) -> PICacheStore:
