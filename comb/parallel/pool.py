@@ -46,7 +46,6 @@ class Reply:
         number: of the task; None: the worker died.
         data: the serialised PICache; None when there is none.
         seconds: of compiling.
-        encode_s: of serialising.
         error: why there is no PICache; "" when all is well.
         refused: the worker's model or method isn't the one that was asked for.
     """
@@ -55,7 +54,6 @@ class Reply:
     number: int | None
     data: bytes | None = None
     seconds: float = 0.0
-    encode_s: float = 0.0
     error: str = ""
     refused: bool = False
 
