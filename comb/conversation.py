@@ -126,12 +126,7 @@ class Conversation:
             documents, document_ids: new ones, in front of this question; those of earlier turns stay.
         """
         with self._lock:
-            asked = self._asked(question, documents, document_ids)
-            turn = Turn(self._history.left)
-            run = self._prepare(asked, turn, generate_kwargs)
-            answer = run(None, None)
-            self._history = self._behind(asked, turn, answer)
-            return answer
+            return self._next(question, documents, document_ids, generate_kwargs)(None, None)
 
     def stream(
         self,
@@ -149,16 +144,11 @@ class Conversation:
             raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
         self._lock.acquire()
         try:
-            asked = self._asked(question, documents, document_ids)
-            turn = Turn(self._history.left)
-            run = self._prepare(asked, turn, generate_kwargs)
+            answer = self._next(question, documents, document_ids, generate_kwargs)
 
             def work(streamer: Any, stop: threading.Event) -> Answer:
                 try:
-                    answer = run(streamer, stop)
-                    check_wanted(stop)
-                    self._history = self._behind(asked, turn, answer)
-                    return answer
+                    return answer(streamer, stop)
                 finally:
                     self._lock.release()
 
@@ -166,6 +156,25 @@ class Conversation:
         except BaseException:  # the worker hasn't started
             self._lock.release()
             raise
+
+    def _next(
+        self,
+        question: str,
+        documents: Sequence[str | Document],
+        document_ids: Sequence[str],
+        generate_kwargs: Mapping[str, Any],
+    ) -> RunTurn:
+        """Checks the next turn; what it returns answers it and takes it into the history. The lock is held for both."""
+        asked, turn = self._asked(question, documents, document_ids), Turn(self._history.left)
+        run = self._engine.prepare_turn(asked.messages, asked.segments, turn, self._encoder, generate_kwargs)
+
+        def answer(streamer: Any, stop: threading.Event | None) -> Answer:
+            found = run(streamer, stop)
+            check_wanted(stop)
+            self._history = self._behind(asked, turn, found)
+            return found
+
+        return answer
 
     def _asked(self, question: str, documents: Sequence[str | Document], document_ids: Sequence[str]) -> _History:
         """The history with the question in it."""
@@ -181,9 +190,6 @@ class Conversation:
             segments={**now.segments, name: new} if new else now.segments,
             first=(),
         )
-
-    def _prepare(self, asked: _History, turn: Turn, generate_kwargs: Mapping[str, Any]) -> RunTurn:
-        return self._engine.prepare_turn(asked.messages, asked.segments, turn, self._encoder, generate_kwargs)
 
     def _behind(self, asked: _History, turn: Turn, answer: Answer) -> _History:
         """The history with the answer in it."""

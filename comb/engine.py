@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,16 +19,17 @@ from comb.adapter import HUB_ARGUMENTS, resolve_name
 from comb.compatibility import check_tokenizer, load_tokenizer
 from comb.conversation import Conversation, RunTurn
 from comb.decoding import AnswerStream, Clock, check_wanted, decoding_settings, trim, with_length
-from comb.documents import Document, Message, Prompt, PromptBuilder, as_document, referenced_documents
+from comb.documents import Document, Message, Prompt, PromptBuilder, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError, by_document
 from comb.mac import MacConfig, MacSession
-from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, backbone_of
+from comb.methods.base import DecodeState, LinkRow, Method, backbone_of
 from comb.methods.full import token_picache
 from comb.parallel import CompileExecutor, ModelSource
 from comb.parallel.executor import recipe_of
-from comb.picache import PICache, content_key
-from comb.report import Answer, DocumentReport, Report, continued_reports, document_report
-from comb.splitting import Boundaries, Splitter, split_document
+from comb.picache import PICache
+from comb.report import Answer, DocumentReport, Report, cache_bytes, continued_reports, document_reports
+from comb.segments import Segmenter
+from comb.splitting import Boundaries, Splitter
 from comb.store import Handle, PICacheStore
 from comb.turns import Start, Turn
 
@@ -275,7 +275,7 @@ class PICEngine:
 
     def segments_of(self, documents: Sequence[str | Document] = (), document_ids: Sequence[str] = ()) -> list[Segment]:
         """The segments that documents, and behind them added ones, are compiled as."""
-        return self._segments(documents) + self._find(document_ids)
+        return self._segmenter.segments(documents) + self._find(document_ids)
 
     def prepare_turn(
         self,
@@ -287,7 +287,7 @@ class PICEngine:
     ) -> RunTurn:
         """Checks a conversation's turn; returns what answers it. `segments` are those that messages name."""
         start = time.perf_counter()
-        current = {name: self._with_keys(parts) for name, parts in segments.items()}
+        current = {name: self._segmenter.keyed_anew(parts) for name, parts in segments.items()}
         call = self._prepare([Request(messages)], encoder, generate_kwargs, current)
         call = replace(call, turn=turn)
         return lambda streamer, stop: self._answer(call, start, stop, streamer)[0]
@@ -312,8 +312,8 @@ class PICEngine:
         """
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
-        segments = self._segments(documents)
-        self._check_lengths(segments)
+        segments = self._segmenter.segments(documents)
+        self._segmenter.check_lengths(segments)
         split = by_document(segments)
         self.library.check(split)
         # in chunks, so that a store smaller than the whole collection can make room
@@ -388,7 +388,7 @@ class PICEngine:
             row += in_front
             row += [segment for name in named.after for segment in inside[name]]
             if with_encoder:
-                self._check_lengths(row)
+                self._segmenter.check_lengths(row)
             segments.append(row)
             prompts.append(
                 self.prompt_builder.build(
@@ -429,7 +429,8 @@ class PICEngine:
                 total_s = time.perf_counter() - start
                 for index, ids in enumerate(token_ids):
                     row = given[first + index]
-                    documents = _document_reports(row, state, index, handles)
+                    uses = None if state.uses is None else state.uses[index]
+                    documents = document_reports(row, uses, handles)
                     if begin is not None:
                         documents = (*continued_reports(call.segments[0][: begin.segments]), *documents)
                     report = Report(
@@ -439,7 +440,7 @@ class PICEngine:
                         prompt_tokens=state.prompt_tokens[index],
                         recomputed_tokens=state.recomputed[index],
                         answer_tokens=len(ids),
-                        cache_bytes=_cache_bytes(row, state, index, handles),
+                        cache_bytes=cache_bytes(row, uses, handles),
                         ttft_s=total_s if clock.ttft_s is None else clock.ttft_s,
                         total_s=total_s,
                         mac=None if session is None else session.report(),
@@ -457,12 +458,8 @@ class PICEngine:
         return LinkRow(picaches, prompt.tail, prompt.head, prompt.gaps)
 
     def _find(self, ids: Sequence[str]) -> list[Segment]:
-        """Segments of added documents, keyed anew: an adapter may have been trained since they were added."""
-        return self._with_keys(self.library.find(ids))
-
-    def _with_keys(self, segments: Sequence[Segment]) -> list[Segment]:
-        keys = self._keys([segment.token_ids for segment in segments])
-        return [replace(segment, key=key) for segment, key in zip(segments, keys, strict=True)]
+        """Segments of added documents."""
+        return self._segmenter.keyed_anew(self.library.find(ids))
 
     def _acquire(self, segments: Sequence[Segment], stack: ExitStack, *, ttl: float | None = None) -> dict[str, Handle]:
         """Handles by key, released by `stack`; all that are missing are compiled in one call."""
@@ -480,42 +477,10 @@ class PICEngine:
             return self.method.compile(token_ids)
         return self.executor.compile(self.method, token_ids)
 
-    def _segments(self, documents: Sequence[str | Document]) -> list[Segment]:
-        if isinstance(documents, str | Document):
-            raise ValueError("documents is a list: write documents=[...] around a single one")
-        checked = [as_document(document) for document in documents]
-        split = [self._split(self.prompt_builder.segment(document)) for document in checked]
-        keys = iter(self._keys([part for parts in split for part in parts]))
-        segments = []
-        for document, parts in zip(checked, split, strict=True):
-            own = [next(keys) for _ in parts]
-            # a document in one part is called after its key; more parts are called after all of them
-            digest = own[0] if len(own) == 1 else sha256("".join(own).encode()).hexdigest()
-            name = f"doc-{digest[:12]}" if document.id is None else document.id
-            segments += [Segment(name, ids, key, part) for part, (ids, key) in enumerate(zip(parts, own, strict=True))]
-        return segments
-
-    def _split(self, token_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return split_document(self.tokenizer, token_ids, self.splitter)
-
-    def _keys(self, token_ids: Sequence[tuple[int, ...]]) -> list[str]:
-        """Content keys under the method, model, dtype and salt of this moment."""
-        if not token_ids:
-            return []
-        method = self.method
-        made_by = method.compile_name or method.name
-        fields = {"fingerprint": method.fingerprint, "method": made_by, "dtype": method.dtype, "salt": self.salt}
-        return [content_key(ids, **fields) for ids in token_ids]
-
-    def _check_lengths(self, segments: Sequence[Segment]) -> None:
-        limit, compiler = self.method.max_segment_tokens, "encoder" if self.method.uses_encoder else "backbone"
-        for segment in segments:
-            if limit is not None and len(segment.token_ids) > limit:
-                raise ValueError(
-                    f"document {segment.id!r} has {len(segment.token_ids)} tokens, but this model's {compiler} takes "
-                    f"at most {limit} at once: split it into parts of at most {limit} tokens, for example with "
-                    f"splitter='paragraphs:{min(limit, 512)}'"
-                )
+    @property
+    def _segmenter(self) -> Segmenter:
+        # of this moment: method, splitter and salt are attributes that anybody may set
+        return Segmenter(self.method, self.tokenizer, self.prompt_builder, self.splitter, self.salt)
 
     def _start_workers(self, workers: int, source: ModelSource | None) -> CompileExecutor | None:
         if workers < 0:
@@ -562,23 +527,6 @@ def _decode(
         sequences, cache = state.generate_with_cache(**arguments)
         turn.keep(state, sequences[0], cache, arguments["eos_token_id"])
     return [trim(row[prompt:].tolist(), arguments, len(sequences)) for row in sequences]
-
-
-def _document_reports(
-    segments: Sequence[Segment], state: DecodeState, row: int, handles: Mapping[str, Handle]
-) -> tuple[DocumentReport, ...]:
-    uses: Sequence[SegmentUse | None] = [None] * len(segments) if state.uses is None else state.uses[row]
-    reports = iter(
-        [document_report(segment, use, handles.get(segment.key)) for segment, use in zip(segments, uses, strict=True)]
-    )
-    return tuple(DocumentReport.merged([next(reports) for _ in parts]) for parts in by_document(segments))
-
-
-def _cache_bytes(segments: Sequence[Segment], state: DecodeState, row: int, handles: Mapping[str, Handle]) -> int:
-    if state.uses is not None:
-        return sum(use.nbytes for use in state.uses[row])
-    # a document given twice is one PICache
-    return sum(handles[key].picache.nbytes for key in {segment.key for segment in segments} if key in handles)
 
 
 def _default_store(model: Any) -> PICacheStore:

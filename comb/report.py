@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,15 +53,31 @@ class DocumentReport:
         )  # fmt: skip
 
 
-def document_report(segment: Segment, use: SegmentUse | None, handle: Handle | None) -> DocumentReport:
-    """The method's word on one document, where it has one, else the store's."""
-    tokens = len(segment.token_ids)
+def document_reports(
+    segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, Handle]
+) -> tuple[DocumentReport, ...]:
+    """One report per document of a row, from the method's word on its segments, or, where it has none, the store's."""
+    words: Sequence[SegmentUse | None] = [None] * len(segments) if uses is None else uses
+    reports = iter([_segment_report(segment, use, handles) for segment, use in zip(segments, words, strict=True)])
+    return tuple(DocumentReport.merged([next(reports) for _ in parts]) for parts in by_document(segments))
+
+
+def _segment_report(segment: Segment, use: SegmentUse | None, handles: Mapping[str, Handle]) -> DocumentReport:
+    tokens, handle = len(segment.token_ids), handles.get(segment.key)
     if use is None and handle is None:
         return DocumentReport(segment.id, "inlined", tokens)
     if use is None and handle is not None:
         use = SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes)
     assert use is not None
     return DocumentReport(segment.id, use.state, tokens, use.tier if use.state == "hit" else None, use.nbytes)
+
+
+def cache_bytes(segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, Handle]) -> int:
+    """Bytes of the PICaches that a row is read from; arguments as for `document_reports`."""
+    if uses is not None:
+        return sum(use.nbytes for use in uses)
+    # a document given twice is one PICache
+    return sum(handles[key].picache.nbytes for key in {segment.key for segment in segments} if key in handles)
 
 
 def continued_reports(segments: Sequence[Segment]) -> list[DocumentReport]:

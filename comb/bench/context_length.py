@@ -150,7 +150,7 @@ def measure_context_length(
     for name, value in (("segment tokens", segment_tokens), ("query tokens", query_tokens), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    vocab = int(backbone_of(model).get_input_embeddings().weight.shape[0])
+    vocab = vocabulary(model)
     made, refused = _make(model, specs, Work.random(vocab, 40, 20, 8, seed))
     results = []
     for length in tqdm(lengths, "context lengths", disable=not progress, leave=False):
@@ -160,6 +160,11 @@ def measure_context_length(
             reason = refused.get(spec)
             results.append(LengthResult(spec, length, refused=reason) if reason else found[spec])
     return results
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of the model's embedding table."""
+    return int(backbone_of(model).get_input_embeddings().weight.shape[0])
 
 
 def growth_exponent(results: Sequence[LengthResult], method: str) -> float | None:

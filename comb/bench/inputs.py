@@ -17,7 +17,7 @@ LEAST_POSITIONS = 128  # of the random model: what is checked before anything is
 def load(model: str, backbone: str | None, dtype: str, device: str) -> Any:
     from comb import cli
 
-    return cli.load(model, backbone=backbone, dtype=dtype, device=device).eval()
+    return cli.load(model, backbone=backbone, dtype=dtype, device=device)
 
 
 def make_random(

@@ -26,4 +26,5 @@ QueryTemplate = Annotated[str | None, typer.Option(help="how a question is writt
 DocumentTemplate = Annotated[str | None, typer.Option(help="how a document is written, with {text} and {title}")]
 Splitter = Annotated[str | None, typer.Option(help="how long documents are split (KVSplit), for example fixed:512")]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="measure peak memory")]
+QueryTokens = Annotated[int, typer.Option(min=1, help="tokens behind the segments")]
 OfRandomModel = Annotated[int, typer.Option(help="of the random model")]

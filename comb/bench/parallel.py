@@ -18,7 +18,7 @@ from tqdm import tqdm
 from comb import methods
 from comb.bench.context_length import Work
 from comb.evaluation.run import Timing
-from comb.methods.base import Method, backbone_of
+from comb.methods.base import Method
 from comb.parallel import Compiled, CompileExecutor
 from comb.parallel.simulate import CostModel, PolicyResult, Trace, random_trace, simulate
 from comb.picache import PICache
@@ -237,8 +237,3 @@ def _timing(values: Sequence[float]) -> Timing:
     timing = Timing.of(values)
     assert timing is not None
     return timing
-
-
-def vocabulary(model: Any) -> int:
-    """Rows of the model's embedding table."""
-    return int(backbone_of(model).get_input_embeddings().weight.shape[0])

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from comb.bench.inputs import load, make_random
-from comb.bench.options import Backbone, Device, Dtype, Methods, OfRandomModel, Out, Seed, bench
+from comb.bench.options import Backbone, Device, Dtype, Methods, OfRandomModel, Out, QueryTokens, Seed, bench
 from comb.bench.output import show
 
 
@@ -23,7 +23,7 @@ def parallel_command(
     segments: Annotated[int, typer.Option(min=2, help="cold segments in the prompt")] = 11,
     segment_tokens: Annotated[int, typer.Option(min=1, help="tokens per segment; their median with --spread")] = 480,
     spread: Annotated[float, typer.Option(min=0, help="sigma of log-normal segment lengths; 0: all equal")] = 0.0,
-    query_tokens: Annotated[int, typer.Option(min=1, help="tokens behind the segments")] = 32,
+    query_tokens: QueryTokens = 32,
     repeats: Annotated[int, typer.Option(min=1, help="measurements; in each, all take their turn")] = 5,
     full: Annotated[bool, typer.Option("--full/--no-full", help="prefill the whole prompt too")] = False,
     threads: Annotated[int, typer.Option(min=1, help="of torch, in every worker and here")] = 1,
@@ -42,7 +42,8 @@ def parallel_command(
     device: Device = "auto",
 ) -> None:
     """TTFT of a cold prompt over several workers, by dispatch, transfer and combine, and simulated beyond (HYPIC)."""
-    from comb.bench.parallel import measure_parallel, prompt, simulate_beyond, vocabulary
+    from comb.bench.context_length import vocabulary
+    from comb.bench.parallel import measure_parallel, prompt, simulate_beyond
     from comb.bench.parallel_report import parallel_tables, plot_parallel
     from comb.bench.report import check_out
     from comb.bench.specs import integers, split_methods, without_control

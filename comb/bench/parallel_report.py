@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from comb.bench.parallel import ParallelResult, Simulated
 from comb.bench.report import TextTable, mebibytes, ratio
@@ -73,7 +72,8 @@ def plot_parallel(
     measured: Sequence[ParallelResult], simulated: Sequence[Simulated], path: str | Path, *, title: str = ""
 ) -> Path:
     """Stages of TTFT over workers, measured then simulated (HYPIC Fig. 14), and both plans over the optimum."""
-    figure, (left, right) = make_figure(11, 4.2, columns=2)
+    figure, both = make_figure(11, 4.2, columns=2)
+    left, right = both
     method = next(result.method for result in measured if result.workers)
     bars = [
         (str(r.workers), r.dispatch_s.median, r.transfer_s.median, r.combine_s.median, "")
@@ -105,13 +105,7 @@ def plot_parallel(
         right.set_ylabel("busiest worker over the least possible")
         right.set_xlabel(f"workers, simulated: {found.name}")
         right.legend(frameon=False, fontsize="small")
-    return save(figure, _both(left, right), path, title)
-
-
-def _both(left: Any, right: Any) -> Any:
-    import numpy as np
-
-    return np.array([left, right], dtype=object)
+    return save(figure, both, path, title)
 
 
 def _ms(seconds: float) -> str:

@@ -26,7 +26,8 @@ def plot_context_length(results: Sequence[LengthResult], path: str | Path, *, ti
     drawn = [result for result in results if result.ttft_cached_s is not None]
     methods = list(dict.fromkeys(result.method for result in drawn))
     looks = styles(methods)
-    figure, (left, right) = make_figure(11, 4.2, columns=2)
+    figure, both = make_figure(11, 4.2, columns=2)
+    left, right = both
     for method in methods:
         points = [result for result in drawn if result.method == method]
         look = looks[method]
@@ -47,7 +48,7 @@ def plot_context_length(results: Sequence[LengthResult], path: str | Path, *, ti
     left.set_ylim(bottom=0)
     left.legend(frameon=False, fontsize="small")
     _stages(right, drawn)
-    return save(figure, _both(left, right), path, title)
+    return save(figure, both, path, title)
 
 
 def _stages(axes: Any, drawn: Sequence[LengthResult]) -> None:
@@ -74,7 +75,8 @@ def plot_async(results: Sequence[AsyncResult], path: str | Path, *, title: str =
     drawn = [result for result in results if not result.refused]
     looks = styles(list(dict.fromkeys(result.method for result in drawn)))
     ratios = sorted({result.ccr for result in drawn if result.ccr is not None}, reverse=True) or [1.0]
-    figure, (left, right) = make_figure(11, 4.2, columns=2)
+    figure, both = make_figure(11, 4.2, columns=2)
+    left, right = both
     for method, look in looks.items():
         own = [result for result in drawn if result.method == method]
         for number, ccr in enumerate([None, *ratios], start=-1):
@@ -99,7 +101,7 @@ def plot_async(results: Sequence[AsyncResult], path: str | Path, *, title: str =
         axes.set_xlabel("requests offered per second")
         axes.set_xlim(left=0)
     legend_beside(right)
-    return save(figure, _both(left, right), path, title)
+    return save(figure, both, path, title)
 
 
 def plot_needles(cells: Sequence[NeedleCell], path: str | Path, *, title: str = "", metric: str = "found") -> Path:
@@ -145,9 +147,3 @@ def plot_needles(cells: Sequence[NeedleCell], path: str | Path, *, title: str = 
 
 def _percent(share: float | None) -> float:
     return float("nan") if share is None else 100 * share
-
-
-def _both(left: Any, right: Any) -> Any:
-    import numpy as np
-
-    return np.array([left, right], dtype=object)

@@ -16,7 +16,7 @@ def linked(engine: PICEngine, question: str, documents: Sequence[str | Document]
 
     Everything is given back to the store when the block ends.
     """
-    segments = engine._segments(documents)
+    segments = engine.segments_of(documents)
     prompt = engine.prompt_builder.build(question, [segment.token_ids for segment in segments])
     handles = engine.store.acquire(
         [segment.key for segment in segments],

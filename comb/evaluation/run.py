@@ -162,8 +162,10 @@ def evaluate(
     examples, note = _with_room(examples, runs)
     if note:
         logger.warning(note)
-    first, *others = [run(examples, batch_size, timing_examples, progress) for run in runs]
-    return [replace(first, note=note), *others]
+    results = []
+    while runs:  # a run that is done goes, and with it what its store holds
+        results.append(runs.pop(0)(examples, batch_size, timing_examples, progress))
+    return [replace(results[0], note=note), *results[1:]]
 
 
 def _with_room(examples: Sequence[Example], runs: Sequence[_Run]) -> tuple[list[Example], str]:

@@ -16,11 +16,8 @@ from comb.hybrid.caches import attention_layers, run
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.cache import RoomyLayer
 from comb.linking.masks import cache_kinds
-from comb.linking.positions import UnmovableError
+from comb.linking.positions import LENGTH_DEPENDENT, UnmovableError
 from comb.methods.base import DecodeState, Method, exclusive, fork_cache
-
-# rotary embeddings whose angles depend on the length of the whole prompt: a stored key would be another one's
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +91,7 @@ def length_dependent_rope(model: Any) -> str:
     kinds = {str(rope.get("rope_type"))} | {
         str(part.get("rope_type")) for part in rope.values() if isinstance(part, dict)
     }
-    scaled = sorted(kinds.intersection(_LENGTH_DEPENDENT_ROPE))
+    scaled = sorted(kinds.intersection(LENGTH_DEPENDENT))
     return f"its rotary embedding ({scaled[0]}) changes all keys with the length of the prompt" if scaled else ""
 
 

@@ -21,9 +21,9 @@ from comb.linking.cache import LinkCache, Span, assemble
 from comb.linking.forward import run_decoder, takes_positions
 from comb.linking.masks import masked_attention
 from comb.linking.passes import recompute, recompute_in_order
-from comb.linking.positions import UnmovableError
 from comb.linking.support import Support, find_support
 from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import Held, continue_tokens
 from comb.picache import DecoderPICache, PICache
 from comb.weights import weights_fingerprint
@@ -83,13 +83,8 @@ class Decoder(Method):
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        try:
+        with usable_with_model(self):
             _ = self.support
-        except UnmovableError as reason:
-            raise ValueError(
-                f"method {self.name!r} can't be used with this model: {reason}; use method='full', or 'comb' with a "
-                "trained encoder"
-            ) from reason
 
     @property
     def support(self) -> Support:
@@ -169,7 +164,7 @@ class Decoder(Method):
 
     def _link(self, row: LinkRow, held: Held | None = None) -> DecodeState:
         fingerprint = self.fingerprint
-        picaches = [self.check_picache(picache, fingerprint) for picache in row.picaches]
+        picaches = [self._own(picache, fingerprint) for picache in row.picaches]
         with exclusive(self.backbone):
             linking = self._lay_out(row, picaches, held)
             input_ids, attention_mask = self.tensors([linking.token_ids.tolist()])
@@ -207,23 +202,11 @@ class Decoder(Method):
             with_last = linking.support.positions.length_dependent
             return recompute(self.backbone, cache, linking.token_ids, positions, masks, with_last=with_last)
 
-    def check_picache(self, picache: PICache, fingerprint: str) -> DecoderPICache:
-        """`picache`, if it is this model's, whose `fingerprint` is given: to ask for it is a walk over the weights.
-
-        Raises:
-            ValueError: for a PICache of another method, model or dtype.
-        """
-        if not isinstance(picache, DecoderPICache):
-            raise ValueError(
-                f"method {self.name!r} links the decoder's keys and values, got a {type(picache).__name__}: "
-                "PICaches can't be linked by another method than the one that compiled them"
-            )
-        if picache.fingerprint != fingerprint:
-            raise ValueError(
-                f"this PICache was compiled by another model, dtype or method (fingerprint {picache.fingerprint}, "
-                f"method {self.name!r} on this model has {fingerprint}): compile the document again"
-            )
-        return picache
+    def _own(self, picache: PICache, fingerprint: str) -> DecoderPICache:
+        return own_picache(
+            self, picache, DecoderPICache, fingerprint,
+            links="the decoder's keys and values", other="another model, dtype or method",
+        )  # fmt: skip
 
     def _lay_out(self, row: LinkRow, picaches: Sequence[DecoderPICache], held: Held | None) -> Linking:
         tokens: list[int] = [] if held is None else list(held.token_ids)

@@ -12,9 +12,9 @@ from comb.hybrid.link import Linker, Mode, link_segments
 from comb.hybrid.packing import linker_for
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
-from comb.linking.positions import UnmovableError
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRow, Method, exclusive, fork_cache
+from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import Held
 from comb.picache import PICache
 from comb.weights import weights_fingerprint
@@ -80,13 +80,8 @@ class Hypic(Method):
                 " layers: use method='attnlink' or 'legolink'"
             )
         self.mode, self.storage, self.packed = mode, storage, packed
-        try:
+        with usable_with_model(self):
             kernel = self.support.kernel
-        except UnmovableError as reason:
-            raise ValueError(
-                f"method {self.name!r} can't be used with this model: {reason}; use method='full', or 'comb' with a "
-                "trained encoder"
-            ) from reason
         seams = mode == "seam"
         self.head = max(w if head is None else head, kernel - 1) if seams else 0
         self.tail = (w if tail is None else tail) if seams else 0
@@ -137,7 +132,7 @@ class Hypic(Method):
 
     def _link(self, row: LinkRow, held: Held | None = None) -> DecodeState:
         fingerprint, support = self.fingerprint, self.support
-        picaches = [self._check(picache, fingerprint) for picache in row.picaches]
+        picaches = [self._own(picache, fingerprint) for picache in row.picaches]
         before = () if held is None else held.token_ids
         self.check_prompt(sum(picache.num_tokens for picache in picaches), len(before) + sum(map(len, row.fresh)))
         cache = None if held is None else fork_cache(held.cache)
@@ -152,15 +147,8 @@ class Hypic(Method):
             seconds=linked.seconds, step=support.step,
         )  # fmt: skip
 
-    def _check(self, picache: PICache, fingerprint: str) -> HybridPICache:
-        if not isinstance(picache, HybridPICache):
-            raise ValueError(
-                f"method {self.name!r} links states, keys and values of a hybrid, got a {type(picache).__name__}: "
-                "PICaches can't be linked by another method than the one that compiled them"
-            )
-        if picache.fingerprint != fingerprint:
-            raise ValueError(
-                "this PICache was compiled by another model, or with other seams or another dtype (fingerprint "
-                f"{picache.fingerprint}, method {self.name!r} here has {fingerprint}): compile the document again"
-            )
-        return picache
+    def _own(self, picache: PICache, fingerprint: str) -> HybridPICache:
+        return own_picache(
+            self, picache, HybridPICache, fingerprint,
+            links="states, keys and values of a hybrid", other="another model, or with other seams or another dtype",
+        )  # fmt: skip

@@ -58,7 +58,7 @@ class Compiled:
         seconds: from the call to the last PICache.
         dispatch_s: computing, of the busiest worker.
         transfer_s: the rest of `seconds`: what serialising, sending and checking could not hide behind computing.
-        encode_s, decode_s: serialising in all workers, and checking and unpacking here; hidden or not.
+        decode_s: checking and unpacking here, hidden behind computing or not.
         segment_s: compile seconds per segment, in order; a segment given twice is compiled once.
     """
 
@@ -66,7 +66,6 @@ class Compiled:
     seconds: float
     dispatch_s: float
     transfer_s: float = 0.0
-    encode_s: float = 0.0
     decode_s: float = 0.0
     segment_s: tuple[float, ...] = ()
 
@@ -145,7 +144,7 @@ class CompileExecutor:
         dispatch_s = min(seconds, max(run.busy_s.values(), default=0.0))
         return Compiled(
             [run.picaches[index] for index in order],
-            seconds, dispatch_s, seconds - dispatch_s, run.encode_s, run.decode_s,
+            seconds, dispatch_s, seconds - dispatch_s, run.decode_s,
             tuple(run.segment_s[index] for index in order),
         )  # fmt: skip
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from comb.methods.base import Recipe
+
+if TYPE_CHECKING:
+    from comb.parallel.worker import WorkerSpec
 
 
 class WorkerLostError(RuntimeError):
@@ -41,7 +46,6 @@ class Reply:
         number: of the task; None: the worker died.
         data: the serialised PICache; None when there is none.
         seconds: of compiling.
-        encode_s: of serialising.
         error: why there is no PICache; "" when all is well.
         refused: the worker's model or method isn't the one that was asked for.
     """
@@ -50,7 +54,6 @@ class Reply:
     number: int | None
     data: bytes | None = None
     seconds: float = 0.0
-    encode_s: float = 0.0
     error: str = ""
     refused: bool = False
 
@@ -86,3 +89,50 @@ class WorkerPool(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all workers; harmless when called again."""
+
+
+class StartedPool(WorkerPool):
+    """A pool that starts its workers itself, and lost ones anew: so many `restarts` in all.
+
+    Raises:
+        ValueError: fewer than one worker.
+    """
+
+    def __init__(self, spec: WorkerSpec, workers: int, restarts: int) -> None:
+        if workers < 1:
+            raise ValueError(f"segment parallelism needs at least one worker, got {workers}")
+        self._spec = spec
+        self._restarts = restarts
+
+    @abstractmethod
+    def _start(self, worker: int) -> None:
+        """Starts a worker, the first one of its index or one in place of another, without waiting for it."""
+
+    @abstractmethod
+    def _end(self, worker: int) -> None:
+        """Ends a worker, however busy it is; harmless when it has ended."""
+
+    @abstractmethod
+    def _hear_of_starts(self, timeout_s: float) -> str:
+        """Marks who has loaded the model as ready, waiting for at most `timeout_s`; returns why one could not."""
+
+    def replace(self, worker: int) -> bool:
+        self._end(worker)
+        if self._restarts < 1:
+            return False
+        self._restarts -= 1
+        self._start(worker)
+        return True
+
+    def _wait_until_ready(self, timeout_s: float, hint: str = "") -> None:
+        """Returns when all workers are ready. Raises RuntimeError, with `hint` if it is late."""
+        end = time.monotonic() + timeout_s
+        while missing := self.size - len(self.ready):
+            failure = self._hear_of_starts(0.1)
+            if failure:
+                raise RuntimeError(f"a worker could not load {self._spec.source.name!r}: {failure}")
+            if time.monotonic() >= end:
+                raise RuntimeError(
+                    f"{missing} of {self.size} workers have not loaded {self._spec.source.name!r} within "
+                    f"{timeout_s:g} s{hint}"
+                )

@@ -16,7 +16,7 @@ from typing import Any
 
 from comb.parallel import wire
 from comb.parallel.executor import CompileExecutor
-from comb.parallel.pool import Reply, Task, WorkerLostError, WorkerPool
+from comb.parallel.pool import Reply, StartedPool, Task, WorkerLostError
 from comb.parallel.scheduling import Deadline
 from comb.parallel.source import ModelSource
 from comb.parallel.worker import WorkerSpec, encode_ids
@@ -95,22 +95,18 @@ class _Worker:
         self.process.wait()
 
 
-class ProcessPool(WorkerPool):
+class ProcessPool(StartedPool):
     """See `process_executor`."""
 
     def __init__(self, spec: WorkerSpec, workers: int, restarts: int = 3, start_timeout_s: float = 600.0) -> None:
-        if workers < 1:
-            raise ValueError(f"segment parallelism needs at least one worker, got {workers}")
-        self._spec = spec
-        self._restarts = restarts
+        super().__init__(spec, workers, restarts)
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         # also when the pool is forgotten, or the interpreter ends
         self._finalizer = weakref.finalize(self, _end_all, self._workers)
         try:
             for index in range(workers):
-                self._workers.append(_Worker(spec))
-                self._watch(index)
+                self._start(index)
             self._wait_until_ready(start_timeout_s)
         except BaseException:
             self.close()
@@ -152,27 +148,20 @@ class ProcessPool(WorkerPool):
             if not events and (replies or time.monotonic() >= end):
                 return replies
 
-    def replace(self, worker: int) -> bool:
-        self._forget(worker)
-        if self._restarts < 1:
-            return False
-        self._restarts -= 1
-        self._workers[worker] = _Worker(self._spec)
-        self._watch(worker)
-        return True
-
     def close(self) -> None:
         self._finalizer()
         self._selector.close()
 
-    def _watch(self, index: int) -> None:
-        self._selector.register(self._workers[index].channel, selectors.EVENT_READ, index)
+    def _start(self, worker: int) -> None:
+        started = _Worker(self._spec)
+        self._workers[worker : worker + 1] = [started]  # in its place, or behind the others
+        self._selector.register(started.channel, selectors.EVENT_READ, worker)
 
-    def _forget(self, index: int) -> None:
-        worker = self._workers[index]
-        if worker.channel.fileno() >= 0:
-            self._selector.unregister(worker.channel)
-        worker.end()
+    def _end(self, worker: int) -> None:
+        ended = self._workers[worker]
+        if ended.channel.fileno() >= 0:
+            self._selector.unregister(ended.channel)
+        ended.end()
 
     def _hear(self, index: int) -> list[Reply]:
         """What one worker has to say, now that there is something."""
@@ -189,24 +178,15 @@ class ProcessPool(WorkerPool):
         except (EOFError, OSError, wire.WireError, TypeError) as error:
             worker.failure = worker.failure or f"{type(error).__name__}: {error}"
         was_ready = worker.ready
-        self._forget(index)
+        self._end(index)
         if was_ready:
             return [Reply(index, None, error=f"exit code {worker.process.returncode}")]
         logger.warning("worker %d of %d could not be started: %s", index + 1, self.size, worker.failure)
         return []
 
-    def _wait_until_ready(self, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        while len(self.ready) < self.size:
-            failed = next((worker for worker in self._workers if worker.failure), None)
-            if failed is not None:
-                raise RuntimeError(f"a worker could not load {self._spec.source.name!r}: {failed.failure}")
-            if time.monotonic() >= end:
-                raise RuntimeError(
-                    f"{self.size - len(self.ready)} of {self.size} workers have not loaded {self._spec.source.name!r} "
-                    f"within {timeout_s:g} s"
-                )
-            self.wait(0.1)
+    def _hear_of_starts(self, timeout_s: float) -> str:
+        self.wait(timeout_s)
+        return next((worker.failure for worker in self._workers if worker.failure), "")
 
 
 def _end_all(workers: list[_Worker]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from comb.methods.base import Recipe
 from comb.parallel.executor import CompileExecutor
-from comb.parallel.pool import Reply, Task, WorkerLostError, WorkerPool
+from comb.parallel.pool import Reply, StartedPool, Task, WorkerLostError
 from comb.parallel.scheduling import Deadline
 from comb.parallel.source import ModelSource
 from comb.parallel.worker import Compiler, WorkerSpec, encoded
@@ -67,7 +67,7 @@ class _Actor:
         return vars(reply) | {"data": None}, data
 
 
-class RayPool(WorkerPool):
+class RayPool(StartedPool):
     """See `ray_executor`."""
 
     def __init__(
@@ -77,11 +77,8 @@ class RayPool(WorkerPool):
             import ray
         except ImportError as error:
             raise ImportError("workers on several machines need Ray: pip install 'comb-pic[ray]'") from error
-        if workers < 1:
-            raise ValueError(f"segment parallelism needs at least one worker, got {workers}")
+        super().__init__(spec, workers, restarts)
         self._ray: Any = ray
-        self._spec = spec
-        self._restarts = restarts
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
         environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}
@@ -94,7 +91,7 @@ class RayPool(WorkerPool):
             for worker in range(workers):
                 self._actors.append(None)
                 self._start(worker)
-            self._wait_until_ready(start_timeout_s)
+            self._wait_until_ready(start_timeout_s, f": does the cluster have {spec.threads} free CPUs for each?")
         except BaseException:
             self.close()
             raise
@@ -121,7 +118,7 @@ class RayPool(WorkerPool):
         self._tasks[worker].append((result, task.number))
 
     def wait(self, timeout_s: float) -> list[Reply]:
-        self._hear_of_starts()
+        self._hear_of_starts(0.0)
         end = time.monotonic() + timeout_s
         replies: list[Reply] = []
         while True:
@@ -149,14 +146,6 @@ class RayPool(WorkerPool):
             return Reply(worker, number, error=f"{type(error).__name__}: {error}")
         return Reply(**{**fields, "worker": worker, "data": None if data is None else data.tobytes()})
 
-    def replace(self, worker: int) -> bool:
-        self._end(worker)
-        if self._restarts < 1:
-            return False
-        self._restarts -= 1
-        self._start(worker)
-        return True
-
     def close(self) -> None:
         for worker in range(len(self._actors)):
             self._end(worker)
@@ -174,8 +163,7 @@ class RayPool(WorkerPool):
             with contextlib.suppress(self._ray.exceptions.RayError):  # it may be gone already
                 self._ray.kill(actor)
 
-    def _hear_of_starts(self, timeout_s: float = 0.0) -> str:
-        """Marks who has loaded the model as ready; returns why one could not."""
+    def _hear_of_starts(self, timeout_s: float) -> str:
         failure = ""
         if self._starting:
             self._ray.wait(list(self._starting.values()), timeout=timeout_s)
@@ -189,15 +177,3 @@ class RayPool(WorkerPool):
                 failure = str(error)
                 self._end(worker)
         return failure
-
-    def _wait_until_ready(self, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        while self._starting:
-            failure = self._hear_of_starts(0.1)
-            if failure:
-                raise RuntimeError(f"a worker could not load {self._spec.source.name!r}: {failure}")
-            if time.monotonic() >= end:
-                raise RuntimeError(
-                    f"{len(self._starting)} of {self.size} workers have not loaded {self._spec.source.name!r} within "
-                    f"{timeout_s:g} s: does the cluster have {self._spec.threads} free CPUs for each?"
-                )

@@ -35,7 +35,6 @@ class Run:
     picaches: dict[int, PICache] = field(default_factory=dict)
     segment_s: dict[int, float] = field(default_factory=dict)
     busy_s: dict[int, float] = field(default_factory=dict)
-    encode_s: float = 0.0
     decode_s: float = 0.0
     refusal: str = ""
     _keys: list[str] = field(default_factory=list)
@@ -155,7 +154,6 @@ class Run:
             self._lose([index])
             return
         self.decode_s += time.perf_counter() - start
-        self.encode_s += reply.encode_s
         self.executor.count("by_workers")
         self.executor.deadline.observe(len(self.segments[index]), reply.seconds)
         self._done(worker, index, picache, reply.seconds)

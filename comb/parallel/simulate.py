@@ -11,9 +11,8 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from comb.parallel.scheduling import Plan, lpt, makespan, round_robin
 
@@ -61,10 +60,6 @@ class CostModel:
             if first > 0 and second > 0:
                 a, b = first, second
         return cls(a, b, transfer_per_token_s, combine_s)
-
-    def to_dict(self) -> dict[str, float]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -166,10 +161,6 @@ class PolicyResult:
     over_optimum: float
     worst_over_optimum: float
     exact: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def simulate(trace: Trace, workers: Sequence[int], costs: CostModel, *, max_nodes: int = 20_000) -> list[PolicyResult]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,10 +70,6 @@ class ModelSource:
             options["backbone"] = resolve_name(options["backbone"])
             model = CombForCausalLM.from_pretrained(folder, **options)
         return (model.to(self.device) if self.device else model).eval()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; ``ModelSource(**values)`` takes them back."""
-        return asdict(self)
 
 
 def _plain(value: Any) -> Any:

@@ -100,9 +100,7 @@ class Compiler:
 
 def encoded(reply: Reply, picache: PICache | None, key: str) -> Reply:
     """The reply with the PICache serialised under `key`."""
-    start = time.perf_counter()
-    data = None if picache is None else serialize(picache, key)
-    return replace(reply, data=data, encode_s=time.perf_counter() - start)
+    return replace(reply, data=None if picache is None else serialize(picache, key))
 
 
 def encode_ids(token_ids: Sequence[int]) -> bytes:

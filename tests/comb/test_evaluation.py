@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from comb import CombForCausalLM, Document, Example
 from comb.engine import PICEngine
 from comb.evaluation.plot import plot_results, plot_training
-from comb.evaluation.run import MethodResult, Timing, evaluate
+from comb.evaluation.run import MethodResult, Setting, Timing, evaluate
 from comb.evaluation.table import COLUMNS, environment, markdown_table, result_table, rows, write_results
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "progress": False}
@@ -139,6 +141,31 @@ def test_what_cannot_be_evaluated(model: CombForCausalLM, tokenizer: Any, questi
         evaluate((model, tokenizer), questions, ["fool"])
     with pytest.raises(ValueError, match="plain backbone"):
         evaluate((model.backbone, tokenizer), questions, ["comb"])
+
+
+def test_no_store_outlives_its_method(
+    model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Example],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    made: list[weakref.ref[PICEngine]] = []
+    held: list[int] = []
+    plain_engine, plain_ask = Setting.engine, PICEngine.ask_batch
+
+    def engine(setting: Setting, method: str) -> PICEngine:
+        made.append(weakref.ref(found := plain_engine(setting, method)))
+        return found
+
+    def ask_batch(self: PICEngine, *args: Any, **options: Any) -> Any:
+        gc.collect()
+        stores = [one.store.stats() for one in (each() for each in made) if one is not None]
+        held.append(sum(tier.bytes for store in stores for tier in store.tiers.values()))
+        return plain_ask(self, *args, **options)
+
+    monkeypatch.setattr(Setting, "engine", engine)
+    monkeypatch.setattr(PICEngine, "ask_batch", ask_batch)
+    evaluate((model, tokenizer), questions, ["comb", "legolink:2", "full"], timing_examples=3, **OPTIONS)
+    assert held == [0, 0, 0]
+    assert len(made) > 3
 
 
 def test_timing_of_few_measurements() -> None:
