@@ -1,7 +1,4 @@
-"""The kernels of MAC attention where there is no GPU: interpreted, compiled for one, and when they aren't taken.
-
-Triton decides at its import whether kernels are interpreted, so both run in processes of their own.
-"""
+"""The kernels of MAC attention where there is no GPU: interpreted, compiled for one, and when they aren't taken."""
 
 from __future__ import annotations
 
@@ -9,44 +6,29 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from kernel_process import compiled_kernels, needs_triton, run_interpreted
 
 from comb.kernels.choice import why_plain
 from comb.mac.config import MacConfig
 from comb.mac.state import MacState
 
 HERE = Path(__file__).parent
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
-
-
-def run(*command: str, **environment: str) -> str:
-    path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", **environment},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    return result.stdout
 
 
 @needs_triton
 @pytest.mark.slow
 def test_interpreted_kernels_equal_the_plain_step() -> None:
-    file = str(HERE / "interpreted_mac_kernels.py")
-    printed = run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file, TRITON_INTERPRET="1")
-    assert " passed" in printed
-    assert "skipped" not in printed
+    run_interpreted("interpreted_mac_kernels.py")
 
 
 @needs_triton
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
-    printed = run(str(HERE / "compiled_mac_kernels.py"), TRITON_INTERPRET="0")
+    printed = compiled_kernels("compiled_mac_kernels.py")
     for name in ("match", "select", "schedule", "attend", "merge"):
         assert f"_{name}_kernel" in printed
 
