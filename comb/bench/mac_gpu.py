@@ -345,6 +345,8 @@ def _run(bench: Benchmark, content: dict[str, Any], tiny: bool, name: str, out: 
             bench.say(f"{point.rows} x {point.context}, {point.hit_rate:.0%} hits, {point.read_share:.1%} read: "
                  f"{1e6 * point.mac.median_s:.0f} us, {1e6 * point.exact.median_s:.0f} us {point.exact_way}, "
                  f"{point.speedup:.2f}x")  # fmt: skip
+    if not bench.points:
+        return  # time was up, as `left_out` says: there is nothing to fit or draw
     try:
         content["costs"] = bench.costs()
     except ValueError as error:
