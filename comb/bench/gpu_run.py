@@ -27,6 +27,7 @@ def chosen_device(parser: argparse.ArgumentParser, name: str) -> tuple[torch.dev
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)  # streams, free memory and single launches are the current device's
         return device, torch.cuda.get_device_name(device)
     if not INTERPRETED:
         parser.error(f"the kernels run on {device.type} only interpreted: set TRITON_INTERPRET=1")

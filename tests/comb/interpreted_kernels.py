@@ -1,10 +1,11 @@
-"""What tests of interpreted kernels share: memory that shows what is read too early, distances, kernels made wrong."""
+"""What tests of interpreted kernels share: memory that shows early reads, distances, wrong kernels, launches."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,28 @@ def mutate(module: Any, name: str, old: str, new: str, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "mutant", mutant)
     spec.loader.exec_module(mutant)
     monkeypatch.setattr(module, name, getattr(mutant, name))
+
+
+def watch_launches(monkeypatch: pytest.MonkeyPatch, *kernels: tuple[Any, str]) -> dict[str, list[Tensor | None]]:
+    """By name of each kernel of (module, name): the tensor whose device was the current one at each launch."""
+    inside: list[Tensor | None] = [None]
+    launches: dict[str, list[Tensor | None]] = {name: [] for _, name in kernels}
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        inside.append(tensor)
+        yield
+        inside.pop()
+
+    class Watched:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launches[self.name].append(inside[-1])
+            return self.kernel[grid]
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, Watched(name, getattr(module, name)))
+    return launches

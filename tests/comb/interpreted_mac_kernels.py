@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import distance, mutate, unwritten_memory_is_nan  # noqa: F401  a fixture
+from interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from torch import Tensor
 
 from comb.kernels import attend as attend_module
@@ -225,6 +225,19 @@ def test_pages_with_rows_of_different_lengths() -> None:
     assert distance(fast.output[0], long.output[0]) < EXACT
     assert distance(fast.output[1], short.output[1]) < EXACT
     assert distance(fast.output[1], long.output[1]) > 1e-2
+
+
+def test_launches_are_on_the_device_of_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = watch_launches(
+        monkeypatch, (match_module, "_match_kernel"), (schedule_module, "_select_kernel"),
+        (schedule_module, "_schedule_kernel"), (attend_module, "_attend_kernel"), (merge_module, "_merge_kernel"),
+    )  # fmt: skip
+    stream = Stream(SMALL, 60)
+    stream.fill(50)
+    inputs = stream.inputs(50)
+    mac_step_triton(*inputs, launch=TILES)
+    assert len(launches) == 5
+    assert all(len(devices) == 1 and devices[0] is inputs[2] for devices in launches.values())
 
 
 def test_a_hit_never_reads_the_prefix() -> None:

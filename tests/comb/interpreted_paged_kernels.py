@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import distance, mutate, unwritten_memory_is_nan  # noqa: F401  a fixture
+from interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from paged_cases import by_hand, in_fp8, paged_case
 
 from comb.kernels import paged as paged_module
@@ -65,6 +65,14 @@ def test_queries_may_be_strided_and_layers_share_a_plan() -> None:
     assert len(batch._plans) == 1
     assert torch.equal(attend(query, layer, batch), attend_paged(query, layer, batch))
     assert len(batch._plans) == 2
+
+
+def test_launches_are_on_the_device_of_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = watch_launches(monkeypatch, (paged_module, "_paged_kernel"), (paged_module, "_paged_merge_kernel"))
+    query, layer, batch = paged_case(torch.float32)
+    attend_paged(query, layer, batch, SHARES["some"])
+    assert {name: len(devices) for name, devices in launches.items()} == {"_paged_kernel": 2, "_paged_merge_kernel": 1}
+    assert all(device is query for devices in launches.values() for device in devices)
 
 
 def test_a_row_alone_is_the_row_in_the_batch_and_order_does_not_matter() -> None:
