@@ -9,7 +9,6 @@ Shapes: T query tokens, H query heads, G key/value heads, D head_dim, S slots (o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from comb.kernels.choice import MOST_CHANNELS, MOST_HEADS, has_triton
+from comb.kernels.choice import KEY_DTYPES, why_no_kernels, why_too_large
 from comb.quantization import dequantize
 
 FP8 = torch.float8_e4m3fn
@@ -162,17 +161,12 @@ def attend(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
 
 
 def why_plain(query: Tensor, layer: PagedLayer) -> str:
-    """Why a layer is left to `attend_plain`; empty if the kernel takes it.
-
-    On a CPU it runs under Triton's interpreter (TRITON_INTERPRET=1), to be tested and for nothing else.
-    """
-    if not has_triton():
-        return "triton is not installed"
-    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"device {query.device.type}"
+    """Why a layer is left to `attend_plain`; empty if the kernel takes it."""
+    if nowhere := why_no_kernels(query.device):
+        return nowhere
     if layer.keys.device != query.device:
         return f"the pool is on {layer.keys.device}, queries are on {query.device}"
-    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if query.dtype not in KEY_DTYPES:
         return f"{str(query.dtype).removeprefix('torch.')} queries"
     quantized = layer.keys.dtype == FP8 and layer.key_scales is not None
     if not quantized and layer.keys.dtype != query.dtype:
@@ -180,8 +174,4 @@ def why_plain(query: Tensor, layer: PagedLayer) -> str:
         return f"{names[0]} queries, {names[1]} keys"
     if quantized and query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 9):
         return "fp8 needs a GPU of compute capability 8.9 or more"
-    if query.shape[-1] > MOST_CHANNELS:
-        return f"heads of more than {MOST_CHANNELS} channels"
-    if query.shape[1] // layer.keys.shape[1] > MOST_HEADS:
-        return f"more than {MOST_HEADS} query heads to a key/value head"
-    return ""
+    return why_too_large(query.shape[-1], query.shape[1], layer.keys.shape[1])

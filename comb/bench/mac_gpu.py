@@ -7,9 +7,7 @@ break-even rule. Nothing is timed if a check fails. Keys are noise: what is meas
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.bench.gpu_time import Clock, Time, exact_attentions, working
+from comb.bench.gpu_run import GpuRun, chosen_device, parser_for
+from comb.bench.gpu_time import Time, exact_attentions, working
 from comb.bench.mac_gpu_check import cases, check
 from comb.evaluation.plot import make_figure, save
 from comb.evaluation.table import environment, write_json
@@ -117,29 +116,16 @@ class Request:
         )  # fmt: skip
 
 
-class Benchmark:
-    """Everything measured so far; `seconds` after its start no further point is begun."""
+class Benchmark(GpuRun):
+    """Everything measured so far."""
 
     def __init__(self, device: torch.device, sizes: Sizes, config: MacConfig, seconds: float, flex: bool) -> None:
-        self.device, self.sizes, self.config = device, sizes, config
-        self.begun, self.seconds = time.perf_counter(), seconds
-        self.clock = Clock(device, sizes.repeats)
+        super().__init__(device, sizes.repeats, seconds)
+        self.sizes, self.config = sizes, config
         self.ways = exact_attentions(device, flex=flex)
-        self.left_out: dict[str, str] = {}
         self.spent: dict[str, float] = {}
         self.launch = Launch(16, 16, programs=4) if INTERPRETED else Launch()
         self.points: list[Point] = []
-
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self.begun
-
-    def late(self, what: str) -> bool:
-        """Whether time is up; what is therefore not measured is noted."""
-        if self.elapsed() < self.seconds:
-            return False
-        self.left_out[what] = f"time is up after {self.seconds:.0f} s"
-        return True
 
     def make_keys(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, L, D] of the largest batch that fits, at the longest context."""
@@ -320,29 +306,21 @@ def _rate(point: Point) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything; 1 if a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of mac-gpu.json and mac-gpu.png")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a few small sizes, to see that everything runs")
-    parser.add_argument("--seconds", type=float, default=400, help="after which no further point is begun")
+    parser = parser_for(__doc__, "mac-gpu.json and mac-gpu.png", seconds=400)
     parser.add_argument("--no-flex", action="store_true", help="leave out flex attention, which is compiled first")
     chosen = parser.parse_args(arguments)
-    device = torch.device(chosen.device)
-    if device.type != "cuda" and not INTERPRETED:
-        parser.error(f"the kernels run on {device.type} only interpreted: set TRITON_INTERPRET=1")
+    device, name = chosen_device(parser, chosen.device)
     # the paper's Fig. 6 searches 512 queries; rings in 16 bits as its release
     config = MacConfig(window=512, band=256, tau=0.8, min_length=0, ring_dtype="bfloat16")
     if chosen.tiny:
         config = replace(config, window=16, band=8, ring_dtype="float32")
     bench = Benchmark(device, TINY if chosen.tiny else Sizes(), config, chosen.seconds, not chosen.no_flex)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu, interpreted: times mean nothing"
     content: dict[str, Any] = environment(device=name, config=asdict(config), sizes=asdict(bench.sizes))
     try:
         _run(bench, content, chosen.tiny, name, chosen.out)
     finally:
         _write(bench, content, chosen.out)
-    for what, why in bench.left_out.items():
-        print(f"left out: {what}: {why}", flush=True)  # noqa: T201
+    bench.say_left_out()
     return 1 if any(item["failed"] for item in content["checks"]) else 0
 
 
@@ -352,21 +330,23 @@ def _run(bench: Benchmark, content: dict[str, Any], tiny: bool, name: str, out: 
         for case in cases(tiny):
             done = check(*case, 1 if tiny else 4, bench.device, bench.launch if INTERPRETED else None)
             content["checks"].append(done.to_dict())
-            _say(bench, f"{done.case}: {done.failed or 'ok'}, {done.error:.2g}, {done.hits} of {done.searches} hit")
+            bench.say(f"{done.case}: {done.failed or 'ok'}, {done.error:.2g}, {done.hits} of {done.searches} hit")
         if any(item["failed"] for item in content["checks"]):
-            _say(bench, "a check failed: nothing is timed")
+            bench.say("a check failed: nothing is timed")
             return
         keys, values = bench.make_keys()
         content["launches"] = bench.choose_launch(keys, values) if bench.device.type == "cuda" else {}
         content["launch"] = asdict(bench.launch)
-        _say(bench, f"{bench.launch}")
+        bench.say(f"{bench.launch}")
         bench.check_exact(keys, values)
         content["stages"] = bench.stages(keys, values)
         for point in bench.measure(keys, values):
             _write(bench, content, out)  # what there is, should the process be ended
-            _say(bench, f"{point.rows} x {point.context}, {point.hit_rate:.0%} hits, {point.read_share:.1%} read: "
+            bench.say(f"{point.rows} x {point.context}, {point.hit_rate:.0%} hits, {point.read_share:.1%} read: "
                  f"{1e6 * point.mac.median_s:.0f} us, {1e6 * point.exact.median_s:.0f} us {point.exact_way}, "
                  f"{point.speedup:.2f}x")  # fmt: skip
+    if not bench.points:
+        return  # time was up, as `left_out` says: there is nothing to fit or draw
     try:
         content["costs"] = bench.costs()
     except ValueError as error:
@@ -381,10 +361,6 @@ def _write(bench: Benchmark, content: dict[str, Any], out: Path) -> None:
     content["left_out"], content["elapsed_s"] = bench.left_out, bench.elapsed()
     content["points"] = [asdict(point) for point in bench.points]
     write_json(out / "mac-gpu.json", content)
-
-
-def _say(bench: Benchmark, text: str) -> None:
-    print(f"{bench.elapsed():6.1f} s  {text}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

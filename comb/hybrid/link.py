@@ -175,8 +175,8 @@ def link_segments(
     length = len(before) + sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
     linker = linker_type(model, support, mode, length, before=before, cache=cache)
     recomputed = 0
-    for picache, before in zip(picaches, fresh, strict=False):
-        linker.tokens(before)
+    for picache, tokens in zip(picaches, fresh, strict=False):
+        linker.tokens(tokens)
         if picache.leading and linker.token_ids:
             raise ValueError(
                 f"a leading PICache was made for the start of a prompt, this one would stand at position "

@@ -23,12 +23,12 @@ from comb.hybrid.link import Linker, turned
 from comb.hybrid.picache import HybridPICache
 from comb.linking.cache import ROOM, LinkLayer, RoomyLayer, Rows
 from comb.linking.forward import run_decoder
-from comb.linking.masks import for_attention, masked_attention
+from comb.linking.masks import Masks, masked_attention
 from comb.linking.positions import Turns
 
 _MAX_MASK_ELEMENTS = 2**26
-# what models call the kinds of their layers in a mapping of masks; linear ones get none
-_KINDS = ("full_attention", "linear_attention", "conv")
+# what models call their linear layers in a mapping of masks
+_UNMASKED = ("linear_attention", "conv")
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,11 @@ class PackedLinker(Linker):
         rows = Rows(end, torch.tensor(self._rows))
         self._place(rows)
         self.seconds["compose"] += time.perf_counter() - begun
-        device = self.model.get_input_embeddings().weight.device
-        allowed = torch.arange(rows.visible) <= rows.positions[:, None]
         ids = torch.tensor(self.token_ids)[rows.positions][None]
         with masked_attention(self.model), self._by_runs():
-            mask = for_attention(allowed[None, None].to(device), self.model)
-            kinds = {kind: mask if kind == "full_attention" else None for kind in _KINDS}
-            masks = kinds if self._mapping else mask
+            masks: Any = Masks((("full_attention", None),), self._mapping).build(rows, self.model)
+            if self._mapping:
+                masks |= dict.fromkeys(_UNMASKED)
             run_decoder(self.model, ids, self.cache, position_ids=rows.positions[None], attention_mask=masks)
         for number, layer in attention_layers(self.cache).items():
             self.cache.layers[number] = RoomyLayer(layer.keys, layer.values, end)

@@ -24,24 +24,36 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def why_plain(state: MacState, query: Tensor, keys: Tensor, values: Tensor) -> str:
-    """Why a step over these tensors is left to the plain one; empty if the kernels take it.
+def why_no_kernels(device: torch.device) -> str:
+    """Why no kernel runs on `device`; empty where they do.
 
     On a CPU they run under Triton's interpreter (TRITON_INTERPRET=1), to be tested and for nothing else.
     """
     if not has_triton():
         return "triton is not installed"
-    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"device {query.device.type}"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"device {device.type}"
+    return ""
+
+
+def why_too_large(channels: int, heads: int, groups: int) -> str:
+    """Why no kernel takes heads of so many channels, or that many to `groups` key/value heads; empty if it does."""
+    if channels > MOST_CHANNELS:
+        return f"heads of more than {MOST_CHANNELS} channels"
+    if heads // groups > MOST_HEADS:
+        return f"more than {MOST_HEADS} query heads to a key/value head"
+    return ""
+
+
+def why_plain(state: MacState, query: Tensor, keys: Tensor, values: Tensor) -> str:
+    """Why a step over these tensors is left to the plain one; empty if the kernels take it."""
+    if nowhere := why_no_kernels(query.device):
+        return nowhere
     if keys.dtype not in KEY_DTYPES or keys.dtype != values.dtype or keys.dtype != query.dtype:
         return f"{str(query.dtype).removeprefix('torch.')} queries, {str(keys.dtype).removeprefix('torch.')} keys"
     if state.query.dtype == torch.float64 or state.lse.dtype != torch.float32:
         return "float64 rings"
-    if max(query.shape[-1], values.shape[-1]) > MOST_CHANNELS:
-        return f"heads of more than {MOST_CHANNELS} channels"
-    if query.shape[1] // keys.shape[1] > MOST_HEADS:
-        return f"more than {MOST_HEADS} query heads to a key/value head"
-    return ""
+    return why_too_large(max(query.shape[-1], values.shape[-1]), query.shape[1], keys.shape[1])
 
 
 def computed_step(

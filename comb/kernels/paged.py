@@ -140,12 +140,14 @@ def run_plan(query: Tensor, layer: PagedLayer, plan: Plan) -> Tensor:
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     part = torch.empty(plan.partial_rows, heads, width, dtype=torch.float32, device=query.device)
     lse = torch.empty(plan.partial_rows, heads, dtype=torch.float32, device=query.device)
-    for items in plan.launches:
-        _launch(query, layer, plan, items, output, part, lse)
-    if len(plan.merges):
-        _paged_merge_kernel[(heads * len(plan.merges),)](
-            plan.merges, part, lse, output, heads, WIDTH=width, WIDE=power_of_two(width, 16), MERGED=MERGED, num_warps=4
-        )
+    with torch.cuda.device_of(query):  # triton launches on the current device, wherever the tensors are
+        for items in plan.launches:
+            _launch(query, layer, plan, items, output, part, lse)
+        if len(plan.merges):
+            _paged_merge_kernel[(heads * len(plan.merges),)](
+                plan.merges, part, lse, output, heads,
+                WIDTH=width, WIDE=power_of_two(width, 16), MERGED=MERGED, num_warps=4,
+            )  # fmt: skip
     return output
 
 

@@ -6,6 +6,7 @@ key/value head share what is loaded, so a value that isn't finite spreads to tho
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from comb.kernels.attend import attend_spans
@@ -43,10 +44,11 @@ def mac_step_triton(
     unrotated, query, keys, values = (_adjacent(tensor) for tensor in (unrotated, query, keys, values))
     groups = keys.shape[1] if pages is None else keys.shape[2]
     position = (keys.shape[2] if pages is None else pages.lengths) - 1 - start
-    near, near_pos = nearest_in_tiles(state, unrotated, position, config, launch)
-    schedule = make_schedule(near, near_pos, position, groups, state.window, config, launch)
-    pieces = attend_spans(query, keys, values, start, position, schedule, config, scale, launch, pages)
-    merged = merge_spans(state, unrotated, position, schedule, pieces, write=write)
+    with torch.cuda.device_of(query):  # triton launches on the current device, wherever the tensors are
+        near, near_pos = nearest_in_tiles(state, unrotated, position, config, launch)
+        schedule = make_schedule(near, near_pos, position, groups, state.window, config, launch)
+        pieces = attend_spans(query, keys, values, start, position, schedule, config, scale, launch, pages)
+        merged = merge_spans(state, unrotated, position, schedule, pieces, write=write)
     rows = Rows(
         query=unrotated.to(merged.output.dtype)[:, None],
         o=merged.entry_o[:, None],

@@ -135,10 +135,9 @@ class MacSession:
         if self._token is not None:  # an exception may have kept the last pass from finishing
             self._end_pass()
         if self.backbone.config._attn_implementation not in STAND_INS:
+            # somebody has put another attention in place, and what it does to the cache isn't seen
             for layer in self._layers.values():
-                layer.seen = (
-                    None  # somebody has put another attention in place, and what it does to the cache isn't seen
-                )
+                layer.seen = None
             return
         self._pass = self._reader.read(args, kwargs)
         if self._pass.decodes:

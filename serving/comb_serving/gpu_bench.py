@@ -7,7 +7,6 @@ documents and dtype of the pool; how fast documents are written. No kernel is ti
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.bench.gpu_time import Clock
+from comb.bench.gpu_run import GpuRun, chosen_device, parser_for
 from comb.evaluation.table import environment, write_json
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import Launch
@@ -80,32 +79,19 @@ class Point:
     share_of_copy: float | None
 
 
-class Bench:
-    """Everything seen so far; `seconds` after its start nothing further is begun."""
+class Bench(GpuRun):
+    """What is checked and timed."""
 
     def __init__(self, device: torch.device, measured: Measured, seconds: float) -> None:
-        self.device, self.measured, self.seconds = device, measured, seconds
-        self.begun = time.perf_counter()
-        self.clock = Clock(device, measured.repeats)
+        super().__init__(device, measured.repeats, seconds)
+        self.measured = measured
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.left_out: dict[str, str] = {}
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.begun
-
-    def late(self, what: str) -> bool:
-        """Whether time is up; what is therefore not measured is noted."""
-        if self.elapsed() < self.seconds:
-            return False
-        self.left_out[what] = f"time is up after {self.seconds:.0f} s"
-        return True
 
     def step(
-        self, rows: int, documents: int, tokens: int, queries: Sequence[int], *, fp8: bool, dtype: torch.dtype,
-        block: int | None = None,
+        self, rows: int, documents: int, tokens: int, queries: Sequence[int], *, fp8: bool, dtype: torch.dtype
     ) -> tuple[Tensor, PagedLayer, PagedBatch]:  # fmt: skip
         """Queries, a pool in which every slot that no row may read is NaN, and the rows' shuffled blocks."""
-        sizes, block = self.measured, block or self.measured.block
+        sizes, block = self.measured, self.measured.block
         count = -(-tokens // block)
         source = torch.Generator(self.device).manual_seed(0)
         order = torch.randperm(rows * documents * count, generator=torch.Generator().manual_seed(1)).tolist()
@@ -208,7 +194,7 @@ class Bench:
         plain_s = self.clock.time(partial(attend_plain, query, layer, batch), graph=False).median_s
         each = layer.keys.element_size() * sizes.width + (4 if fp8 else 0)
         nbytes = 2 * each * sizes.groups * rows * documents * tokens
-        single = all(len(items.numbers) and queries <= items.tokens for items in plan.launches)
+        single = all(queries <= items.tokens for items in plan.launches)
         rate = nbytes / kernel_s
         return Point(
             rows, documents, tokens, queries, "fp8" if fp8 else str(self.dtype).removeprefix("torch."), kernel_s,
@@ -253,19 +239,10 @@ def _in_fp8(layer: PagedLayer, hole: Tensor) -> PagedLayer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything; 1 if a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of serving-gpu.json")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a few small sizes, to see that everything runs")
-    parser.add_argument("--seconds", type=float, default=420, help="after which nothing further is begun")
+    parser = parser_for(__doc__, "serving-gpu.json", seconds=420)
     chosen = parser.parse_args(arguments)
-    device = torch.device(chosen.device)
-    if device.type != "cuda" and not INTERPRETED:
-        parser.error(f"the kernels run on {device.type} only interpreted: set TRITON_INTERPRET=1")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device, name = chosen_device(parser, chosen.device)
     bench = Bench(device, TINY if chosen.tiny else Measured(), chosen.seconds)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, interpreted: times mean nothing"
     content: dict[str, Any] = environment(device=name, sizes=asdict(bench.measured))
     content |= {"checks": [], "handovers": [], "points": [], "left_out": bench.left_out}
     try:
@@ -274,38 +251,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         content["elapsed_s"] = bench.elapsed()
         write_json(chosen.out / "serving-gpu.json", content)
-    for what, why in bench.left_out.items():
-        print(f"left out: {what}: {why}", flush=True)  # noqa: T201
+    bench.say_left_out()
     return 1 if any(item["failed"] for item in content["checks"] + content["handovers"]) else 0
 
 
 def _run(bench: Bench, content: dict[str, Any], write: Any) -> None:
     for done in bench.checks():
         content["checks"].append(done)
-        _say(bench, f"{done['case']}: {done['failed'] or 'ok'}, {done['error']:.2g}")
+        bench.say(f"{done['case']}: {done['failed'] or 'ok'}, {done['error']:.2g}")
     for over in bench.handovers():
         if isinstance(over, str):
             content["handovers"].append({"failed": over})
-            _say(bench, f"the pool can't be handed over: {over}")
+            bench.say(f"the pool can't be handed over: {over}")
             continue
         content["handovers"].append(over.to_dict())
-        _say(
-            bench,
+        bench.say(
             f"{over.tokens} tokens, {over.layout.stored}, {over.source} to {over.layout.memory} memory: "
             f"{over.failed or 'ok'}, write {1e6 * over.write_s:.0f} us + event {1e6 * over.wait_s:.0f} us, "
             f"{over.bytes_per_second / 1e9:.3g} GB/s, open {1e3 * over.attach_s:.3g} ms",
         )
         write()
     if any(item["failed"] for item in content["checks"]):
-        _say(bench, "a check failed: no kernel is timed")
+        bench.say("a check failed: no kernel is timed")
         return
     copied = content["copy_bytes_per_second"] = bench.copy_rate()
-    _say(bench, f"device copy: {copied / 1e9:.4g} GB/s, read and written")
+    bench.say(f"device copy: {copied / 1e9:.4g} GB/s, read and written")
     for point in bench.points(copied):
         content["points"].append(asdict(point))
         share = "" if point.share_of_copy is None else f", {point.share_of_copy:.0%} of a copy"
-        _say(
-            bench,
+        bench.say(
             f"{point.rows} x {point.documents} x {point.tokens}, {point.queries} queries, {point.stored}: "
             f"{1e6 * point.kernel_s:.0f} us ({point.bytes_per_second / 1e9:.4g} GB/s{share}), plain "
             f"{1e6 * point.plain_s:.0f} us, plan {1e6 * point.plan_s:.0f} us",
@@ -313,11 +287,7 @@ def _run(bench: Bench, content: dict[str, Any], write: Any) -> None:
         write()
     content["candidates"] = bench.candidates()
     for name, seconds in content["candidates"].items():
-        _say(bench, f"{name}: {1e6 * seconds:.0f} us")
-
-
-def _say(bench: Bench, text: str) -> None:
-    print(f"{bench.elapsed():6.1f} s  {text}", flush=True)  # noqa: T201
+        bench.say(f"{name}: {1e6 * seconds:.0f} us")
 
 
 if __name__ == "__main__":

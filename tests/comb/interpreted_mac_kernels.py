@@ -6,12 +6,12 @@ New memory is filled with NaN (and the largest integers), so that whatever is re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from torch import Tensor
 
 from comb.kernels import attend as attend_module
@@ -19,7 +19,6 @@ from comb.kernels import match as match_module
 from comb.kernels import merge as merge_module
 from comb.kernels import schedule as schedule_module
 from comb.kernels.attend import Pieces, attend_spans
-from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import Launch, Pages
 from comb.kernels.match import nearest_in_tiles
 from comb.kernels.merge import merge_spans
@@ -37,15 +36,6 @@ from comb.mac.step import Step, step
 SMALL = MacConfig(window=20, band=9, tau=0.6, min_length=0, max_chain=None, max_drift=False)
 TILES = Launch(ring_tile=16, key_tile=16, programs=3)
 EXACT, HALF = 1e-5, 2e-2
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_is_nan() -> Iterator[None]:
-    assert INTERPRETED
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -99,13 +89,6 @@ class Stream:
             stored.append(pages)
         inputs = self.inputs(m)
         return (*inputs[:3], *stored, *inputs[5:]), Pages(table, torch.full((rows,), m + 1))
-
-
-def distance(left: Tensor, right: Tensor) -> float:
-    """Largest absolute difference; equal infinities are equal, NaN is as far as can be."""
-    apart = (left.double() - right.double()).abs()
-    apart = torch.where(left.double() == right.double(), torch.zeros_like(apart), apart)
-    return float(torch.nan_to_num(apart, nan=math.inf).max())
 
 
 def assert_same(fast: Step, plain: Step, bound: float) -> None:
@@ -244,6 +227,19 @@ def test_pages_with_rows_of_different_lengths() -> None:
     assert distance(fast.output[1], long.output[1]) > 1e-2
 
 
+def test_launches_are_on_the_device_of_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = watch_launches(
+        monkeypatch, (match_module, "_match_kernel"), (schedule_module, "_select_kernel"),
+        (schedule_module, "_schedule_kernel"), (attend_module, "_attend_kernel"), (merge_module, "_merge_kernel"),
+    )  # fmt: skip
+    stream = Stream(SMALL, 60)
+    stream.fill(50)
+    inputs = stream.inputs(50)
+    mac_step_triton(*inputs, launch=TILES)
+    assert len(launches) == 5
+    assert all(len(devices) == 1 and devices[0] is inputs[2] for devices in launches.values())
+
+
 def test_a_hit_never_reads_the_prefix() -> None:
     """What isn't counted may be anything; what is counted is read."""
     config, outputs = replace(SMALL, tau=0.0, window=8), []
@@ -353,25 +349,6 @@ def test_pieces_and_merge_are_the_reference_s() -> None:
 # --- each of these comparisons can fail -----------------------------------------------------------------------------
 
 
-def changed(module: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Puts a kernel with one place of its source changed into its module."""
-    source = open(module.__file__).read()  # noqa: SIM115, PTH123
-    assert source.count(old) == 1, f"{old!r} is no single place of {module.__name__}"
-    path = tmp_path / "mutant.py"
-    path.write_text(source.replace(old, new))
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    mutant = module_from_spec(spec)
-    import sys
-
-    monkeypatch.setitem(sys.modules, "mutant", mutant)
-    spec.loader.exec_module(mutant)
-    monkeypatch.setattr(module, name, getattr(mutant, name))
-
-
 MUTANTS = {
     "the younger of two": (
         match_module, "_match_kernel",
@@ -442,7 +419,7 @@ def _compare() -> None:
 def test_a_wrong_kernel_is_noticed(
     module: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    changed(module, name, old, new, monkeypatch, tmp_path)
+    mutate(module, name, old, new, monkeypatch, tmp_path)
 
     with pytest.raises(AssertionError):
         _compare()

@@ -5,18 +5,16 @@ New memory is filled with NaN, and so is every slot of the pool that no row may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from interpreted_mac_kernels import changed, distance
+from interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from paged_cases import by_hand, in_fp8, paged_case
 
 from comb.kernels import paged as paged_module
 from comb.kernels import paged_plan as plan_module
-from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import Launch
 from comb.kernels.paged import attend_paged
 from comb.kernels.paged_plan import Sizes
@@ -29,15 +27,6 @@ SHARES = {
     "whole": Sizes(least_keys=1000),
 }
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_is_nan() -> Iterator[None]:
-    assert INTERPRETED
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("shares", SHARES)
@@ -76,6 +65,14 @@ def test_queries_may_be_strided_and_layers_share_a_plan() -> None:
     assert len(batch._plans) == 1
     assert torch.equal(attend(query, layer, batch), attend_paged(query, layer, batch))
     assert len(batch._plans) == 2
+
+
+def test_launches_are_on_the_device_of_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = watch_launches(monkeypatch, (paged_module, "_paged_kernel"), (paged_module, "_paged_merge_kernel"))
+    query, layer, batch = paged_case(torch.float32)
+    attend_paged(query, layer, batch, SHARES["some"])
+    assert {name: len(devices) for name, devices in launches.items()} == {"_paged_kernel": 2, "_paged_merge_kernel": 1}
+    assert all(device is query for devices in launches.values() for device in devices)
 
 
 def test_a_row_alone_is_the_row_in_the_batch_and_order_does_not_matter() -> None:
@@ -121,7 +118,7 @@ def _compare() -> None:
 def test_a_wrong_kernel_is_noticed(
     module: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    changed(module, name, old, new, monkeypatch, tmp_path)
+    mutate(module, name, old, new, monkeypatch, tmp_path)
     with pytest.raises(AssertionError):
         _compare()
 
@@ -135,7 +132,7 @@ def test_a_wrong_kernel_is_noticed(
     ids=["shares in one place", "the neighbour's blocks"],
 )
 def test_a_wrong_plan_is_noticed(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    changed(plan_module, "_items", old, new, monkeypatch, tmp_path)
+    mutate(plan_module, "_items", old, new, monkeypatch, tmp_path)
     with pytest.raises(AssertionError):
         _compare()
 

@@ -1,7 +1,4 @@
-"""The kernels of MAC attention where there is no GPU: interpreted, compiled for one, and when they aren't taken.
-
-Triton decides at its import whether kernels are interpreted, so both run in processes of their own.
-"""
+"""The kernels of MAC attention where there is no GPU: interpreted, compiled for one, and when they aren't taken."""
 
 from __future__ import annotations
 
@@ -9,44 +6,30 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from kernel_process import compiled_kernels, needs_triton, run_interpreted
 
 from comb.kernels.choice import why_plain
 from comb.mac.config import MacConfig
 from comb.mac.state import MacState
 
 HERE = Path(__file__).parent
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
-
-
-def run(*command: str, **environment: str) -> str:
-    path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", **environment},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    return result.stdout
 
 
 @needs_triton
 @pytest.mark.slow
 def test_interpreted_kernels_equal_the_plain_step() -> None:
-    file = str(HERE / "interpreted_mac_kernels.py")
-    printed = run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file, TRITON_INTERPRET="1")
-    assert " passed" in printed
-    assert "skipped" not in printed
+    run_interpreted("interpreted_mac_kernels.py")
 
 
 @needs_triton
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
-    printed = run(str(HERE / "compiled_mac_kernels.py"), TRITON_INTERPRET="0")
+    printed = compiled_kernels("compiled_mac_kernels.py")
     for name in ("match", "select", "schedule", "attend", "merge"):
         assert f"_{name}_kernel" in printed
 
@@ -71,16 +54,21 @@ def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why(torch.float32) == "triton is not installed"
 
 
-@needs_triton
-@pytest.mark.slow
-def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
-    command = [str(HERE.parents[1] / "scripts" / "bench-mac-gpu"), "--tiny", "--device", "cpu"]
+def benchmarked(out: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """What the benchmark writes at small sizes, interpreted, and what it says."""
+    command = [str(HERE.parents[1] / "scripts" / "bench-mac-gpu"), "--tiny", "--device", "cpu", *options]
     result = subprocess.run(
-        command, env={**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}, capture_output=True, text=True,
+        command, env={**os.environ, "OUT": str(out), "PYTHON": sys.executable}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    content = json.loads((tmp_path / "mac-gpu.json").read_text())
+    return json.loads((out / "mac-gpu.json").read_text()), result.stdout
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
+    content, _ = benchmarked(tmp_path)
     assert [item["failed"] for item in content["checks"]] == [""] * len(content["checks"])
     points = {(item["context"], item["rows"], item["hit_rate"]): item for item in content["points"]}
     assert points.keys() == {(c, b, rate) for c in (48, 96) for b in (1, 2) for rate in (0.0, 1.0)}
@@ -90,3 +78,13 @@ def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
     assert list(content["left_out"]) in (["cudnn, grouped"], ["cudnn, grouped", "costs"])
     assert [item["context"] for item in content["stages"]] == [48, 96]
     assert (tmp_path / "mac-gpu.png").stat().st_size > 1000
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_gpu_benchmark_says_what_it_had_no_time_for(tmp_path: Path) -> None:
+    content, printed = benchmarked(tmp_path, "--seconds", "0")
+    assert content["points"] == content["stages"] == []
+    assert {"stages at 48", "1 x 48", "1 x 96", "2 x 48", "2 x 96"} <= content["left_out"].keys()
+    assert "left out: 2 x 96: time is up after 0 s" in printed
+    assert not (tmp_path / "mac-gpu.png").exists()

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_process import compiled_kernels, needs_triton, run_interpreted
 from paged_cases import by_hand, in_fp8, paged_case
 
 from comb.kernels.launch import Launch
 from comb.kernels.paged_plan import Sizes, make_plan, to_device
 from comb.paged import BlockTable, PagedBatch, attend, attend_plain, why_plain
 
-HERE = Path(__file__).parent
 CPU = torch.device("cpu")
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
-
-
-def run(*command: str, **environment: str) -> str:
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", **environment},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    return result.stdout
 
 
 def test_a_table_names_filled_slots_only() -> None:
@@ -138,7 +120,7 @@ def test_arrays_arrive_as_they_were() -> None:
 
 def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     query, layer, _ = paged_case(torch.float32)
-    monkeypatch.setattr("comb.paged.has_triton", lambda: True)
+    monkeypatch.setattr("comb.kernels.choice.has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert why_plain(query, layer) == "device cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -148,22 +130,19 @@ def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_plain(query.to("meta"), layer) == "the pool is on cpu, queries are on meta"
     assert why_plain(torch.zeros(1, 2, 300), layer) == "heads of more than 256 channels"
     assert why_plain(torch.zeros(1, 200, 10), layer) == "more than 64 query heads to a key/value head"
-    monkeypatch.setattr("comb.paged.has_triton", lambda: False)
+    monkeypatch.setattr("comb.kernels.choice.has_triton", lambda: False)
     assert why_plain(query, layer) == "triton is not installed"
 
 
 @needs_triton
 @pytest.mark.slow
 def test_interpreted_kernels_equal_the_plain_way() -> None:
-    file = str(HERE / "interpreted_paged_kernels.py")
-    printed = run("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file, TRITON_INTERPRET="1")
-    assert " passed" in printed
-    assert "skipped" not in printed
+    run_interpreted("interpreted_paged_kernels.py")
 
 
 @needs_triton
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu_without_spilling() -> None:
-    printed = run(str(HERE / "compiled_paged_kernels.py"), TRITON_INTERPRET="0")
+    printed = compiled_kernels("compiled_paged_kernels.py")
     assert "_paged_kernel" in printed
     assert "_paged_merge_kernel" in printed
