@@ -89,18 +89,20 @@ class PICManager:
         """A lease of documents, all or none; encodes what isn't in the pool and waits for it.
 
         Raises:
-            DocumentsTooLargeError: together they need more blocks than there are.
+            DocumentsTooLargeError: together, each as often as it is given, they have more blocks than the pool.
             PoolFullError: no room within `wait_seconds`.
             PoolPinnedError: no room as long as other documents are pinned.
             EncoderError: a document could not be encoded.
             asyncio.CancelledError: then the documents are encoded all the same, for the next who asks.
         """
         unique = {document.key: document for document in wanted}
-        needed = sum(self.layout.blocks_for(len(document.token_ids)) for document in unique.values())
-        if needed > self.layout.num_blocks:
+        # the pool holds a document that is given many times once; a layer of the decoder gathers it as often as given
+        blocks = sum(self.layout.blocks_for(len(document.token_ids)) for document in wanted)
+        if blocks > self.layout.num_blocks:
             raise DocumentsTooLargeError(
-                f"the documents need {needed} blocks of {self.layout.block_size} tokens, the pool has "
-                f"{self.layout.num_blocks}: send fewer, or start the server with a larger --comb-pool-bytes"
+                f"the documents, each as often as it is given, have {blocks} blocks of {self.layout.block_size} "
+                f"tokens, the pool {self.layout.num_blocks}: send fewer, or start the server with a larger "
+                "--comb-pool-bytes"
             )
         start = time.monotonic()
         try:
