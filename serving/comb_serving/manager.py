@@ -204,12 +204,11 @@ class PICManager:
         return admitted
 
     def _make_room(self, needed: int) -> None:
-        for entry in list(self._entries.values()):
-            self._land(entry)
-        missing = needed - self.blocks.free
-        if missing > 0:
+        if needed > self.blocks.free:
+            for entry in [entry for entry in self._entries.values() if entry.encoded is not None]:
+                self._land(entry)
             self._drop_all_expired()
-            missing = needed - self.blocks.free
+        missing = needed - self.blocks.free
         victims = []
         for entry in self._entries.values():
             if missing <= 0:
@@ -328,7 +327,8 @@ class PICManager:
             self._forget(entry)
 
     def _drop_all_expired(self) -> None:
-        for key in list(self._entries):
+        now = self.clock()
+        for key in [key for key, entry in self._entries.items() if entry.expires_at <= now]:
             self._drop_if_expired(key)
 
     @staticmethod
