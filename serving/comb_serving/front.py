@@ -148,10 +148,10 @@ class Front:
             ids = await asyncio.to_thread(lambda: [self.builder.segment(document) for document in fresh])
         except ValueError as error:
             raise RequestError(400, str(error), param="documents") from error
-        keys = await self.keys([*ids, *(s.token_ids for s in segments if s is not None)], tenant, encoder)
+        keys = await self.keys(ids, tenant, encoder)  # a registered document has one
         made = iter(
             Segment(document.id or f"doc-{key[:12]}", tokens, key)
-            for document, tokens, key in zip(fresh, ids, keys, strict=False)
+            for document, tokens, key in zip(fresh, ids, keys, strict=True)
         )
         return [next(made) if segment is None else segment for segment in segments]
 
