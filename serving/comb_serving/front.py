@@ -124,8 +124,10 @@ class Front:
         segments = _in_order(listed, inside, body)
         _set_salt(body, prefix_salt(tenant, [segment.key for segment in segments] if encoder else (), salt))
         _check_combinations(body)
-        build = self._chat if path == CHAT else self._completion
-        prepared = await asyncio.to_thread(build, body, segments, listed, inside, encoder)
+        if path == CHAT:
+            prepared = await asyncio.to_thread(self._chat, body, segments, listed, inside, encoder)
+        else:
+            prepared = await asyncio.to_thread(self._completion, body, segments, encoder)
         if not encoder:
             for segment in segments:
                 self.counters.count("inlined", len(segment.token_ids))
@@ -197,14 +199,7 @@ class Front:
         body["kv_transfer_params"] = {**transfer, PROMPT_IDS: ids}
         return Prepared(body, segments, encoder, prompt_tokens=len(ids))
 
-    def _completion(
-        self,
-        body: dict[str, Any],
-        segments: tuple[Segment, ...],
-        listed: list[Segment],
-        inside: dict[str, Segment],
-        encoder: bool,
-    ) -> Prepared:
+    def _completion(self, body: dict[str, Any], segments: tuple[Segment, ...], encoder: bool) -> Prepared:
         documents = [token for segment in segments for token in segment.token_ids]
         rows = [self._row(prompt, documents, encoder) for prompt in _prompts(body.get("prompt"))]
         body["prompt"] = rows

@@ -118,10 +118,7 @@ class PICManager:
             self._release(held)
             raise
         # a document named twice is one reference and two handles
-        documents = [
-            Held(d.key, entries[d.key].handle, d.key in found, "pool" if d.key in found else tiers[d.key])
-            for d in wanted
-        ]
+        documents = [Held(d.key, entries[d.key].handle, "pool" if d.key in found else tiers[d.key]) for d in wanted]
         times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
         return Lease(documents, partial(self._release, held), **times)
 
