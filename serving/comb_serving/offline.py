@@ -97,6 +97,8 @@ class LLM:
             stack.callback(self._end_engine)
             if encoder:
                 worker = load(self.options, folder)
+                if worker.store is not None:
+                    stack.callback(worker.store.flush)  # to the disk tier, if there is one
                 manager = PICManager(worker.pools[0].layout, LocalEncoders(worker))
             self.front = Front(PromptBuilder(tokenizer_of(self.options)), manager)
             # a loop of its own: the caller may be inside of one (notebooks)

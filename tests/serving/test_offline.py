@@ -154,13 +154,14 @@ def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM, nano_adapter:
 
 @pytest.mark.slow
 def test_with_the_engine_in_a_process_of_its_own(
-    llm: LLM, library: PICEngine, nano_adapter: Path, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, library: PICEngine, nano_adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm.close()  # the last test of this file
     cleanup_dist_env_and_memory()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with LLM(nano_adapter, **POOL, **SMALL) as apart:
+    with LLM(nano_adapter, disk_path=str(tmp_path), **POOL, **SMALL) as apart:
         same(ask(apart, LISTS), [expected(library, apart, texts) for texts in LISTS])
         idle(apart)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == len(TEXTS)  # the next engine finds them there
