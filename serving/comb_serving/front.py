@@ -171,6 +171,10 @@ class Front:
         assert self.manager is not None
         return await self.manager.acquire([Wanted(segment.key, segment.token_ids) for segment in segments])
 
+    def builder_for(self, body: dict[str, Any]) -> PromptBuilder:
+        """The builder with what a chat's body sets of its template. Raises RequestError."""
+        return replace(self.builder, chat_template_kwargs=_template_arguments(body))
+
     def _chat(
         self,
         body: dict[str, Any],
@@ -185,7 +189,7 @@ class Front:
         tools = any(message.get("tool_calls") or message.get("content") is None for message in messages)
         if tools and encoder and not inside:
             return Prepared(body, segments, encoder)  # the builder has no rule for them; vLLM renders them itself
-        builder = replace(self.builder, chat_template_kwargs=_template_arguments(body))
+        builder = self.builder_for(body)
         referenced = {name: [segment.token_ids] for name, segment in inside.items()}
         try:
             prompt = builder.build(messages, [segment.token_ids for segment in listed], referenced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_completions_take_texts_ids_and_documents(llm: LLM, library: PICEngine) 
     (without,) = llm.generate("Who owns it?", greedy(8, ignore_eos=True), use_tqdm=False)
     assert list(without.outputs[0].token_ids) == reference(library.model, query, [], 8)[0] != expected
     assert without.comb["documents"] == []
+
+
+@pytest.mark.parametrize("documents", [None, TEXTS[:1]])
+def test_what_the_template_is_given_reaches_it(
+    llm: LLM, documents: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = llm.front.builder
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if loud %} garden{% endif %}"
+    monkeypatch.setattr(builder.tokenizer, "chat_template", template)
+    loud, quiet = (
+        llm.chat(QUESTION, greedy(1), documents=documents, chat_template_kwargs=more, use_tqdm=False)[0]
+        for more in ({"loud": True}, {})
+    )
+    wanted = replace(builder, chat_template_kwargs={"loud": True}).build(QUESTION).query
+    assert list(loud.prompt_token_ids) == list(wanted) != list(quiet.prompt_token_ids)
+    with pytest.raises(ValueError, match="can't set 'tokenize'"):
+        llm.chat(QUESTION, greedy(1), documents=documents, chat_template_kwargs={"tokenize": False}, use_tqdm=False)
+    idle(llm)
 
 
 def test_documents_are_added_named_and_removed(llm: LLM, library: PICEngine) -> None:
