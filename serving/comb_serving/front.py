@@ -12,7 +12,7 @@ from typing import Any
 from comb.adapter import resolve_name
 from comb.compatibility import load_tokenizer
 from comb.config import CombConfig
-from comb.documents import Document, PromptBuilder, referenced_documents
+from comb.documents import Document, PromptBuilder, References, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError
 from comb.picache import content_key
 from comb_serving.counters import Counters
@@ -114,14 +114,15 @@ class Front:
         if salt is not None and not isinstance(salt, str):
             raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
         encoder = self.linking and wanted
-        named = _named(body) if path == CHAT else ()
-        if not given and not named:
+        named = _references(body) if path == CHAT else References()
+        if not given and named == References():
             _set_salt(body, prefix_salt(tenant, (), salt))
             return Prepared(body, encoder=encoder)
-        listed, inside = await self.tokenize(given or [], tenant, encoder), {}
-        for name in named:
-            inside[name] = _registered(self.library(tenant), name)
-        segments = _in_order(listed, inside, body)
+        listed = await self.tokenize(given or [], tenant, encoder)
+        library = self.library(tenant)
+        inside = {name: _registered(library, name) for name in (*named.before, *named.after)}
+        before, after = ([inside[name] for name in names] for names in (named.before, named.after))
+        segments = (*before, *listed, *after)
         _set_salt(body, prefix_salt(tenant, [segment.key for segment in segments] if encoder else (), salt))
         _check_combinations(body)
         if path == CHAT:
@@ -268,8 +269,8 @@ def _set_salt(body: dict[str, Any], salt: str | None) -> None:
         body["cache_salt"] = salt
 
 
-def _named(body: dict[str, Any]) -> tuple[str, ...]:
-    """Ids of the documents that messages name."""
+def _references(body: dict[str, Any]) -> References:
+    """The documents that messages name. Raises RequestError."""
     messages = body.get("messages")
     parts = [
         part
@@ -279,23 +280,13 @@ def _named(body: dict[str, Any]) -> tuple[str, ...]:
         if isinstance(part, dict) and part.get("type") == "document"
     ]
     if not parts:
-        return ()
+        return References()
     if not all(isinstance(message, dict) for message in messages or ()):
         raise RequestError(400, "messages is a list of objects with role and content", param="messages")
     try:
-        references = referenced_documents(messages or ())
+        return referenced_documents(messages or ())
     except ValueError as error:
         raise RequestError(400, str(error), param="messages") from error
-    return tuple(dict.fromkeys((*references.before, *references.after)))
-
-
-def _in_order(listed: list[Segment], inside: dict[str, Segment], body: dict[str, Any]) -> tuple[Segment, ...]:
-    """The documents in the order of the prompt: those that messages name stand before or behind the listed ones."""
-    if not inside:
-        return tuple(listed)
-    references = referenced_documents(body["messages"])
-    before, after = ([inside[name] for name in names] for names in (references.before, references.after))
-    return (*before, *listed, *after)
 
 
 def _check_combinations(body: dict[str, Any]) -> None:
