@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 
@@ -50,9 +51,9 @@ class _Entry:
     def id(self) -> str:
         return self.segments[0].id
 
-    @property
-    def keys(self) -> set[str]:
-        return {segment.key for segment in self.segments}
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        return frozenset(segment.key for segment in self.segments)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -87,9 +88,10 @@ class Library:
         """Raises ValueError if an id stands for another text, here or within `documents`."""
         with self._lock:
             self._forget_expired()
-            meaning = {name: entry.token_ids for name, entry in self._entries.items()}
-        for segments in documents:
-            entry = _Entry(tuple(segments), False, None)
+            asked = [_Entry(tuple(segments), False, None) for segments in documents]
+            known = self._entries.keys() & {entry.id for entry in asked}  # not all: there may be very many
+            meaning = {name: self._entries[name].token_ids for name in known}
+        for entry in asked:
             if meaning.setdefault(entry.id, entry.token_ids) != entry.token_ids:
                 raise ValueError(
                     f"document id {entry.id!r} stands for another text already: "

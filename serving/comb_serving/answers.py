@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from comb_serving.front import Prepared
+from comb_serving.http_body import Message, Send
 from comb_serving.leases import Lease
 
 logger = logging.getLogger(__name__)
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
 
 
 def report(prepared: Prepared, lease: Lease | None) -> dict[str, Any]:
@@ -25,9 +22,8 @@ def report(prepared: Prepared, lease: Lease | None) -> dict[str, Any]:
             held = lease.documents[place]
             # what came from a lower tier was computed for an earlier request
             document["state"] = "encoded" if held.tier == "encoded" else "hit"
-            document["tier"] = held.tier
-            if held.tier == "encoded":
-                del document["tier"]
+            if held.tier != "encoded":
+                document["tier"] = held.tier
         documents.append(document)
     return {"encoder": prepared.encoder, "documents": documents}
 

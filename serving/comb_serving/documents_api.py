@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 from comb.library import Segment, UnknownDocumentError
@@ -73,7 +72,7 @@ async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any
 
 def _find(front: Front, tenant: str, name: str) -> Segment:
     try:
-        return replace(front.library(tenant).find([name])[0])
+        return front.library(tenant).find([name])[0]
     except UnknownDocumentError:
         raise RequestError(404, f"unknown document {name!r}", param="id") from None
 

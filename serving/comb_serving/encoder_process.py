@@ -148,7 +148,6 @@ class EncoderWorker:
             "dtype": str(self.model.encoder.dtype).removeprefix("torch."),
             "max_document_tokens": self.model.max_document_tokens,
             "vocab_size": self.model.info.vocab_size,
-            "pid": os.getpid(),
             "kept": self.kept(),
         }
 

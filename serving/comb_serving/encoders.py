@@ -49,6 +49,14 @@ class Encoded:
     seconds: float
 
 
+def settle(future: asyncio.Future[Encoded], answer: dict[str, Any]) -> None:
+    """Ends a document's future with what an encoder has answered."""
+    if "error" in answer:
+        future.set_exception(EncoderError(answer["error"]))
+    else:
+        future.set_result(Encoded(str(answer["tier"]), float(answer["seconds"])))
+
+
 class Encoders(Protocol):
     """What the manager needs of them; tests have one without processes."""
 
@@ -263,12 +271,8 @@ class EncoderProcesses:
     def _settle(self, place: _Place, answer: dict[str, Any]) -> None:
         place.kept = answer.get("kept", place.kept)
         job = place.jobs.pop(answer["job"], None)
-        if job is None or job.future.done():
-            return
-        if "error" in answer:
-            job.future.set_exception(EncoderError(answer["error"]))
-        else:
-            job.future.set_result(Encoded(str(answer["tier"]), float(answer["seconds"])))
+        if job is not None and not job.future.done():
+            settle(job.future, answer)
 
     def _send_waiting(self, place: _Place) -> None:
         """Sends what hasn't been sent to this process. What was with one that died goes alone, to find the culprit."""

@@ -12,13 +12,13 @@ from typing import Any
 from comb.adapter import resolve_name
 from comb.compatibility import load_tokenizer
 from comb.config import CombConfig
-from comb.documents import Document, PromptBuilder, referenced_documents
+from comb.documents import Document, PromptBuilder, References, referenced_documents
 from comb.library import Library, Segment, UnknownDocumentError
 from comb.picache import content_key
 from comb_serving.counters import Counters
 from comb_serving.errors import RequestError
 from comb_serving.handles import KEY, pack
-from comb_serving.leases import DocumentsTooLargeError, Lease, Wanted
+from comb_serving.leases import Lease, Wanted
 from comb_serving.manager import PICManager
 from comb_serving.options import ServeOptions
 from comb_serving.tenants import prefix_salt
@@ -114,18 +114,21 @@ class Front:
         if salt is not None and not isinstance(salt, str):
             raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
         encoder = self.linking and wanted
-        named = _named(body) if path == CHAT else ()
-        if not given and not named:
+        named = _references(body) if path == CHAT else References()
+        if not given and named == References():
             _set_salt(body, prefix_salt(tenant, (), salt))
             return Prepared(body, encoder=encoder)
-        listed, inside = await self.tokenize(given or [], tenant, encoder), {}
-        for name in named:
-            inside[name] = _registered(self.library(tenant), name)
-        segments = _in_order(listed, inside, body)
+        listed = await self.tokenize(given or [], tenant, encoder)
+        library = self.library(tenant)
+        inside = {name: _registered(library, name) for name in (*named.before, *named.after)}
+        before, after = ([inside[name] for name in names] for names in (named.before, named.after))
+        segments = (*before, *listed, *after)
         _set_salt(body, prefix_salt(tenant, [segment.key for segment in segments] if encoder else (), salt))
         _check_combinations(body)
-        build = self._chat if path == CHAT else self._completion
-        prepared = await asyncio.to_thread(build, body, segments, listed, inside, encoder)
+        if path == CHAT:
+            prepared = await asyncio.to_thread(self._chat, body, segments, listed, inside, encoder)
+        else:
+            prepared = await asyncio.to_thread(self._completion, body, segments, encoder)
         if not encoder:
             for segment in segments:
                 self.counters.count("inlined", len(segment.token_ids))
@@ -148,10 +151,10 @@ class Front:
             ids = await asyncio.to_thread(lambda: [self.builder.segment(document) for document in fresh])
         except ValueError as error:
             raise RequestError(400, str(error), param="documents") from error
-        keys = await self.keys([*ids, *(s.token_ids for s in segments if s is not None)], tenant, encoder)
+        keys = await self.keys(ids, tenant, encoder)  # a registered document has one
         made = iter(
             Segment(document.id or f"doc-{key[:12]}", tokens, key)
-            for document, tokens, key in zip(fresh, ids, keys, strict=False)
+            for document, tokens, key in zip(fresh, ids, keys, strict=True)
         )
         return [next(made) if segment is None else segment for segment in segments]
 
@@ -167,15 +170,11 @@ class Front:
     async def acquire(self, segments: Sequence[Segment]) -> Lease:
         """A lease of documents. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
-        layout = self.manager.layout
-        # the pool holds a document that is given many times once; a layer of the decoder gathers it as often as given
-        blocks = sum(layout.blocks_for(len(segment.token_ids)) for segment in segments)
-        if blocks > layout.num_blocks:
-            raise DocumentsTooLargeError(
-                f"the documents, each as often as it is given, have {blocks} blocks of {layout.block_size} tokens, the "
-                f"pool {layout.num_blocks}: send fewer, or start the server with a larger --comb-pool-bytes"
-            )
         return await self.manager.acquire([Wanted(segment.key, segment.token_ids) for segment in segments])
+
+    def builder_for(self, body: dict[str, Any]) -> PromptBuilder:
+        """The builder with what a chat's body sets of its template. Raises RequestError."""
+        return replace(self.builder, chat_template_kwargs=_template_arguments(body))
 
     def _chat(
         self,
@@ -191,7 +190,7 @@ class Front:
         tools = any(message.get("tool_calls") or message.get("content") is None for message in messages)
         if tools and encoder and not inside:
             return Prepared(body, segments, encoder)  # the builder has no rule for them; vLLM renders them itself
-        builder = replace(self.builder, chat_template_kwargs=_template_arguments(body))
+        builder = self.builder_for(body)
         referenced = {name: [segment.token_ids] for name, segment in inside.items()}
         try:
             prompt = builder.build(messages, [segment.token_ids for segment in listed], referenced)
@@ -205,14 +204,7 @@ class Front:
         body["kv_transfer_params"] = {**transfer, PROMPT_IDS: ids}
         return Prepared(body, segments, encoder, prompt_tokens=len(ids))
 
-    def _completion(
-        self,
-        body: dict[str, Any],
-        segments: tuple[Segment, ...],
-        listed: list[Segment],
-        inside: dict[str, Segment],
-        encoder: bool,
-    ) -> Prepared:
+    def _completion(self, body: dict[str, Any], segments: tuple[Segment, ...], encoder: bool) -> Prepared:
         documents = [token for segment in segments for token in segment.token_ids]
         rows = [self._row(prompt, documents, encoder) for prompt in _prompts(body.get("prompt"))]
         body["prompt"] = rows
@@ -277,8 +269,8 @@ def _set_salt(body: dict[str, Any], salt: str | None) -> None:
         body["cache_salt"] = salt
 
 
-def _named(body: dict[str, Any]) -> tuple[str, ...]:
-    """Ids of the documents that messages name."""
+def _references(body: dict[str, Any]) -> References:
+    """The documents that messages name. Raises RequestError."""
     messages = body.get("messages")
     parts = [
         part
@@ -288,23 +280,13 @@ def _named(body: dict[str, Any]) -> tuple[str, ...]:
         if isinstance(part, dict) and part.get("type") == "document"
     ]
     if not parts:
-        return ()
+        return References()
     if not all(isinstance(message, dict) for message in messages or ()):
         raise RequestError(400, "messages is a list of objects with role and content", param="messages")
     try:
-        references = referenced_documents(messages or ())
+        return referenced_documents(messages or ())
     except ValueError as error:
         raise RequestError(400, str(error), param="messages") from error
-    return tuple(dict.fromkeys((*references.before, *references.after)))
-
-
-def _in_order(listed: list[Segment], inside: dict[str, Segment], body: dict[str, Any]) -> tuple[Segment, ...]:
-    """The documents in the order of the prompt: those that messages name stand before or behind the listed ones."""
-    if not inside:
-        return tuple(listed)
-    references = referenced_documents(body["messages"])
-    before, after = ([inside[name] for name in names] for names in (references.before, references.after))
-    return (*before, *listed, *after)
 
 
 def _check_combinations(body: dict[str, Any]) -> None:

@@ -10,15 +10,16 @@ import ctypes
 import logging
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,15 @@ class ServerFlags:
     host: str
     port: int
     uds: str | None
+    tls: bool
     ranks: int
     key_hashes: tuple[str, ...]
+
+    @property
+    def address(self) -> str:
+        """Where a client on this machine finds the server; it has none on a Unix socket."""
+        host = {"0.0.0.0": "localhost", "::": "localhost"}.get(self.host, self.host)
+        return f"http{'s' * self.tls}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 def read_flags(arguments: Sequence[str], environment: dict[str, str]) -> ServerFlags:
@@ -71,6 +79,8 @@ def read_flags(arguments: Sequence[str], environment: dict[str, str]) -> ServerF
     parser.add_argument("--host", default=None)
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--uds", default=None)
+    parser.add_argument("--ssl-certfile", default=None)
+    parser.add_argument("--ssl-keyfile", default=None)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--api-key", nargs="*", default=None)
     for name, short in zip(_ONLY_ONE, ("-asc", "-dp", "-pp"), strict=True):
@@ -93,6 +103,7 @@ def read_flags(arguments: Sequence[str], environment: dict[str, str]) -> ServerF
         found.host or "localhost",
         found.port,
         found.uds,
+        bool(found.ssl_certfile or found.ssl_keyfile),
         found.tensor_parallel_size,
         tuple(key_hash(key) for key in keys),
     )
@@ -194,11 +205,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _report_ready(process: subprocess.Popen[bytes], flags: ServerFlags, on_ready: Callable[[str], Any]) -> None:
     if flags.uds is not None:
         return
-    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(flags.host, flags.host)
-    address = f"http://{host}:{flags.port}"
+    url = f"{flags.address}/health"
+    trusting = ssl._create_unverified_context()  # our own process; its certificate may not name this host
     while process.poll() is None:
-        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+        with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=5, context=trusting) as answer:
             if answer.status == 200:
-                on_ready(address)
+                on_ready(flags.address)
                 return
         time.sleep(0.5)

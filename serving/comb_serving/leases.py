@@ -50,14 +50,18 @@ class Held:
     """A document of a lease.
 
     Args:
-        hit: it was in the pool, or on its way there for someone else.
-        tier: where it came from: "pool", "host", "disk" or "encoded".
+        tier: where it came from: "pool" (it was there, or on its way there for someone else), "host", "disk" or
+            "encoded".
     """
 
     key: str
     handle: Handle
-    hit: bool
     tier: str
+
+    @property
+    def hit(self) -> bool:
+        """Whether nothing was done for it."""
+        return self.tier == "pool"
 
 
 class Lease:

@@ -7,7 +7,7 @@ import queue
 from collections.abc import Sequence
 
 from comb_serving.encoder_process import EncoderWorker, Job, take_batch
-from comb_serving.encoders import Encoded, EncoderError, Identity
+from comb_serving.encoders import Encoded, Identity, settle
 from comb_serving.handles import Handle
 
 
@@ -16,13 +16,14 @@ class LocalEncoders:
 
     def __init__(self, worker: EncoderWorker) -> None:
         self.worker = worker
+        self._identity = Identity.parse(worker.hello())
         self._waiting: queue.Queue[Job | None] = queue.Queue()
         self._open: dict[int, asyncio.Future[Encoded]] = {}
         self._count = 0
 
     async def identity(self) -> Identity:
-        """What the worker says of its weights."""
-        return Identity.parse(self.worker.hello())
+        """What the worker said of its weights."""
+        return self._identity
 
     def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
         """Asks for one document, which is encoded when whoever asks lets the loop go on."""
@@ -41,8 +42,4 @@ class LocalEncoders:
             assert first is not None
             batch, held, _ = take_batch(first, self._waiting)
             for answer in self.worker.run(batch):
-                future = self._open.pop(answer["job"])
-                if "error" in answer:
-                    future.set_exception(EncoderError(answer["error"]))
-                else:
-                    future.set_result(Encoded(answer["tier"], answer["seconds"]))
+                settle(self._open.pop(answer["job"]), answer)

@@ -89,18 +89,20 @@ class PICManager:
         """A lease of documents, all or none; encodes what isn't in the pool and waits for it.
 
         Raises:
-            DocumentsTooLargeError: together they need more blocks than there are.
+            DocumentsTooLargeError: together, each as often as it is given, they have more blocks than the pool.
             PoolFullError: no room within `wait_seconds`.
             PoolPinnedError: no room as long as other documents are pinned.
             EncoderError: a document could not be encoded.
             asyncio.CancelledError: then the documents are encoded all the same, for the next who asks.
         """
         unique = {document.key: document for document in wanted}
-        needed = sum(self.layout.blocks_for(len(document.token_ids)) for document in unique.values())
-        if needed > self.layout.num_blocks:
+        # the pool holds a document that is given many times once; a layer of the decoder gathers it as often as given
+        blocks = sum(self.layout.blocks_for(len(document.token_ids)) for document in wanted)
+        if blocks > self.layout.num_blocks:
             raise DocumentsTooLargeError(
-                f"the documents need {needed} blocks of {self.layout.block_size} tokens, the pool has "
-                f"{self.layout.num_blocks}: send fewer, or start the server with a larger --comb-pool-bytes"
+                f"the documents, each as often as it is given, have {blocks} blocks of {self.layout.block_size} "
+                f"tokens, the pool {self.layout.num_blocks}: send fewer, or start the server with a larger "
+                "--comb-pool-bytes"
             )
         start = time.monotonic()
         try:
@@ -116,10 +118,7 @@ class PICManager:
             self._release(held)
             raise
         # a document named twice is one reference and two handles
-        documents = [
-            Held(d.key, entries[d.key].handle, d.key in found, "pool" if d.key in found else tiers[d.key])
-            for d in wanted
-        ]
+        documents = [Held(d.key, entries[d.key].handle, "pool" if d.key in found else tiers[d.key]) for d in wanted]
         times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
         return Lease(documents, partial(self._release, held), **times)
 
@@ -202,12 +201,11 @@ class PICManager:
         return admitted
 
     def _make_room(self, needed: int) -> None:
-        for entry in list(self._entries.values()):
-            self._land(entry)
-        missing = needed - self.blocks.free
-        if missing > 0:
+        if needed > self.blocks.free:
+            for entry in [entry for entry in self._entries.values() if entry.encoded is not None]:
+                self._land(entry)
             self._drop_all_expired()
-            missing = needed - self.blocks.free
+        missing = needed - self.blocks.free
         victims = []
         for entry in self._entries.values():
             if missing <= 0:
@@ -326,7 +324,8 @@ class PICManager:
             self._forget(entry)
 
     def _drop_all_expired(self) -> None:
-        for key in list(self._entries):
+        now = self.clock()
+        for key in [key for key, entry in self._entries.items() if entry.expires_at <= now]:
             self._drop_if_expired(key)
 
     @staticmethod

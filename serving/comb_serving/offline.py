@@ -96,6 +96,8 @@ class LLM:
             stack.callback(self._end_engine)
             if encoder:
                 worker = load(self.options, folder)
+                if worker.store is not None:
+                    stack.callback(worker.store.flush)  # to the disk tier, if there is one
                 manager = PICManager(worker.pools[0].layout, LocalEncoders(worker))
             self.front = Front(PromptBuilder(tokenizer_of(self.options)), manager)
             # a loop of its own: the caller may be inside of one (notebooks)
@@ -214,6 +216,7 @@ class LLM:
         ]
         try:
             prepared = self._run(_in_order(self.front.prepare(path, body, "") for body in bodies))
+            prompts = [self._prompt(path, one) for one in prepared]
         except RequestError as error:
             raise ValueError(error.message) from error
         answers: dict[int, Any] = {}
@@ -221,9 +224,8 @@ class LLM:
             left = [index for index in range(len(rows)) if index not in answers]
             leases = self._run(self._leases({index: prepared[index] for index in left}))
             try:
-                prompts = [self._prompt(path, prepared[index]) for index in leases]
                 given = [_with_handles(parameters[index], lease) for index, lease in leases.items()]
-                outputs = self.llm.generate(prompts, given, **options)
+                outputs = self.llm.generate([prompts[index] for index in leases], given, **options)
             finally:
                 for lease in filter(None, leases.values()):
                     self._loop.call_soon_threadsafe(lease.release)
@@ -243,7 +245,7 @@ class LLM:
                 raise ValueError("messages with tool calls can't be combined with documents here")
             ids = body["kv_transfer_params"][PROMPT_IDS]
         else:
-            ids = list(self.front.builder.build(body["messages"]).query)
+            ids = list(self.front.builder_for(body).build(body["messages"]).query)
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return {"prompt_token_ids": ids, **salt}
 

@@ -35,6 +35,7 @@ def serve(
     """Serves an adapter on vLLM: its OpenAI server plus `documents`. All other options are vLLM's."""
     from comb_serving.launcher import launch
     from comb_serving.options import ServeOptions
+    from comb_serving.preflight import check_start
     from comb_serving.tenants import key_hash
 
     if encoder not in ("on", "off"):
@@ -54,6 +55,7 @@ def serve(
         log_format=comb_log_format,
         admin_hash=key_hash(comb_admin_key) if comb_admin_key else None,
     )
+    check_start(checkpoint)
     ready: Callable[[str], None] = lambda address: typer.echo(f"comb: ready at {address}")  # noqa: E731
     status = launch(
         options,

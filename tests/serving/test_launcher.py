@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -101,6 +103,62 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
             assert mine.name.startswith(PREFIX)
             assert {path.name for path in root.iterdir()} == {mine.name, bystander.name}
     assert list(root.iterdir()) == [bystander]
+
+
+HEALTHY = """
+import http.server, socket, ssl
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+flags = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+class Server(http.server.HTTPServer):
+    address_family = socket.AF_INET6 if ":" in flags["--host"] else socket.AF_INET
+server = Server((flags["--host"], int(flags["--port"])), Handler)
+if "--ssl-certfile" in flags:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(flags["--ssl-certfile"], flags["--ssl-keyfile"])
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+server.timeout = 0.1
+while not seen.with_name("ready").exists():
+    server.handle_request()
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "shown", "tls"), [("::1", "http://[::1]", False), ("127.0.0.1", "https://127.0.0.1", True)]
+)
+def test_a_healthy_server_is_reported(tmp_path: Path, host: str, shown: str, tls: bool) -> None:
+    options: list[str] = []
+    if tls:
+        if shutil.which("openssl") is None:
+            pytest.skip("needs openssl to make a certificate")
+        options = ["--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")]
+        made = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=elsewhere -out cert.pem -keyout key.pem"
+        subprocess.run(made.split(), cwd=tmp_path, check=True, capture_output=True)
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+            free.bind((host, 0))
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip(f"{host} is no address here")
+    code, seen = program(tmp_path, HEALTHY)
+    seen.with_name("root").mkdir()
+    found: list[str] = []
+
+    def ready(address: str) -> None:
+        found.append(address)
+        seen.with_name("ready").touch()
+
+    status = launch(
+        ServeOptions("adapter"),
+        ["--host", host, "--port", str(port), *options],
+        pool_bytes=1,
+        root=tmp_path / "root",
+        server=["timeout", "30", sys.executable, "-c", code],
+        on_ready=ready,
+    )
+    assert (status, found) == (0, [f"{shown}:{port}"])
 
 
 def test_flags_that_cannot_be_served_are_refused() -> None:

@@ -95,6 +95,10 @@ def test_the_least_recently_used_goes_first_and_nothing_that_is_kept() -> None:
         assert manager.lookup("old")  # refused without having evicted in vain
         with pytest.raises(DocumentsTooLargeError, match="larger --comb-pool-bytes"):
             await manager.acquire([wanted("z", 33)])
+        for times in (5, 10_000):  # 8 blocks, of 2 each
+            with pytest.raises(DocumentsTooLargeError, match="as often as it is given"):
+                await manager.acquire([wanted("old", 8)] * times)
+        (await manager.acquire([wanted("old", 8)] * 4)).release()
         assert manager.unpin("pinned")
         assert not manager.unpin("pinned")
         held.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,24 @@ def test_completions_take_texts_ids_and_documents(llm: LLM, library: PICEngine) 
     assert without.comb["documents"] == []
 
 
+@pytest.mark.parametrize("documents", [None, TEXTS[:1]])
+def test_what_the_template_is_given_reaches_it(
+    llm: LLM, documents: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = llm.front.builder
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if loud %} garden{% endif %}"
+    monkeypatch.setattr(builder.tokenizer, "chat_template", template)
+    loud, quiet = (
+        llm.chat(QUESTION, greedy(1), documents=documents, chat_template_kwargs=more, use_tqdm=False)[0]
+        for more in ({"loud": True}, {})
+    )
+    wanted = replace(builder, chat_template_kwargs={"loud": True}).build(QUESTION).query
+    assert list(loud.prompt_token_ids) == list(wanted) != list(quiet.prompt_token_ids)
+    with pytest.raises(ValueError, match="can't set 'tokenize'"):
+        llm.chat(QUESTION, greedy(1), documents=documents, chat_template_kwargs={"tokenize": False}, use_tqdm=False)
+    idle(llm)
+
+
 def test_documents_are_added_named_and_removed(llm: LLM, library: PICEngine) -> None:
     assert llm.add_document(Document(TEXTS[0], id="kept"), pin=True)["tokens"] > 0
     wanted = expected(library, llm, TEXTS[:1])
@@ -154,13 +173,14 @@ def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM, nano_adapter:
 
 @pytest.mark.slow
 def test_with_the_engine_in_a_process_of_its_own(
-    llm: LLM, library: PICEngine, nano_adapter: Path, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, library: PICEngine, nano_adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm.close()  # the last test of this file
     cleanup_dist_env_and_memory()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with LLM(nano_adapter, **POOL, **SMALL) as apart:
+    with LLM(nano_adapter, disk_path=str(tmp_path), **POOL, **SMALL) as apart:
         same(ask(apart, LISTS), [expected(library, apart, texts) for texts in LISTS])
         idle(apart)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == len(TEXTS)  # the next engine finds them there

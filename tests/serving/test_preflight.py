@@ -1,0 +1,87 @@
+"""`comb serve` that can't work ends at once, in one line, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from comb import cli
+from comb_training.nano import CHECKPOINT
+
+ADAPTER = json.dumps({"model_type": "comb", "backbone_name_or_path": str(CHECKPOINT)})
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The checkpoints that servers were started with; vLLM is installed, the Hub can't be reached."""
+    found: list[str] = []
+    monkeypatch.setattr("comb_serving.launcher.launch", lambda options, *_, **__: found.append(options.checkpoint) or 0)
+    monkeypatch.setattr("comb_serving.preflight.find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def serve(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["comb", "serve", str(checkpoint)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def refusal(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    assert serve(checkpoint, monkeypatch) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_without_vllm(
+    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(ADAPTER)
+    monkeypatch.setattr("comb_serving.preflight.find_spec", lambda name: None if name == "vllm" else name)
+    assert "pip install 'comb-pic[serve]'" in refusal(tmp_path, monkeypatch, capsys)
+    assert started == []
+
+
+def test_checkpoints_that_are_none(
+    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, text in (("empty", None), ("bad", "{"), ("blank", "{}"), ("untyped", '{"hidden_size": 8}')):
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "config.json").write_text(text)
+    for checkpoint, message in (
+        ("nowhere", "'nowhere': there is no such folder, and a Hub id is owner/name"),
+        ("out/nowhere", "'out/nowhere': there is no such folder, and as a Hub id: We couldn't connect"),
+        ("./out/nowhere/x", "no such folder"),
+        ("empty", "'empty': it holds no config.json"),
+        ("blank", "'blank': it holds no config.json, or an empty one"),
+        ("bad", "'bad': its configuration could not be read: It looks like"),
+        ("untyped", "model_type is None"),
+        (CHECKPOINT, "model_type is 'llama': serve a plain backbone with `vllm serve`, or put an encoder on it"),
+        ("nano", "'nano' is no COMB adapter"),
+    ):
+        assert message in refusal(checkpoint, monkeypatch, capsys), checkpoint
+    assert started == []
+
+
+def test_adapters_are_started(started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
+    cached = tmp_path / "hub" / "models--me--adapter"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (cached / "snapshots" / ("0" * 40) / "config.json").write_text(ADAPTER)
+    checkpoints = [str(tmp_path / "adapter"), "adapter", "me/adapter"]  # the last one a Hub id
+    assert [serve(checkpoint, monkeypatch) for checkpoint in checkpoints] == [0, 0, 0]
+    assert started == checkpoints
