@@ -35,6 +35,10 @@ class Document:
                 raise ValueError(f"empty document (id={self.id!r}): token_ids has no element")
             object.__setattr__(self, "token_ids", tuple(int(token) for token in self.token_ids))
 
+    def name(self, key: str) -> str:
+        """What reports and libraries call it: its id, or, where it has none, after its content key."""
+        return self.id or f"doc-{key[:12]}"
+
 
 def as_document(item: str | Document) -> Document:
     """A `Document`, from one or from plain text. Raises ValueError for anything else."""

@@ -44,7 +44,7 @@ class Segmenter:
             own = [next(keys) for _ in parts]
             # a document in one part is called after its key; more parts are called after all of them
             digest = own[0] if len(own) == 1 else sha256("".join(own).encode()).hexdigest()
-            name = f"doc-{digest[:12]}" if document.id is None else document.id
+            name = document.name(digest)
             segments += [Segment(name, ids, key, part) for part, (ids, key) in enumerate(zip(parts, own, strict=True))]
         return segments
 

@@ -153,8 +153,7 @@ class Front:
             raise RequestError(400, str(error), param="documents") from error
         keys = await self.keys(ids, tenant, encoder)  # a registered document has one
         made = iter(
-            Segment(document.id or f"doc-{key[:12]}", tokens, key)
-            for document, tokens, key in zip(fresh, ids, keys, strict=True)
+            Segment(document.name(key), tokens, key) for document, tokens, key in zip(fresh, ids, keys, strict=True)
         )
         return [next(made) if segment is None else segment for segment in segments]
 

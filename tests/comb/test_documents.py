@@ -43,6 +43,11 @@ def test_a_document_holds_one_thing() -> None:
         as_document(3)
 
 
+def test_a_document_without_an_id_is_called_after_its_content() -> None:
+    assert Document("some text", id="mill").name("ab" * 32) == "mill"
+    assert Document("some text").name("ab" * 32) == Document("some text", id="").name("ab" * 32) == "doc-abababababab"
+
+
 def test_prompt_layout() -> None:
     prompt = Prompt((1,), ((2, 3), (4,)), (5, 6))
     assert prompt.flat == (1, 2, 3, 4, 5, 6)
