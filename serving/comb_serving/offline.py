@@ -27,7 +27,7 @@ from comb_serving.instance import instance_folder
 from comb_serving.leases import Lease, PoolFullError
 from comb_serving.local_encoders import LocalEncoders
 from comb_serving.manager import PICManager
-from comb_serving.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, ServeOptions
+from comb_serving.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_DTYPES, ServeOptions
 from comb_serving.sizes import parse_pool_size
 
 Result = TypeVar("Result")
@@ -44,12 +44,14 @@ class LLM:
         encoder: False makes no pool and no encoder; documents go into the prompt.
         pool_bytes: of all tensor-parallel ranks together: bytes, ``8GiB``, or a share of memory such as ``25%``.
         pool_block: tokens per block.
+        pool_dtype: "auto", documents as they are computed, or "fp8", in about half the bytes.
         backbone, encoder_device, host_bytes, disk_path, disk_bytes: as `ServeOptions`.
         root: where the pool's folder is made; shared memory by default.
         engine: options of `vllm.LLM`.
 
     Raises:
         RuntimeError: if this process has such an engine already.
+        ValueError: for sizes and dtypes that no pool can have.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LLM:
         encoder: bool = True,
         pool_bytes: int | str = 2**30,
         pool_block: int = 16,
+        pool_dtype: str = "auto",
         backbone: str | None = None,
         encoder_device: str = "auto",
         host_bytes: int = 0,
@@ -79,6 +82,8 @@ class LLM:
             disk_path=disk_path,
             disk_bytes=disk_bytes,
         )
+        if pool_dtype not in POOL_DTYPES:
+            raise ValueError(f"pool_dtype is {' or '.join(POOL_DTYPES)}, not {pool_dtype!r}")
         if INSTANCE_DIR in os.environ:
             raise RuntimeError(f"{INSTANCE_DIR} is set: close() the other engine of this process first")
         with ExitStack() as stack:
@@ -89,6 +94,7 @@ class LLM:
                     INSTANCE_DIR: str(folder),
                     POOL_BYTES: parse_pool_size(str(pool_bytes)),
                     POOL_BLOCK: str(pool_block),
+                    POOL_DTYPE: pool_dtype,
                 }
                 os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
                 stack.callback(lambda: [os.environ.pop(name, None) for name in variables])

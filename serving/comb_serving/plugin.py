@@ -34,14 +34,14 @@ def serve(
 ) -> None:
     """Serves an adapter on vLLM: its OpenAI server plus `documents`. All other options are vLLM's."""
     from comb_serving.launcher import launch
-    from comb_serving.options import ServeOptions
+    from comb_serving.options import POOL_DTYPES, ServeOptions
     from comb_serving.preflight import check_start
     from comb_serving.tenants import key_hash
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
-    if comb_pool_dtype not in ("auto", "fp8"):  # pool.POOL_DTYPES, which would bring torch along
-        raise ValueError(f"--comb-pool-dtype is auto or fp8, not {comb_pool_dtype!r}")
+    if comb_pool_dtype not in POOL_DTYPES:
+        raise ValueError(f"--comb-pool-dtype is {' or '.join(POOL_DTYPES)}, not {comb_pool_dtype!r}")
     options = ServeOptions(
         checkpoint=checkpoint,
         backbone=backbone,

@@ -23,9 +23,9 @@ from comb.paged import FP8, BlockTable, PagedLayer, take
 from comb.quantization import quantize
 from comb_serving import memory as memories
 from comb_serving.handles import Handle
+from comb_serving.options import POOL_DTYPES
 
 MANIFEST = ".json"
-POOL_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True)

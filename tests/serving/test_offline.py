@@ -168,6 +168,8 @@ def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM, nano_adapter:
         llm.generate(["x", "y"], [greedy()])
     with pytest.raises(RuntimeError, match="close"):
         LLM(nano_adapter)
+    with pytest.raises(ValueError, match="pool_dtype is auto or fp8, not 'int4'"):
+        LLM(nano_adapter, pool_dtype="int4")
     idle(llm)
 
 
@@ -177,10 +179,26 @@ def test_with_the_engine_in_a_process_of_its_own(
 ) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm.close()  # the last test of this file
+    llm.close()  # later tests have engines of their own
     cleanup_dist_env_and_memory()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with LLM(nano_adapter, disk_path=str(tmp_path), **POOL, **SMALL) as apart:
         same(ask(apart, LISTS), [expected(library, apart, texts) for texts in LISTS])
         idle(apart)
     assert len(list(tmp_path.rglob("*.safetensors"))) == len(TEXTS)  # the next engine finds them there
+
+
+@pytest.mark.slow
+def test_a_pool_in_fp8_holds_more_and_answers_nearly_the_same(
+    llm: LLM, library: PICEngine, nano_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.close()
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with LLM(nano_adapter, pool_dtype="fp8", **POOL, **SMALL) as small:
+        assert llm.front.manager is not None
+        assert small.front.manager is not None
+        assert small.front.manager.layout.num_blocks > 2 * llm.front.manager.layout.num_blocks  # float32 otherwise
+        (found,) = ask(small, [TEXTS])
+        error = abs(logs(found)[0] - expected(library, small, TEXTS)[0])
+        assert 1e-6 < error < 0.1
+        idle(small)
