@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,25 @@ backbones: Registry[Path] = Registry("backbone")
 """Short names for backbone folders that come with the package (training registers `nano`)."""
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name is an ``owner/name`` on the Hub, not a folder or a registered short name."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+
+
 def resolve_name(name: str | Path) -> str:
-    """The folder of a registered backbone name; anything else as it is."""
+    """The folder of a registered backbone name; anything else as it is.
+
+    Raises:
+        OSError: for a folder that isn't there, if it can't be the id of a repository on the Hub.
+    """
     text = str(name)
-    return str(backbones.get(text)) if not Path(text).exists() and text in backbones else text
+    if Path(text).exists():
+        return text
+    if text in backbones:
+        return str(backbones.get(text))
+    if "/" in text and not is_hub_id(text):
+        raise OSError(f"no model {text!r}: there is no such folder, and a Hub id is owner/name")
+    return text
 
 
 def backbone_beside(backbone_name: str, adapter: str | Path) -> str:

@@ -15,10 +15,10 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
 from safetensors import safe_open
 
-from comb.adapter import backbones
+from comb.adapter import backbones, is_hub_id
 from comb.config import CombConfig
 from comb.model_card.facts import RESULTS, TRAINING, read_evaluations, read_training
-from comb.model_card.licence import KEYS, Licence, inherited_licence, is_hub_id
+from comb.model_card.licence import KEYS, Licence, inherited_licence
 from comb.model_card.merge import WHOLE, Card, Deleted, compose, digest, merge_edits, parse_card
 from comb.model_card.render import render
 from comb.redaction import holds_secret, known_secrets, named_secrets, redact_json

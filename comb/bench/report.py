@@ -67,7 +67,7 @@ def length_tables(results: Sequence[LengthResult]) -> list[TextTable]:
         "cached time of full over the method's in the same repeat, median (quartiles). redone: document tokens "
         "prefilled. peak: what linking and the first token add.",
         *([f"Growth of cached TTFT, as a power of the context: {', '.join(grown)}."] if grown else []),
-        *_refusals((f"{result.method} at {result.tokens}", result.refused) for result in results),
+        *refusals((f"{result.method} at {result.tokens}", result.refused) for result in results),
     ]
     tables = [TextTable("Time to first token against context length", columns, tuple(lines), tuple(remarks))]
     return tables + _stage_table(results)
@@ -114,7 +114,7 @@ def async_tables(results: Sequence[AsyncResult]) -> list[TextTable]:
     remarks = (
         "TTFT in ms from arrival to first token, waiting included. ccr: the store's budget over what all users' "
         "PICaches need. busy: near 100 the queue only grows, and TTFT depends on how long the run is.",
-        *_refusals(
+        *refusals(
             (result.method if result.ccr is None else f"{result.method} at ccr {result.ccr:g}", result.refused)
             for result in results
         ),
@@ -140,7 +140,7 @@ def needle_tables(cells: Sequence[NeedleCell]) -> list[TextTable]:
     remarks = (
         "Percent of answers that hold the needle, and mean F1 in percent, by depth of the needle. "
         f"{max((cell.n for cell in cells), default=0)} haystacks per cell.",
-        *_refusals((f"{cell.method} at {cell.tokens}", cell.refused) for cell in cells),
+        *refusals((f"{cell.method} at {cell.tokens}", cell.refused) for cell in cells),
     )
     columns = ("method", "tokens", *(f"{depth:g}%" for depth in depths))
     return [TextTable("Needle in a haystack", columns, tuple(lines), remarks)]
@@ -165,7 +165,7 @@ def mebibytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:.1f}"
 
 
-def _refusals(items: Iterable[tuple[str, str]]) -> list[str]:
+def refusals(items: Iterable[tuple[str, str]]) -> list[str]:
     """``a, b refused: reason``, one line per reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in items:

@@ -11,7 +11,7 @@ import torch
 
 from comb.hybrid.caches import new_cache, read_state, run
 from comb.hybrid.support import find_hybrid_support
-from comb.methods.base import exclusive
+from comb.methods.base import DecodeState, exclusive
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,24 @@ class Drift:
 
 @torch.no_grad()
 def state_drift(method: Any, documents: Sequence[Sequence[int]], query: Sequence[int]) -> list[Drift]:
-    """Drift of `method` (hypic, addition) on one prompt, by layer from the first on; convolutions have no state.
+    """Drift of `method` (hypic, addition) on one prompt, by layer from the first on; convolutions have no state."""
+    return drift_of(method.backbone, method.link(method.compile(documents), query))
+
+
+@torch.no_grad()
+def drift_of(model: Any, linked: DecodeState) -> list[Drift]:
+    """Drift of one prompt that is linked already, behind the tokens that its cache covers (hypic: all but the last).
 
     Raises:
-        ValueError: for a query of fewer than two tokens, whose states are left to ``generate``.
+        ValueError: where nothing can be compared: no state behind the prompt, or no linear layer that keeps one.
     """
-    if len(query) < 2:
-        raise ValueError(f"state_drift expects a query of at least two tokens, got {len(query)}")
-    linked = method.link(method.compile(documents), query)
-    model = method.backbone
+    covered = 0 if linked.past_key_values is None else int(linked.past_key_values.get_seq_length())
+    if not covered:
+        raise ValueError("this method leaves the whole prompt to the model: there is no state to compare")
     with exclusive(model):
         support = find_hybrid_support(model)
         exact = new_cache(model)
-        run(model, linked.input_ids[0, :-1].tolist(), exact, 0)
+        run(model, linked.input_ids[0, :covered].tolist(), exact, 0)
     found = []
     for number in sorted(support.linear):
         ours, theirs = (read_state(cache, number)[1] for cache in (linked.past_key_values, exact))
@@ -47,4 +52,6 @@ def state_drift(method: Any, documents: Sequence[Sequence[int]], query: Sequence
         cosine = float(left @ right / (left.norm() * right.norm()).clamp_min(1e-300))
         angle = math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
         found.append(Drift(number, float((left - right).norm() / right.norm().clamp_min(1e-300)), angle))
+    if not found:
+        raise ValueError("none of this model's layers keeps a state: convolutions alone have no drift")
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 
-from comb.adapter import backbone_beside, resolve_name
+from comb.adapter import backbone_beside, is_hub_id, resolve_name
 from comb.model_card.merge import parse_card
 from comb.upload import HUB_ERRORS, reason
 
@@ -32,16 +31,20 @@ def inherited_licence(backbone: str, revision: str | None, folder: Path, *, api:
         folder: of the adapter; a backbone may be kept beside it.
         api: asks the Hub; without it only folders and the Hub's cache on this machine are looked into.
     """
-    place = Path(backbone_beside(resolve_name(backbone), folder)) if backbone else Path()
     if not backbone:
         return Licence({}, "the adapter names no backbone")
+    nowhere = Licence({}, f"there is no backbone {backbone!r} to read it from")
+    try:
+        place = Path(resolve_name(backbone_beside(backbone, folder)))
+    except OSError:
+        return nowhere
     if place.is_dir():
         path = place / "README.md"
         if not path.is_file():
             return Licence({}, "the backbone's folder has no model card")
         return _stated(path.read_text(encoding="utf-8"), "the backbone's card")
     if not is_hub_id(backbone):
-        return Licence({}, f"there is no backbone {backbone!r} to read it from")
+        return nowhere
     cached = try_to_load_from_cache(backbone, "README.md", revision=revision)
     if isinstance(cached, str):
         return _stated(Path(cached).read_text(encoding="utf-8"), f"the card of {backbone}")
@@ -53,11 +56,6 @@ def inherited_licence(backbone: str, revision: str | None, folder: Path, *, api:
         except HUB_ERRORS as error:
             return Licence({}, f"the card of {backbone} could not be read ({reason(error)})")
         return _stated(path.read_text(encoding="utf-8"), f"the card of {backbone}")
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a backbone's name is an ``owner/name`` on the Hub, not a folder or a registered short name."""
-    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
 
 
 def _stated(card: str, where: str) -> Licence:

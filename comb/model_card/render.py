@@ -8,10 +8,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from comb.adapter import backbones
+from comb.adapter import backbones, is_hub_id
 from comb.config import CombConfig
 from comb.model_card.facts import Evaluation, Training, eval_results
-from comb.model_card.licence import Licence, is_hub_id
+from comb.model_card.licence import Licence
 from comb.model_card.merge import BEGIN, END, Card, parse_card
 
 # a wheel carries the template inside the package (pyproject.toml), a source tree has it in model_cards/

@@ -13,12 +13,15 @@ import pytest
 import torch
 from families import open_gates
 from test_documents import byte_tokenizer
+from test_hybrid_methods import text_model
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example, cli
 from comb.bench.asynchronous import budget, measure_async, summarize
 from comb.bench.comparison import compare, drop_too_long
 from comb.bench.context_length import LengthResult, Work, growth_exponent, measure_context_length, random_model
+from comb.bench.drift import measure_drift
+from comb.bench.drift_report import drift_table
 from comb.bench.fidelity import kl_divergence
 from comb.bench.haystack import ExampleHaystack, TextHaystack, place, read_text, supporting
 from comb.bench.memory import peak_memory, running_maximum
@@ -484,6 +487,17 @@ def test_haystack_files(tmp_path: Path) -> None:
             read_text(tmp_path / name)
 
 
+# --- comb bench drift -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "reason"), [("hypic", "hybrid"), ("prefix", "isn't a hybrid"), ("comb", "decoder")])
+def test_what_has_no_drift_says_so(setting: Setting, examples: list[Example], method: str, reason: str) -> None:
+    [result] = measure_drift(setting, examples[:1], [method], progress=False)
+    assert reason in result.refused
+    [line] = drift_table([result]).lines
+    assert line[:2] == (method, "refused")
+
+
 # --- the commands ---------------------------------------------------------------------------------------------------
 
 
@@ -586,6 +600,25 @@ def test_needle_command(folder: Path, tmp_path: Path) -> None:
     assert "refused" not in chosen.output
 
 
+def test_drift_command(folder: Path, tmp_path: Path) -> None:
+    for part in text_model("bamba"):
+        part.save_pretrained(tmp_path / "hybrid")
+    result = run(
+        "drift", "--model", tmp_path / "hybrid", "--methods", "full,addition,hypic:2,hypic:100", "--dataset",
+        folder / "data.jsonl", "--split", "all", "--limit", 3, "--out", tmp_path / "d.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "full refused: this method leaves the whole prompt" in " ".join(result.output.split())
+    _, addition, hypic, covered = written(tmp_path / "d.json")["results"]
+    for row in (addition, hypic, covered):
+        assert row["n"] == 3
+        assert [layer["layer"] for layer in row["layers"]] == [0, 1, 3]
+    deepest = [row["layers"][-1]["error"]["median"] for row in (addition, hypic, covered)]
+    assert deepest[0] > deepest[1] > 1e-3
+    assert deepest[2] < 1e-5
+    assert hypic["layers"][0]["error"]["high"] < 1e-5 < addition["layers"][0]["error"]["low"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -599,6 +632,7 @@ def test_needle_command(folder: Path, tmp_path: Path) -> None:
         (["async", "--rates", "fast"], "--rates takes numbers"),
         (["context-length", "--lengths", "short"], "--lengths takes numbers"),
         (["context-length", "--heads", "7"], "heads must divide hidden"),
+        (["drift", "--methods", "none"], "leave the control"),
         (["needle", "--depths", "200"], "at most 100"),
         (["needle", "--haystack", "missing.txt"], "there is no file 'missing.txt'"),
         (["needle", "--haystack", "a.txt", "--dataset", "nano"], "give one of them"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb import CombConfig, CombForCausalLM
+from comb.adapter import resolve_name
 
 
 @pytest.fixture
@@ -178,6 +179,14 @@ def test_a_folder_without_weights(saved: Path) -> None:
     (saved / "adapter" / "model.safetensors").unlink()
     with pytest.raises(OSError, match="not an adapter checkpoint"):
         CombForCausalLM.from_pretrained(saved / "adapter")
+
+
+def test_a_name_is_a_folder_or_may_be_on_the_hub(tmp_path: Path) -> None:
+    for name in (tmp_path / "nowhere", "out/runs/7", "./here"):
+        with pytest.raises(OSError, match=rf"no model '{name}': there is no such folder, and a Hub id is owner/name"):
+            resolve_name(name)
+    assert resolve_name(tmp_path) == str(tmp_path)
+    assert resolve_name("owner/name") == "owner/name"
 
 
 def test_a_truncated_weights_file(saved: Path) -> None:

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM
+from comb.adapter import is_hub_id
 from comb.cli import main
-from comb.hub import is_hub_id, plan_push, push
+from comb.hub import plan_push, push
 from comb.model_card.render import TEMPLATE
 from comb.upload import UploadFailedError
 

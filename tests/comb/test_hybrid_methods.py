@@ -67,18 +67,27 @@ def test_full_in_a_batch(name: str) -> None:
     assert error(batch.logits[0], batch.logits[1]) > 20 * EXACT
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "zamba2", "jamba", "minimax"])
+def test_convolutions_have_no_drift() -> None:
+    with pytest.raises(ValueError, match="keeps a state"):
+        state_drift(methods.create("hypic", model_of("lfm2")), [A, B], QUERY)
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "lfm2"])
 def test_drift_grows_from_an_exact_first_layer(name: str) -> None:
     model = model_of(name)
     drifts = {spec: state_drift(methods.create(spec, model), [A, B, C], QUERY)
               for spec in ("hypic", "addition", "hypic:100")}  # fmt: skip
+    deepest = {spec: f"{100 * each[-1].error:.1f}%, {each[-1].degrees:.1f} degrees" for spec, each in drifts.items()}
+    print(f"{name}, layer {drifts['hypic'][-1].layer}: {deepest}")
     assert drifts["hypic"][0].error < EXACT
     assert drifts["hypic"][0].degrees < 1e-3
     assert drifts["hypic"][-1].error > 1e-3
     assert all(ours.error < naive.error for ours, naive in zip(drifts["hypic"], drifts["addition"], strict=True))
     assert all(drift.error < EXACT for drift in drifts["hypic:100"])
-    with pytest.raises(ValueError, match="at least two tokens"):
-        state_drift(methods.create("hypic", model), [A], [5])
+    for spec in ("hypic", "prefix"):  # caches that cover the whole prompt but its last token, or less
+        assert state_drift(methods.create(spec, model), [A], [5])[-1].error < EXACT
+    with pytest.raises(ValueError, match="no state to compare"):
+        state_drift(methods.create("full", model), [A], [5])
 
 
 def test_modes_leave_out_what_their_names_say() -> None:

@@ -213,7 +213,7 @@ def poisoned(run: CombTrainer, *bad: int) -> list[float]:
 
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         value = target_loss(outputs, labels, num_items_in_batch)
-        clean.append(float(value))
+        clean.append(float(value.detach()))
         return value * math.nan if len(clean) in bad else value
 
     run.compute_loss_func = loss
