@@ -71,7 +71,5 @@ def _measured(setting: Setting, examples: Sequence[Example], spec: str, progress
 
 
 def _summary(prompts: Sequence[Drift]) -> LayerDrift:
-    error, degrees = (Timing.of(values) for values in zip(*((d.error, d.degrees) for d in prompts), strict=True))
-    assert error is not None
-    assert degrees is not None
+    error, degrees = (Timing.over([getattr(drift, name) for drift in prompts]) for name in ("error", "degrees"))
     return LayerDrift(prompts[0].layer, error, degrees)

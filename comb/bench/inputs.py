@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from comb.documents import Example
     from comb.evaluation.datasets import Counts
     from comb.evaluation.run import Setting
@@ -24,17 +26,22 @@ def make_random(
     sizes: Mapping[str, int], positions: int, dtype: str, device: str, *, hybrid: bool = False, seed: int = 0
 ) -> Any:
     """`random_model` of these sizes with at least so many positions, in the dtype and on the device asked for."""
-    import torch
-
     from comb.bench.context_length import random_model
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, place = dtype_and_device(dtype, device)
+    made = random_model(**sizes, positions=max(positions, LEAST_POSITIONS), hybrid=hybrid, seed=seed)
+    return made.to(device=place, dtype=kind)
+
+
+def dtype_and_device(dtype: str, device: str) -> tuple[torch.dtype, str]:
+    """What ``--dtype`` and ``--device`` mean where no checkpoint says it: float32, and a GPU if there is one."""
+    import torch
+
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     kind = torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
-    made = random_model(**sizes, positions=max(positions, LEAST_POSITIONS), hybrid=hybrid, seed=seed)
-    return made.to(device=device, dtype=kind)
+    return kind, place
 
 
 def make_setting(

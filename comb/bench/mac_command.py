@@ -1,8 +1,8 @@
-"""The command `comb bench mac`."""
+"""The commands `comb bench mac` and `comb bench mac-cost`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -110,6 +110,45 @@ def mac_command(
         lambda file: plot_mac(points, file, title=title), heading=title, benchmark="mac", model=model, config=config,
         steps=steps, drift=drift, recency=recency, quality=texts, common=common, dataset=dataset, split=split,
         seed=seed,
+    )  # fmt: skip
+
+
+@bench.command("mac-cost")
+def mac_cost_command(
+    config: Annotated[str, typer.Option(help="a preset of MAC and parameters")] = "generation",
+    contexts: Annotated[str, typer.Option(help="tokens of context, separated by commas")] = "4096,16384,49152",
+    heads: Annotated[int, typer.Option(min=1, help="query heads of the layer")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="its key/value heads")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="channels of a head")] = 128,
+    rows: Annotated[int, typer.Option(min=1, help="requests in the batch")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="measurements; in each, both take their turn")] = 5,
+    out: Out = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """What a token of one layer costs on this machine, exact and with MAC where every head hits."""
+    import torch
+
+    from comb.bench.inputs import dtype_and_device
+    from comb.bench.mac_cost import cost_table, measure_layer
+    from comb.bench.report import check_out
+    from comb.bench.specs import integers
+    from comb.mac import MacConfig
+    from comb.mac.breakeven import AttentionShape
+
+    check_out(out)
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}")
+    kind, place = dtype_and_device(dtype, device)
+    found = measure_layer(
+        AttentionShape(heads, kv_heads, head_dim), MacConfig.parse(config), integers(contexts, "--contexts"),
+        rows=rows, repeats=repeats, dtype=kind, device=place,
+    )  # fmt: skip
+    title = f"{heads} query and {kv_heads} key/value heads of {head_dim} channels, {kind}, {place}, batch of {rows}"
+    show(
+        out, found.points, [cost_table(found)], None, heading=title, benchmark="mac-cost", config=config, heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, rows=rows, repeats=repeats, dtype=str(kind), device=place,
+        threads=torch.get_num_threads(), costs=asdict(found.costs), pays_from=found.pays_from,
     )  # fmt: skip
 
 

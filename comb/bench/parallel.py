@@ -227,13 +227,7 @@ def _result(
     pairs = list(zip(serial.ttft, own.ttft, own.combine, strict=True))
     return ParallelResult(
         spec, workers, sum(map(len, work.segments)),
-        ttft_s=_timing(own.ttft), dispatch_s=_timing(own.dispatch), transfer_s=_timing(own.transfer),
-        combine_s=_timing(own.combine), speedup=_timing([one / more for one, more, _ in pairs]),
-        combine_share=_timing([combine / one for one, _, combine in pairs]), cache_bytes=nbytes, costs=costs,
+        ttft_s=Timing.over(own.ttft), dispatch_s=Timing.over(own.dispatch), transfer_s=Timing.over(own.transfer),
+        combine_s=Timing.over(own.combine), speedup=Timing.over([one / more for one, more, _ in pairs]),
+        combine_share=Timing.over([combine / one for one, _, combine in pairs]), cache_bytes=nbytes, costs=costs,
     )  # fmt: skip
-
-
-def _timing(values: Sequence[float]) -> Timing:
-    timing = Timing.of(values)
-    assert timing is not None
-    return timing

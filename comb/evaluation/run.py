@@ -40,8 +40,11 @@ class Timing:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing | None:
         """None where nothing was measured."""
-        if not seconds:
-            return None
+        return cls.over(seconds) if seconds else None
+
+    @classmethod
+    def over(cls, seconds: Sequence[float]) -> Timing:
+        """Of at least one measurement."""
         if len(seconds) == 1:
             return cls(seconds[0], seconds[0], seconds[0], 1)
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")

@@ -45,7 +45,7 @@ def find_match(state: MacState, query: Tensor, position: Tensor, config: MacConf
     kind = state.lse.dtype
     pos = state.pos[:, :, None]  # [B, K, 1]
     difference = query.to(kind)[:, None] - state.query.to(kind)
-    squared = difference.square().sum(-1)  # [B, K, H]
+    squared = difference.square_().sum(-1)  # [B, K, H]
     oldest = position[:, None, None] - min(config.window, config.max_gap or config.window)
     able = (pos >= oldest.clamp_min(0)) & (pos < position[:, None, None]) & (end(pos, config) > max(config.sink, 0))
     able = able & (state.lse > EMPTY)

@@ -14,6 +14,7 @@ from comb.mac.config import MacConfig
 from comb.mac.interface import Call
 from comb.mac.rotation import LayerQueries
 from comb.mac.state import MacState
+from comb.mac.step import Step
 
 # keys and values of one layer: more than the device's caches hold
 _BYTES = {"cpu": 2**27, "cuda": 2**29}
@@ -36,37 +37,47 @@ def measure_costs(call: Call, queries: LayerQueries, config: MacConfig) -> Costs
     session gets the same tokens.
     """
     rows, shape, device = call.query.shape[0], shape_of(call), call.query.device
-    # nothing but the price counts here: everything hits
-    config = replace(config, min_length=0, tau=0.0, max_chain=None, max_drift=False)
     fitting = _budget(device) // (rows * shape.key_bytes)
     length = max(min(fitting, _MOST_TOKENS), 2 * config.hit_keys())
-    keys, values = (t.new_full((rows, shape.kv_heads, length, t.shape[-1]), 0.1) for t in (call.keys, call.values))
-    query = torch.full_like(call.query, 0.1)
-
+    whole = at_length(call, length)
     exact = []
     for tokens in (length // 4, length):
-        one = replace(call, query=query, keys=keys[:, :, :tokens], values=values[:, :, :tokens], mask=None)
-        exact.append((float(rows * tokens * shape.key_bytes), _seconds(one.exact, device)))
-
-    position = torch.full((1, 1), length - 1, device=device)
-    state = MacState.empty(rows, shape.heads, shape.width, values.shape[-1], config, query)
-    state.query.copy_(queries.unrotated(query, position).transpose(1, 2).expand_as(state.query))
-    state.lse.zero_()
-    latest = torch.arange(length - 1 - config.window, length - 1, device=device)
-    state.pos[:, latest % config.window] = latest
-    start = torch.zeros(rows, dtype=torch.long, device=device)
-
-    def reuse() -> None:
-        unrotated = queries.unrotated(query, position)[:, :, 0]
-        with torch.autocast(device.type, enabled=False):  # as in a session
-            computed_step(state, unrotated, query[:, :, 0], keys, values, start, config, call.scale)
-
+        one = replace(whole, keys=whole.keys[:, :, :tokens], values=whole.values[:, :, :tokens])
+        exact.append((float(rows * tokens * shape.key_bytes), seconds(one.exact, device)))
     read = rows * (config.hit_keys() * shape.key_bytes + config.window * shape.query_bytes)
-    reused = float(read), _seconds(reuse, device)
+    reused = float(read), seconds(reusing(whole, queries, config), device)
     try:
         return fit_costs(exact, [reused])
     except ValueError:  # too fast or too noisy to see what reading costs: then MAC saves nothing that could be seen
         return Costs(exact_s=exact[-1][1], mac_s=reused[1], bytes_per_s=float("inf"))
+
+
+def at_length(call: Call, length: int) -> Call:
+    """A call like this one over so many keys, all alike."""
+    keys, values = (t.new_full((*t.shape[:2], length, t.shape[-1]), 0.1) for t in (call.keys, call.values))
+    return replace(call, query=torch.full_like(call.query, 0.1), keys=keys, values=values, mask=None)
+
+
+def reusing(call: Call, queries: LayerQueries, config: MacConfig) -> Callable[[], Step]:
+    """A step of MAC in place of `call` (of `at_length`) in which all heads reuse the oldest query of the window."""
+    # nothing but the price counts here: everything hits
+    config = replace(config, min_length=0, tau=0.0, max_chain=None, max_drift=False)
+    query, keys, values, device = call.query, call.keys, call.values, call.query.device
+    (rows, heads, _, width), last = query.shape, keys.shape[2] - 1
+    position = torch.full((1, 1), last, device=device)
+    state = MacState.empty(rows, heads, width, values.shape[-1], config, query)
+    state.query.copy_(queries.unrotated(query, position).transpose(1, 2).expand_as(state.query))
+    state.lse.zero_()
+    latest = torch.arange(last - config.window, last, device=device)
+    state.pos[:, latest % config.window] = latest
+    start = torch.zeros(rows, dtype=torch.long, device=device)
+
+    def reuse() -> Step:
+        unrotated = queries.unrotated(query, position)[:, :, 0]
+        with torch.autocast(device.type, enabled=False):  # as in a session
+            return computed_step(state, unrotated, query[:, :, 0], keys, values, start, config, call.scale)[0]
+
+    return reuse
 
 
 def _budget(device: torch.device) -> int:
@@ -74,7 +85,7 @@ def _budget(device: torch.device) -> int:
     return min(most, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else most
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
+def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Of one call: the best of some batches of calls, each of which waits for the device only at its end."""
 
     def batch(calls: int) -> float:

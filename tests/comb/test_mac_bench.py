@@ -10,16 +10,21 @@ import pytest
 import torch
 from families import BASE
 from test_documents import byte_tokenizer
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from comb import Document, Example, cli
 from comb.bench.mac import Task, measure_quality, sweep_streams
+from comb.bench.mac_cost import _call
 from comb.bench.mac_report import plot_mac, quality_tables, stream_tables
 from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
 from comb.documents import PromptBuilder
 from comb.evaluation.run import Setting
 from comb.mac import MacConfig
+from comb.mac.breakeven import AttentionShape
+from comb.mac.measure import at_length, reusing
+from comb.mac.rotation import LayerQueries
 
 SPEC = StreamSpec(200, 20, heads=2, kv_heads=1, width=32, drift=0.1)
 CONFIG = MacConfig.generation(window=32, band=16, min_length=0)
@@ -93,6 +98,27 @@ def test_quality_compares_with_exact_answers() -> None:
     assert by_name["free"].hit_rate > 0.5
     assert len(by_name["free"].layer_hits) == 2
     assert len(quality_tables(results)[0].lines) == 3
+
+
+def test_what_a_layer_costs(tmp_path: Path) -> None:
+    """No times are looked at: what is timed is what a session computes, and everything has its line."""
+    config = MacConfig.generation(window=32, band=16)
+    call = at_length(_call(AttentionShape(4, 2, 16), 3, torch.float32, "cpu"), 100)
+    assert call.keys.shape == (3, 2, 100, 16)
+    assert call.exact()[0].shape == (3, 1, 4, 16)
+    step = reusing(call, LayerQueries(nn.Identity()), config)()
+    assert step.match.hit.all()
+    assert step.keys_read.unique().tolist() == [config.hit_keys()]
+    out = tmp_path / "cost.json"
+    arguments = ["bench", "mac-cost", "--contexts", "64,128", "--heads", "4", "--kv-heads", "2", "--head-dim", "16",
+                 "--config", "generation:window=32,band=16", "--repeats", "2", "--device", "cpu"]  # fmt: skip
+    result = CliRunner().invoke(cli.app, [*arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert [point["context"] for point in written["results"]] == [64, 128]
+    assert written["results"][0]["speedup"]["n"] == 2
+    refused = CliRunner().invoke(cli.app, [*arguments, "--contexts", "48"])
+    assert "a hit reads up to 48 keys: give longer contexts than 48" in str(refused.exception)
 
 
 def test_the_command(tmp_path: Path) -> None:
