@@ -18,6 +18,8 @@ import pytest
 
 from comb_serving.replicas.process import free_port
 
+# Ray Serve gives up on its HTTP proxy after five seconds, less than its processes take to start on a busy machine
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
