@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from comb.bench.comparison import REFUSALS, one_line
 from comb.bench.request import linked
 from comb.documents import Example
 from comb.evaluation.run import Setting, Timing
-from comb.hybrid.drift import Drift, drift_of
+from comb.hybrid.drift import Drift, drift_of, exact_states
 
 
 @dataclass(frozen=True)
@@ -49,25 +51,45 @@ def measure_drift(
     setting: Setting, examples: Sequence[Example], specs: Sequence[str], *, progress: bool = True
 ) -> list[MethodDrift]:
     """One result per method, in order, all over the same prompts; a method that can't run here says why."""
-    return [_measured(setting, examples, spec, progress) for spec in tqdm(specs, "methods", disable=not progress)]
+    runs = [_Run(setting, spec) for spec in specs]
+    for example in tqdm(examples, "drift", unit="prompt", disable=not progress, leave=False):
+        exact = cache(exact_states)  # once for all methods
+        for run in runs:
+            run.add(example, exact)
+    return [run.result() for run in runs]
 
 
-def _measured(setting: Setting, examples: Sequence[Example], spec: str, progress: bool) -> MethodDrift:
-    found: list[list[Drift]] = []
-    recomputed = 0
-    try:
-        engine = setting.engine(spec)
-        if engine.method.uses_encoder:
-            raise ValueError(f"{spec} puts no document into the decoder's states")
-        for example in tqdm(examples, spec, unit="prompt", disable=not progress, leave=False):
-            with linked(engine, *setting.request(spec, example)) as state:
-                found.append(drift_of(engine.method.backbone, state))
-                recomputed += state.recomputed_tokens
-            engine.store.clear()
-    except REFUSALS as error:
-        return MethodDrift(spec, refused=one_line(error))
-    layers = [_summary(of_layer) for of_layer in zip(*found, strict=True)]
-    return MethodDrift(spec, len(found), tuple(layers), recomputed / len(found))
+class _Run:
+    """One method, until it is refused."""
+
+    def __init__(self, setting: Setting, spec: str) -> None:
+        self.setting, self.spec = setting, spec
+        self.found: list[list[Drift]] = []
+        self.recomputed = 0
+        self.refused = ""
+        try:
+            self.engine = setting.engine(spec)
+            if self.engine.method.uses_encoder:
+                self.refused = f"{spec} puts no document into the decoder's states"
+        except REFUSALS as error:
+            self.refused = one_line(error)
+
+    def add(self, example: Example, exact: Callable[..., dict[int, Tensor]]) -> None:
+        if self.refused:
+            return
+        try:
+            with linked(self.engine, *self.setting.request(self.spec, example)) as state:
+                self.found.append(drift_of(self.engine.method.backbone, state, exact))
+                self.recomputed += state.recomputed_tokens
+        except REFUSALS as error:
+            self.refused = one_line(error)
+        self.engine.store.clear()
+
+    def result(self) -> MethodDrift:
+        if self.refused:
+            return MethodDrift(self.spec, refused=self.refused)
+        layers = [_summary(of_layer) for of_layer in zip(*self.found, strict=True)]
+        return MethodDrift(self.spec, len(self.found), tuple(layers), self.recomputed / len(self.found))
 
 
 def _summary(prompts: Sequence[Drift]) -> LayerDrift:
