@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from comb.bench.drift import MethodDrift
-from comb.bench.report import TextTable, refusals
+from comb.bench.report import TextTable, refusals, spread
 from comb.evaluation.plot import legend_beside, make_figure, save, styles
 from comb.evaluation.run import Timing
 
@@ -19,7 +19,7 @@ def drift_table(results: Sequence[MethodDrift]) -> TextTable:
             lines.append((result.method, "refused", *("-",) * 3))
             continue
         first, deepest = result.layers[0], result.layers[-1]
-        shown = (percent(first.error), percent(deepest.error), _spread(deepest.degrees, "{:.2f}"))
+        shown = (_percent(first.error), _percent(deepest.error), spread(deepest.degrees, "{:.2f}"))
         lines.append((result.method, *shown, f"{result.recomputed_tokens:.0f}"))
     measured = [result for result in results if result.layers]
     columns = ("method", "first layer, %", "deepest layer, %", "angle, degrees", "redone")
@@ -56,11 +56,6 @@ def plot_drift(results: Sequence[MethodDrift], path: str | Path, *, title: str =
     return save(figure, axes, path, title)
 
 
-def percent(error: Timing) -> str:
+def _percent(error: Timing) -> str:
     """``8.9 (8.1-9.6)``; rounding alone is ``<0.001``."""
-    return "<0.001" if error.high < 1e-5 else _spread(error, "{:.1f}", 100)
-
-
-def _spread(values: Timing, form: str, scale: float = 1) -> str:
-    median, low, high = (form.format(scale * value) for value in (values.median, values.low, values.high))
-    return f"{median} ({low}-{high})"
+    return "<0.001" if error.high < 1e-5 else spread(error, "{:.1f}", 100)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from comb.bench.parallel import ParallelResult, Simulated
-from comb.bench.report import TextTable, mebibytes, ratio
+from comb.bench.report import TextTable, mebibytes, ratio, spread
 from comb.evaluation.plot import make_figure, save
-from comb.evaluation.run import Timing
 from comb.evaluation.table import short_milliseconds
 
 STAGES = {"dispatch": "#4878cf", "transfer": "#ee854a", "combine": "#6acc64"}
@@ -29,7 +28,7 @@ def _measured(results: Sequence[ParallelResult]) -> TextTable:
             short_milliseconds(result.transfer_s) if result.workers else "-",
             short_milliseconds(result.combine_s),
             ratio(result.speedup),
-            _percent(result.combine_share) if result.workers else "-",
+            spread(result.combine_share, "{:.1f}", 100) if result.workers else "-",
             mebibytes(result.cache_bytes) if result.workers else "-",
         )
         for result in results
@@ -110,7 +109,3 @@ def plot_parallel(
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.0f}" if seconds >= 0.01 else f"{1000 * seconds:.1f}"
-
-
-def _percent(share: Timing) -> str:
-    return f"{100 * share.median:.1f} ({100 * share.low:.1f}-{100 * share.high:.1f})"

@@ -160,6 +160,12 @@ def ratio(timing: Timing | None) -> str:
     return f"{median} ({low}-{high})"
 
 
+def spread(timing: Timing, form: str, scale: float = 1) -> str:
+    """``8.9 (8.1-9.6)``: median and quartiles times `scale`, each written like `form`."""
+    median, low, high = (form.format(scale * value) for value in (timing.median, timing.low, timing.high))
+    return f"{median} ({low}-{high})"
+
+
 def mebibytes(count: int | None) -> str:
     """``1536`` KiB -> ``1.5``."""
     return "-" if count is None else f"{count / 2**20:.1f}"
