@@ -19,8 +19,7 @@ from comb.mac.breakeven import AttentionShape, Costs, least_context
 from comb.mac.interface import Call
 from comb.mac.measure import at_length, measure_costs, reusing, seconds, shape_of
 from comb.mac.rotation import LayerQueries
-
-HIT_RATE = 0.99  # per query head, that a session counts on
+from comb.mac.rule import HIT_RATE
 
 
 @dataclass(frozen=True)

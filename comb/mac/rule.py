@@ -10,6 +10,9 @@ from comb.mac.interface import Call
 from comb.mac.measure import measure_costs, shape_of
 from comb.mac.rotation import LayerQueries
 
+HIT_RATE = 0.99
+"""Of one query head, that a session counts on unless told otherwise."""
+
 
 class Rule:
     """Asked at every step; what it needs is found out once per batch size and layer, by index.

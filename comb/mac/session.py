@@ -30,7 +30,7 @@ from comb.mac.fill import prompt_rows, rows_to_keep
 from comb.mac.interface import Attended, Call, begin, end, stand_in
 from comb.mac.passes import Pass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
-from comb.mac.rule import Rule
+from comb.mac.rule import HIT_RATE, Rule
 from comb.mac.state import MacState
 from comb.methods.base import backbone_of
 
@@ -60,7 +60,9 @@ class MacSession:
         RuntimeError: on entering, when a session is on this model already.
     """
 
-    def __init__(self, model: Any, config: MacConfig, *, costs: Costs | None = None, hit_rate: float = 0.99) -> None:
+    def __init__(
+        self, model: Any, config: MacConfig, *, costs: Costs | None = None, hit_rate: float = HIT_RATE
+    ) -> None:
         self.backbone = backbone_of(model)
         self.config = config
         self.rule = Rule(self.backbone, enabled=config.break_even, costs=costs, hit_rate=hit_rate)
@@ -279,7 +281,7 @@ def mac(
     config: MacConfig | str | None = None,
     *,
     costs: Costs | None = None,
-    hit_rate: float = 0.99,
+    hit_rate: float = HIT_RATE,
     **changes: Any,
 ) -> MacSession:
     """MAC attention on `model` (a causal LM, or a COMB model's backbone) for the length of a ``with`` block.
