@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,10 @@ from comb.documents import PromptBuilder, referenced_documents
 from comb.engine import UnknownDocumentError
 from comb.store import PICacheStore
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHUNKS = ["The mill burnt down in 1907.", "Its owner was Ada Flint.", "She moved to York."]
 SPECS = ["full", "prefix", "naive", "legolink:4", "legolink-0", "attnlink:4", "cacheblend:0.2", "block"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

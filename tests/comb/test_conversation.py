@@ -6,7 +6,6 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +22,8 @@ from comb import CombForCausalLM, PICEngine
 from comb.conversation import Conversation
 from comb.decoding import AnswerStream
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MILL, CITY, LAKE = "The mill burnt down in spring.", "Rill is a small city by the sea.", "The lake is 12 m deep."
 NEW = 6
 EXACT = 1e-5
@@ -34,14 +35,6 @@ THINKING = (
 HYBRIDS = ("qwen3_next", "bamba", "jamba", "minimax")
 ON_LLAMA = ("full", "prefix", "naive", "legolink:2", "legolink-0", "attnlink:4", "cacheblend:1.0",
             "naive:quantize=int8", "comb")  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache

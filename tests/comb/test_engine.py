@@ -24,6 +24,8 @@ from comb.engine import PICEngine, Request, UnknownDocumentError
 from comb.report import format_bytes
 from comb.store import PICacheStore, PICacheTooLargeError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -31,14 +33,6 @@ TEMPLATE = (
 LAKE, CITY, BOOK = "The lake is 12 m deep.", "Rill is a small city.", "Mira wrote the blue book, in spring."
 QUESTION = "How deep?"
 NEW = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_tokenizer(*extra: str, template: str | None = None) -> PreTrainedTokenizerFast:

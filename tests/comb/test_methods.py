@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,6 +26,8 @@ from comb.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
 from comb.store import PICacheStore
 from comb.weights import weights_fingerprint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY = 96
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -41,14 +42,6 @@ SIZES = {
 }
 HEAD, QUERY = [1, 5], [7, 8, 9]
 DOCUMENTS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(kind: str, **changes: object) -> PreTrainedModel:

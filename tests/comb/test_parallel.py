@@ -29,17 +29,12 @@ from comb.parallel.processes import ProcessPool, process_executor
 from comb.parallel.worker import Compiler, WorkerSpec, decode_ids, encode_ids
 from comb.picache import PICache, serialize
 
+# sums are taken in the order of a worker, which has one thread
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEGMENTS = [[11, 12, 13, 14, 15, 16], [21, 22, 23], [31, 32, 33, 34], [41, 42], [51, 52, 53, 54, 55]]
 FAULTY = [[11, 12, 13, 14, 15, FAULT_TOKEN], *SEGMENTS[1:]]
 METHODS = ["comb", "naive", "block", "legolink:4", "legolink-0", "cacheblend:0.5", "naive:quantize=int8"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker: with another number, sums are taken in another order
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,9 @@ from comb.parallel.pool import Reply, Task, WorkerLostError, WorkerPool
 from comb.parallel.scheduling import lpt, makespan
 from comb.parallel.worker import Compiler, WorkerSpec, encoded
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 runner = CliRunner()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
