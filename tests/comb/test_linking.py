@@ -21,6 +21,8 @@ from comb.methods.base import fork_cache
 from comb.methods.decoder import Decoder
 from comb.picache import DecoderPICache, deserialize, serialize
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REFUSED = {
     "gpt2": "learned absolute positions",
     "opt": "learned absolute positions",
@@ -38,14 +40,6 @@ EXACT_FOR_ONE = ("naive", "block", "legolink:0", "legolink:2", "attnlink:4", "ca
 HEAD, GAPS, QUERY = [5, 6, 7], [[8], [9, 10]], [90, 17, 33, 41, 12]
 _generator = torch.Generator().manual_seed(1)
 DOCUMENTS = [torch.randint(3, 120, (n,), generator=_generator).tolist() for n in (11, 7, 13)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,13 @@ from comb.engine import PICEngine
 from comb.mac import MacConfig, mac
 from comb.store import PICacheStore
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NEW = 16
 FREE = MacConfig(
     window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None, break_even=False
 )
 NEVER = replace(FREE, tau=1.0, audit_every=4, audit_bound=1e-3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- linked caches, the engine, the command line --------------------------------------------------------------------

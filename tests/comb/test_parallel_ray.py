@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
-from test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, one_thread, same  # noqa: F401  a fixture
+from test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, same
 
 from comb import methods
 from comb.engine import PICEngine
 from comb.parallel import CompileExecutor, Deadline, ModelSource
 
 ray: Any = pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
