@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 from test_trainer import TOKENIZER, backbone, comb_model, examples, trainer
 from torch.nn.functional import kl_div
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb import CombForCausalLM, Prompt
 from comb_training.batches import IGNORED, Collator, TrainingExample
 from comb_training.config import TrainConfig
 from comb_training.lora import add_lora, lora_layers, unload
-from comb_training.losses import Teacher, divergence, target_loss
+from comb_training.losses import Teacher, divergence, target_logits_only, target_loss
 from comb_training.trainer import CombTrainer
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -60,6 +61,61 @@ def test_the_divergence_is_added_with_its_weight() -> None:
     rows = logits[:, :-1][labels[:, 1:] != IGNORED]
     torch.testing.assert_close(both - plain, 0.5 * divergence(rows, teacher).mean())
     torch.testing.assert_close(target_loss(outputs, labels, 8, teacher=teacher, weight=0.5), both * 4 / 8)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+LINEAR = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {}),
+        ("gemma2", {"final_logit_softcapping": 2.0}),  # bends logits behind the head
+        ("cohere", {"logit_scale": 0.25}),
+        ("qwen3_next", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}),
+    ],
+)
+def test_the_head_computes_what_targets_need_and_no_more(kind: str, more: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
+    model = CombForCausalLM.from_backbone(plain, num_encoder_layers=1)
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.any():
+            torch.nn.init.constant_(parameter, 0.5)  # gates
+    batch = Collator(0)(
+        [TrainingExample(Prompt((2,), ((5, 6, 7), (8, 9)), tuple(range(10, 10 + n))), (4,) * n) for n in (1, 4, 7)]
+    )
+    labels = batch.pop("labels")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole = model(**batch)
+    expected = target_loss(whole, labels)
+    gradients = torch.autograd.grad(expected, trained, allow_unused=True)
+    with target_logits_only(model, labels):
+        few = model(**batch)
+        loss = target_loss(few, labels)
+    assert few.logits.shape == (1, 12, whole.logits.shape[-1])
+    torch.testing.assert_close(few.logits[0], whole.logits[:, :-1][labels[:, 1:] != IGNORED])
+    torch.testing.assert_close(loss, expected)
+    assert any(gradient is not None and gradient.any() for gradient in gradients)
+    for found, gradient in zip(torch.autograd.grad(loss, trained, allow_unused=True), gradients, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+    teachers = Teacher.of(few.logits.detach(), labels, 5), Teacher.of(whole.logits.detach(), labels, 5)
+    torch.testing.assert_close(teachers[0].logprobs, teachers[1].logprobs)
+    assert model(**batch).logits.shape == whole.logits.shape  # afterwards it is as it was
+
+
+def test_a_head_that_sees_other_rows_than_the_labels_is_not_guessed_at() -> None:
+    model = comb_model()
+    with target_logits_only(model, torch.zeros(2, 5, dtype=torch.long)), pytest.raises(RuntimeError, match=r"\[2, 5\]"):
+        model(torch.ones(2, 7, dtype=torch.long))
+    assert model(torch.ones(2, 7, dtype=torch.long)).logits.shape[:2] == (2, 7)
 
 
 def teacher_divergence(model: Any, rows: list[TrainingExample]) -> float:

@@ -17,7 +17,7 @@ from comb_training.batches import Collator
 from comb_training.bench import Shape
 from comb_training.config import TrainConfig
 from comb_training.lora import add_lora
-from comb_training.losses import target_loss
+from comb_training.losses import target_logits_only, target_loss
 from comb_training.plan.activations import FACTOR, PassSize, Shapes, activation_bytes
 from comb_training.plan.counting import Parameters
 from comb_training.plan.memory import Sharding, memory_of
@@ -51,7 +51,8 @@ class Step:
         self.labels = self.batch.pop("labels")
 
     def __call__(self) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+        with autocast, target_logits_only(self.model, self.labels):
             loss = target_loss(self.model(**self.batch), self.labels)
         loss.backward()
 
@@ -103,8 +104,7 @@ CASES = {
     "documents": (SIZES, Shape(1, 1, 4, 100, 4, 4), "documents"),
     "linked documents": (SIZES, Shape(1, 16, 4, 100, 4, 4), "linked"),
     "queries": (SIZES, Shape(1, 8, 1, 16, 60, 4), "queries"),
-    "targets": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 1, 80), None),
-    "logits": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 80, 1), "queries"),
+    "targets": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 1, 80), "targets"),
     "all alike": (SIZES, Shape(2, 3, 3, 40, 24, 16), None),
 }
 

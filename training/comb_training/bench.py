@@ -23,7 +23,7 @@ from comb.bench.memory import peak_memory
 from comb.evaluation.table import text_table
 from comb_training.batches import Collator, TrainingExample
 from comb_training.lora import add_lora
-from comb_training.losses import target_loss
+from comb_training.losses import target_logits_only, target_loss
 
 RIVAL = "lora"
 
@@ -102,7 +102,8 @@ class _Trainee:
 
     def step(self) -> float:
         """Returns the loss."""
-        loss = target_loss(self.model(**self.batch), self.labels)
+        with target_logits_only(self.model, self.labels):
+            loss = target_loss(self.model(**self.batch), self.labels)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -73,6 +73,11 @@ class BlockAttentionModel(nn.Module):
         embeddings: nn.Module = self.backbone.get_input_embeddings()
         return embeddings
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The backbone's."""
+        head: nn.Module | None = self.backbone.get_output_embeddings()
+        return head
+
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         """The backbone's."""
         self.backbone.gradient_checkpointing_enable(**options)

@@ -56,7 +56,7 @@ from comb_training.checkpoints import (
 )
 from comb_training.config import TrainConfig
 from comb_training.lora import lora_layers, merged
-from comb_training.losses import Teacher, target_loss
+from comb_training.losses import Teacher, target_logits_only, target_loss
 from comb_training.sampler import BatchSampler, Budget
 from comb_training.schedule import Schedule, total_steps
 from comb_training.ways import WAYS
@@ -234,7 +234,8 @@ class CombTrainer(Trainer):
         batch = dict(inputs)
         inputs = dict(inputs)
         self._teacher = self._ask_teacher(inputs.pop("full_prompts", None))
-        result = super().compute_loss(model, inputs, *args, **kwargs)
+        with target_logits_only(self.trained_model, inputs["labels"]):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
         loss: Tensor = result[0] if isinstance(result, tuple) else result
         if not model.training:
             return result
@@ -266,7 +267,7 @@ class CombTrainer(Trainer):
         if prompts is None:
             return None
         ids, mask = prompts["input_ids"], prompts["attention_mask"]
-        with self.way.plain(self.trained_model) as backbone:
+        with self.way.plain(self.trained_model) as backbone, target_logits_only(backbone, prompts["labels"]):
             logits = backbone(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return Teacher.of(logits, prompts["labels"], self.comb_config.kl_top_k)
 
@@ -320,7 +321,11 @@ class CombTrainer(Trainer):
                 inputs = self._prepare_inputs(self.data_collator([examples[index] for index in batch]))
                 labels = inputs.pop("labels")
                 inputs.pop("full_prompts", None)
-                with torch.no_grad(), self.compute_loss_context_manager():
+                with (
+                    torch.no_grad(),
+                    self.compute_loss_context_manager(),
+                    target_logits_only(model, labels),
+                ):
                     value = float(target_loss(model(**inputs), labels))
                 if turn < len(batches):
                     tokens = int((labels[:, 1:] != IGNORED).sum())

@@ -127,7 +127,7 @@ def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpoi
         linked K/V       2ak x linked tokens
         cross block      (norms + 4wm + 3wq + (4 + 2)q + h(a + 2w)) x query tokens + 2wq x linked tokens
         backbone layer   (8h + 4wq + 3w x its own m) x query tokens    from the first cross block on
-        loss             vocabulary x max(w x query tokens + (8, or 8 + w where w = 2) x targets, 2w x query tokens)
+        loss             12 x vocabulary x targets
 
     Without checkpointing that is all kept. With it, the inputs of all layers are, and at the larger of two moments
 
@@ -165,16 +165,15 @@ def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpoi
         2 * FLOAT32 * s.hidden + 4 * frozen_work * s.queries + 3 * frozen_work * s.backbone_intermediate
     )
     backbone_layers = s.backbone_layers - s.first
-    # all logits, those of targets in float32, and their softmax; or later two tensors of gradients
-    selected = 2 * FLOAT32 + (frozen_work if frozen_work < FLOAT32 else 0)
-    loss = s.vocabulary * max(frozen_work * size.queries + selected * size.targets, 2 * frozen_work * size.queries)
+    # the backward pass of a softmax in float32: its result, the gradient of it, and the one that it hands on
+    loss = 3 * FLOAT32 * s.vocabulary * size.targets
     always = s.cross_blocks * (heads + linked)
     if not checkpointing:
         layers = s.encoder_layers * encoder_layer + s.cross_blocks * cross_block + backbone_layers * backbone_layer
         return always + layers + loss + copies
     inputs = residual * s.hidden * s.encoder_layers * size.documents
     inputs += s.backbone_bytes * s.hidden * backbone_layers * size.queries
-    logits = frozen_work * s.vocabulary * size.queries
+    logits = frozen_work * s.vocabulary * size.targets
     decoding = always + max(cross_block + backbone_layer + s.cross_blocks * linked, loss, copies + logits)
     encoding = encoder_layer + size.documents * (work * s.intermediate + residual * s.hidden * s.cross_blocks)
     return inputs + max(decoding, encoding)
