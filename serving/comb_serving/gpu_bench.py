@@ -106,7 +106,8 @@ class Bench(GpuRun):
         hole = torch.ones(slots, dtype=torch.bool, device=self.device)
         for table in tables:
             hole[table.slots(self.device)] = False
-        layer = PagedLayer(*made.masked_fill_(hole[:, None, None], 0 if fp8 else float("nan")), block)
+        keys, values = made.masked_fill_(hole[:, None, None], 0 if fp8 else float("nan"))
+        layer = PagedLayer(keys, values, block)
         if fp8:
             layer = _in_fp8(layer, hole)
         query = torch.randn(
@@ -185,10 +186,10 @@ class Bench(GpuRun):
         sizes = self.measured
         query, layer, batch = self.step(rows, documents, tokens, [queries] * rows, fp8=fp8, dtype=self.dtype)
         chosen = sizes_for(self.dtype, sizes.width)
-        options = {"heads": sizes.heads, "groups": sizes.groups, "device": self.device, "sizes": chosen}
+        make = partial(make_plan, batch, heads=sizes.heads, groups=sizes.groups, device=self.device, sizes=chosen)
         begun = time.perf_counter()
         for _ in range(3):
-            plan = make_plan(batch, **options)
+            plan = make()
         plan_s = (time.perf_counter() - begun) / 3
         kernel_s = self.clock.time(partial(run_plan, query, layer, plan)).median_s
         plain_s = self.clock.time(partial(attend_plain, query, layer, batch), graph=False).median_s

@@ -112,7 +112,8 @@ def create(path: Path, nbytes: int, device: torch.device) -> Memory:
 
 def attach(kind: str, path: Path, nbytes: int) -> Memory:
     """Memory that another process has made."""
-    return {HOST: HostMemory, CUDA: DeviceMemory}[kind].attach(path, nbytes)
+    kinds: dict[str, type[HostMemory] | type[DeviceMemory]] = {HOST: HostMemory, CUDA: DeviceMemory}
+    return kinds[kind].attach(path, nbytes)
 
 
 @contextmanager

@@ -233,8 +233,8 @@ class LLM:
                 given = [_with_handles(parameters[index], lease) for index, lease in leases.items()]
                 outputs = self.llm.generate([prompts[index] for index in leases], given, **options)
             finally:
-                for lease in filter(None, leases.values()):
-                    self._loop.call_soon_threadsafe(lease.release)
+                for held in filter(None, leases.values()):
+                    self._loop.call_soon_threadsafe(held.release)
             for (index, lease), output in zip(leases.items(), outputs, strict=True):
                 output.comb = report(prepared[index], lease)
                 answers[index] = output

@@ -154,7 +154,8 @@ class SharedPool:
     def layer(self, index: int) -> PagedLayer:
         """Keys and values of one cross layer, as attention takes them."""
         scales = (None, None) if self.scales is None else self.scales[index].unbind()
-        return PagedLayer(*self.tensor[index].unbind(), self.layout.block_size, *scales)
+        keys, values = self.tensor[index].unbind()
+        return PagedLayer(keys, values, self.layout.block_size, *scales)
 
     def write(self, handle: Handle, keys: Tensor, values: Tensor, heads: slice = slice(None)) -> None:
         """Stores a document's keys and values, each [C, tokens, all H, D], of which this pool holds `heads`.

@@ -25,7 +25,8 @@ from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
 from comb.evaluation.run import MethodResult, evaluate
 from comb.evaluation.table import environment, write_json
-from comb.hub import RESULTS, refresh_card
+from comb.hub import refresh_card
+from comb.model_card.facts import RESULTS
 from comb_training import distributed, plugin
 from comb_training.answers import answer_prepared
 from comb_training.batches import TrainingExample

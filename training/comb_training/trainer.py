@@ -33,6 +33,7 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -83,6 +84,7 @@ class CombTrainer(Trainer):
 
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: LambdaLR | None
+    control: TrainerControl
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class CombTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         loader = DataLoader(
-            self.train_dataset,  # type: ignore[arg-type]  # a list is a map-style dataset
+            self.train_dataset,
             batch_sampler=self.sampler,
             collate_fn=self.data_collator,
             pin_memory=self.args.dataloader_pin_memory,

@@ -78,7 +78,8 @@ def _loops(outcome: Outcome) -> TextTable:
     lines = []
     phases = dict.fromkeys(r.phase for r in outcome.results if r.rate is None)
     for phase in phases:
-        times = ratio(*(outcome.ttft(server, phase) for server in SERVERS))
+        above, below = (outcome.ttft(server, phase) for server in SERVERS)
+        times = ratio(above, below)
         for server in SERVERS:
             found = [r for r in outcome.results if (r.server, r.phase) == (server, phase)]
             lines += [_line(result, times if server == COMB else None) for result in found]

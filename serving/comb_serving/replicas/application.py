@@ -16,7 +16,7 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -119,7 +119,9 @@ class CombReplica:
 class CombRouter:
     """The application's address: `Router` over the replicas' actors."""
 
-    async def __init__(self, replicas: Mapping[str, Any], bound: Bound) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, replicas: Mapping[str, Any], bound: Bound
+    ) -> None:
         self._router = Router.of(list(replicas), bound)
         self._watching = [asyncio.create_task(self._watch(name, handle)) for name, handle in replicas.items()]
 
@@ -160,10 +162,10 @@ def application(given: dict[str, Any]) -> Any:
     names = [f"replica-{number}" for number in range(settings.replicas)]
     resources = {"num_cpus": settings.cpus, "num_gpus": settings.gpus}
     replicas = {
-        name: CombReplica.options(name=name, ray_actor_options=resources).bind(
-            settings.command_of(name), dict(settings.environment), settings.start_seconds
-        )
+        name: cast(Any, CombReplica)
+        .options(name=name, ray_actor_options=resources)
+        .bind(settings.command_of(name), dict(settings.environment), settings.start_seconds)
         for name in names
     }
     bound = Bound(settings.load_factor, settings.load_floor)
-    return CombRouter.options(ray_actor_options={"num_cpus": 0}).bind(replicas, bound)
+    return cast(Any, CombRouter).options(ray_actor_options={"num_cpus": 0}).bind(replicas, bound)

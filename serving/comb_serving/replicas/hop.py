@@ -46,7 +46,7 @@ class _Chunks:
 
     async def __anext__(self) -> bytes:
         try:
-            chunk = await self._response.content.readany()
+            chunk: bytes = await self._response.content.readany()
         except BaseException:
             await self.aclose()
             raise

@@ -20,15 +20,15 @@ def put_in_front(layer: nn.Module, block: nn.Module) -> None:
     layer.__class__ = _subclass(type(layer))
 
 
-def _subclass(base: type) -> type:
+def _subclass(base: Any) -> type:
     # looked up once here, not at each call: torch.compile traces forward
-    names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
+    names = list(inspect.signature(base.forward).parameters)[1:]
     if "hidden_states" not in names:
         raise ValueError(f"{base.__name__} can't get a cross block: its forward takes {names}, not hidden_states")
     hidden_at = names.index("hidden_states")
     residual_at = names.index("residual") if "residual" in names else None
 
-    class CombLayer(base):  # type: ignore[misc, valid-type]
+    class CombLayer(base):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             given = list(args)
             hidden = given[hidden_at] if hidden_at < len(given) else kwargs["hidden_states"]

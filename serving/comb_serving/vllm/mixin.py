@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,16 @@ from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
 from comb_serving.vllm.layer import put_in_front
 from comb_serving.vllm.rows import Documents
 
+if TYPE_CHECKING:  # what it is mixed into is any of vLLM's model classes
+    from vllm.model_executor.models.llama import LlamaForCausalLM as ModelClass
+else:
+    ModelClass = object
+
 BACKBONE = "comb_backbone."  # in front of names from the backbone's folder
 BLOCKS, ENCODER = "cross_blocks.", "encoder."
 
 
-class CombMixin:
+class CombMixin(ModelClass):
     """Comes first among the bases of ``Comb<architecture>``; everything else is the backbone's class."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:

@@ -13,7 +13,7 @@ from comb_serving.vllm.pool import create_pool
 def with_documents(base: Any) -> type:
     """A subclass of the model state `base` that follows requests and sets the step in front of each forward pass."""
 
-    class CombModelState(base):  # type: ignore[misc]
+    class CombModelState(base):
         def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
             super().__init__(vllm_config, model, encoder_cache, device)
             self.documents = model.comb

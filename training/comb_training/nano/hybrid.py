@@ -91,8 +91,13 @@ def build_hybrid(nano: LlamaForCausalLM, seed: int) -> BambaForCausalLM:
 def row_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Rows]:
     """Endless batches of prompts with one question each, as hard as the nano's last stage; two scenes may be short."""
     stage = STAGES[-1]
-    told = {"pronouns": stage.pronouns, "stories": stage.stories, "longest_story": stage.longest_story}
-    world = World(recipe.seed + 1, "train", **told)
+    world = World(
+        recipe.seed + 1,
+        "train",
+        pronouns=stage.pronouns,
+        stories=stage.stories,
+        longest_story=stage.longest_story,
+    )
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         rows = []

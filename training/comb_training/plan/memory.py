@@ -65,7 +65,7 @@ class Sharding:
 
 
 def _offloaded(zero: dict[str, Any], what: str) -> bool:
-    return (zero.get(f"offload_{what}") or {}).get("device", "none") != "none"
+    return bool((zero.get(f"offload_{what}") or {}).get("device", "none") != "none")
 
 
 @dataclass(frozen=True)
