@@ -43,14 +43,14 @@ class LinkedDocuments:
         table = _token_table(unique, given, longest=None if self.packed else self.lengths.longest)
         self.keys, self.values = (self._layout(documents, table) for documents in zip(*unique, strict=True))
 
-    def _layout(self, documents: Sequence[Tensor], table: Tensor) -> Tensor:
-        """Documents [cross_layers, tokens, kv_heads, head_dim] -> [cross_layers, rows, kv_heads, longest, head_dim],
-        or, packed, [cross_layers, 1, kv_heads, all tokens, head_dim]."""
+    def _layout(self, documents: Sequence[Tensor], table: Tensor) -> tuple[Tensor, ...]:
+        """Documents [cross_layers, tokens, kv_heads, head_dim] -> per cross layer [rows, kv_heads, longest, head_dim],
+        or, packed, [1, kv_heads, all tokens, head_dim]."""
         tokens = torch.cat([document.transpose(0, 1) for document in documents])
         # an embedding look-up is the gather with the cheapest gradient, and rows share documents in training
         rows = nn.functional.embedding(table.to(tokens.device), tokens.flatten(1))
         laid_out: Tensor = rows.unflatten(-1, tokens.shape[1:]).permute(2, 0, 3, 1, 4).contiguous()
-        return laid_out
+        return laid_out.unbind()  # at once: an index per layer would have a gradient as large as all of them
 
     def rows_of(self, batch: int) -> Tensor | None:
         """Which rows of a batch of hidden states have documents; None for all of them. [rows_with_documents]

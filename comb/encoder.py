@@ -188,7 +188,9 @@ class CombEncoder(nn.Module):
         counts = [len(segment) for segment in embeddings]
         if uses_packing(self.config._attn_implementation):
             return list(zip(keys[0].split(counts, dim=1), values[0].split(counts, dim=1), strict=True))
-        return [(keys[row, :, :count], values[row, :, :count]) for row, count in enumerate(counts)]
+        # taken apart at once: an index per segment would have a gradient as large as the batch
+        rows = zip(keys.unbind(), values.unbind(), counts, strict=True)
+        return [(key[:, :count], value[:, :count]) for key, value, count in rows]
 
     def forward(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of a batch of segments, padded or (flash attention) packed in one row.

@@ -46,6 +46,25 @@ def test_gradients_reach_every_trainable_parameter_and_no_other() -> None:
     assert not dead
 
 
+def test_no_gradient_spans_all_layers_or_segments_once_per_layer_or_segment() -> None:
+    model = fresh().train()
+    with model.linked(DOCUMENTS) as link:
+        assert link is not None
+        outputs = [*link.keys, *link.values]
+    seen = {output.grad_fn for output in outputs}
+    waiting = list(seen)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    names = [node.name() for node in seen]
+    # one for keys and one for values, of the layers and of the segments; an index is a gradient of zeros, as large
+    # as what it is taken from, for each of them
+    assert names.count("UnbindBackward0") == 4
+    assert "SelectBackward0" not in names
+
+
 def test_gates_of_a_fresh_model_get_gradients_first() -> None:
     model = fresh().train()
     open_gates(model, 0.0, 0.0)

@@ -47,6 +47,10 @@ class Step:
 
     def __post_init__(self) -> None:
         examples = self.shape.examples(self.model.info.vocab_size, 0)
+        last = examples[-1].prompt
+        if len(examples) > 1 and len(last.segments) > 1:
+            # a row is padded, as in real batches: otherwise keys and values aren't repeated for the queries' heads
+            examples[-1] = replace(examples[-1], prompt=replace(last, segments=last.segments[:-1]))
         self.batch: dict[str, Any] = Collator(0)(examples)
         self.labels = self.batch.pop("labels")
 
