@@ -58,7 +58,7 @@ def demo_config(output_dir: str | Path, train_seconds: float, seed: int) -> Conf
         train=TrainConfig(
             max_seconds=train_seconds,
             batch_size=64,
-            learning_rate=6e-3,
+            learning_rate=3e-3,
             seed=seed,
             output_dir=str(output_dir),
         ),
