@@ -50,7 +50,7 @@ def target_logits_only(model: Any, labels: Tensor) -> Iterator[None]:
         hidden, *rest = args
         if hidden.shape[:2] != labels.shape:
             raise RuntimeError(f"the head is given {list(hidden.shape)} states for labels of {list(labels.shape)}")
-        return (hidden.flatten(0, 1).index_select(0, places)[None], *rest)
+        return (hidden.flatten(0, 1).index_select(0, places.to(hidden.device))[None], *rest)
 
     handle = head.register_forward_pre_hook(select)
     try:

@@ -72,7 +72,7 @@ class CombTrainer(Trainer):
     """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says.
 
     Args:
-        model: a `CombForCausalLM` (any model that takes ``documents=`` will do), or a `BlockAttentionModel`.
+        model: a `CombForCausalLM` (or a `PreTrainedModel` that takes ``documents=``), or a `BlockAttentionModel`.
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged every `eval_steps`.
         answer: scores that are logged with it.
