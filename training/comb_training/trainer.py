@@ -323,11 +323,7 @@ class CombTrainer(Trainer):
                 inputs = self._prepare_inputs(self.data_collator([examples[index] for index in batch]))
                 labels = inputs.pop("labels")
                 inputs.pop("full_prompts", None)
-                with (
-                    torch.no_grad(),
-                    self.compute_loss_context_manager(),
-                    target_logits_only(model, labels),
-                ):
+                with torch.no_grad(), self.compute_loss_context_manager(), target_logits_only(model, labels):
                     value = float(target_loss(model(**inputs), labels))
                 if turn < len(batches):
                     tokens = int((labels[:, 1:] != IGNORED).sum())

@@ -92,11 +92,7 @@ def row_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[R
     """Endless batches of prompts with one question each, as hard as the nano's last stage; two scenes may be short."""
     stage = STAGES[-1]
     world = World(
-        recipe.seed + 1,
-        "train",
-        pronouns=stage.pronouns,
-        stories=stage.stories,
-        longest_story=stage.longest_story,
+        recipe.seed + 1, "train", pronouns=stage.pronouns, stories=stage.stories, longest_story=stage.longest_story
     )
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:

@@ -60,8 +60,9 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     """
     plugin.register()
     if config.train.method == "block":
-        only = "no parameters, memory and batches: these are planned for train.method=comb only"
-        return Plan(config, 1, notes=[only])
+        return Plan(
+            config, 1, notes=["no parameters, memory and batches: these are planned for train.method=comb only"]
+        )
     ranks = distributed.world_size() if ranks is None else ranks
     sharding = Sharding.of(config.train, ranks)
     result = Plan(config, ranks, size=PassSize.of_budget(config.train))
