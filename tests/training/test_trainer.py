@@ -27,7 +27,7 @@ from comb.evaluation.run import evaluate
 from comb_training import demo, plugin
 from comb_training.batches import Collator, TrainingExample
 from comb_training.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
-from comb_training.config import TrainConfig, config_from_dict
+from comb_training.config import TrainConfig, config_from_dict, load_config
 from comb_training.data.mixture import read_examples
 from comb_training.losses import target_loss
 from comb_training.nano import CHECKPOINT
@@ -545,6 +545,13 @@ def test_commands_say_what_is_missing(backbone_folder: Path, tmp_path: Path) -> 
     path.write_text(f"model: {{backbone: {backbone_folder}}}")
     result = invoke("train", str(path), "--resume", str(tmp_path / "absent"))
     assert "no checkpoint folder" in str(result.exception)
+
+
+def test_the_demo_trains_as_the_nano_recipe_does() -> None:
+    recipe = load_config(Path(__file__).resolve().parents[2] / "configs" / "nano.yaml")
+    ours = demo.demo_config(recipe.train.output_dir, recipe.train.max_seconds, recipe.train.seed)
+    assert (ours.data, ours.train) == (recipe.data, recipe.train)
+    assert dataclasses.replace(ours.model, device=recipe.model.device) == recipe.model
 
 
 @pytest.mark.skipif(not (CHECKPOINT / "config.json").exists(), reason=f"needs the nano checkpoint at {CHECKPOINT}")
