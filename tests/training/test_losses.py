@@ -83,11 +83,7 @@ LINEAR = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_he
 )
 def test_the_head_computes_what_targets_need_and_no_more(kind: str, more: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
-    model = CombForCausalLM.from_backbone(plain, num_encoder_layers=1)
-    for parameter in model.parameters():
-        if parameter.requires_grad and not parameter.any():
-            torch.nn.init.constant_(parameter, 0.5)  # gates
+    model = comb_model(0.5, AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more)))
     batch = Collator(0)(
         [TrainingExample(Prompt((2,), ((5, 6, 7), (8, 9)), tuple(range(10, 10 + n))), (4,) * n) for n in (1, 4, 7)]
     )

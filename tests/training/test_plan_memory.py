@@ -109,6 +109,7 @@ CASES = {
     "linked documents": (SIZES, Shape(1, 16, 4, 100, 4, 4), "linked"),
     "queries": (SIZES, Shape(1, 8, 1, 16, 60, 4), "queries"),
     "targets": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 1, 80), "targets"),
+    "questions over many words": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 80, 1), "queries"),
     "all alike": (SIZES, Shape(2, 3, 3, 40, 24, 16), None),
 }
 

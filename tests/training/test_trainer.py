@@ -65,8 +65,9 @@ def backbone(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def comb_model(gate: float = 0.0) -> CombForCausalLM:
-    model = CombForCausalLM.from_backbone(backbone(), num_encoder_layers=1, cross_attention_layers=[1])
+def comb_model(gate: float = 0.0, on: Any = None) -> CombForCausalLM:
+    on = backbone() if on is None else on
+    model = CombForCausalLM.from_backbone(on, num_encoder_layers=1, cross_attention_layers=[1])
     for name, parameter in model.named_parameters():
         if name.endswith("gate"):
             torch.nn.init.constant_(parameter, gate)
