@@ -577,6 +577,7 @@ def test_demo_fails_when_the_encoder_has_learned_nothing(tmp_path: Path, monkeyp
     assert scores["full"] == scores["prefix"] > 0.8
     assert scores["comb"] < 0.9 * scores["full"]
     assert scores["none"] < 0.2
+    assert "`nano`, held-out side" in (out / "README.md").read_text()
     assert {"model.safetensors", "results.png", "loss.png", "training.json"} <= {path.name for path in out.iterdir()}
 
 

@@ -85,7 +85,8 @@ def run_demo(
     console = console or Console()
     start = time.monotonic()
     folder = Path(output_dir)
-    _train(demo_config(folder, train_seconds, seed), console)
+    config = demo_config(folder, train_seconds, seed)
+    _train(config, console)
 
     console.rule("Questions over documents, with the adapter loaded from disk")
     model = CombForCausalLM.from_pretrained(folder)
@@ -98,7 +99,7 @@ def run_demo(
         (model, tokenizer), heldout, METHODS, max_new_tokens=MAX_NEW_TOKENS, batch_size=50, timing_examples=8
     )
     console.print(result_table(results, f"nano backbone, {len(heldout)} held-out questions over 4 to 8 documents"))
-    write_results(folder / "results.json", results, seed=seed, dataset="nano", split="heldout")
+    write_results(folder / "results.json", results, seed=seed, split="heldout", config=config.to_dict())
     refresh_card(folder)
     plots = _plots(folder, results)
     full, comb = (next(result for result in results if result.method == name) for name in ("full", "comb"))
