@@ -76,7 +76,6 @@ def test_encoders_killed_at_random_under_load(served: Served, nano_adapter: Path
         for client in clients:
             client.result(300)
     assert len(killed) == KILLS
-    assert served.metric("encoder_restarts") == before + KILLS
     right = [(documents, answer) for documents, answer in answers if answer[0] == 200]
     for _, (status, body) in answers:
         assert status in (200, 503)
@@ -87,6 +86,8 @@ def test_encoders_killed_at_random_under_load(served: Served, nano_adapter: Path
     # and afterwards it is as it was
     assert states(served.chat(["After all of it."])) == ["encoded"]
     assert states(served.chat(["After all of it."])) == ["pool"]
+    # counted when a process is known to be gone, some ms after its end: for certain before the next one encodes
+    assert served.metric("encoder_restarts") == before + KILLS
     served.wait_until_idle()
 
 
