@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import wait_until_gone
 
 from comb_serving.instance import LOCK, PREFIX, instance_folder, remove_abandoned
 from comb_serving.launcher import launch, read_flags
@@ -93,10 +94,7 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
     assert remove_abandoned(root) == []  # its owner lives
     launcher.send_signal(number)
     assert launcher.wait(30) == (7 if number == signal.SIGTERM else -signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]:
-        assert time.monotonic() < deadline, "the server outlived its launcher"
-        time.sleep(0.05)
+    wait_until_gone(pid)
     if number == signal.SIGKILL:
         assert folders[0].exists()
         with instance_folder(root) as mine:

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from pathlib import Path
 
 import pytest
+from processes import gone, wait_until_gone
 
 from comb_serving.replicas.process import ServeProcess
 
@@ -34,18 +33,6 @@ server = ServeProcess(sys.argv[1:])
 print(server.pid, flush=True)
 time.sleep(60)
 """
-
-
-def gone(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().split(")")[1].split()[0] == "Z"
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while not gone(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_it_is_healthy_then_ends_and_says_so() -> None:
