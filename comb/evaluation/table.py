@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -153,11 +154,12 @@ def markdown(names: Sequence[str], lines: Sequence[Sequence[str]], remarks: Sequ
 
 def environment(**settings: Any) -> dict[str, Any]:
     """What a number was made with: argv, versions, commit, machine, and the `settings` given (seed, data, ...)."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "argv": sys.argv,
         "versions": {"python": platform.python_version(), **_versions()},
         "commit": _commit(),
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "gpus": gpus},
         **settings,
     }
 
@@ -209,7 +211,7 @@ def _versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return {**found, "torch": torch.__version__}  # with what it was built for, which its metadata may not name
 
 
 def _commit() -> str | None:
