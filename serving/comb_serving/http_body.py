@@ -55,13 +55,12 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """A body that must be a JSON object. Raises RequestError (400)."""
     try:
         value = json.loads(body)
+        if b"\\ud" in body.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(400, f"the body holds half of a surrogate pair: {error.reason}") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {error}") from error
-    if b"\\ud" in body.lower():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(400, f"the body holds half of a surrogate pair: {error.reason}") from error
     if not isinstance(value, dict):
         raise RequestError(400, f"the body must be a JSON object, not a {type(value).__name__}")
     return value

@@ -278,11 +278,13 @@ def _stripped(raw: bytes) -> bytes:
     """A body without handles, whatever route it is for; the same bytes if there were none."""
     try:
         value = json.loads(raw)
-        clean = without_handles(value)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise RequestError(400, "the body is nested too deeply") from None
+    except ValueError:
         if KEY.encode() in raw:
             raise RequestError(400, f"{KEY} is not a field of requests") from None
         return raw  # no JSON: nothing that vLLM could take for a request
+    clean = without_handles(value)
     return raw if clean == value else json.dumps(clean).encode()
 
 

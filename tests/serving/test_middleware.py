@@ -117,16 +117,16 @@ def test_a_clients_own_handles_are_stripped(path: str) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("depth", [900, 5_000, 100_000])  # looked through by some versions of Python, parsed by some, by none
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/documents"])
-def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str) -> None:
+def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str, depth: int) -> None:
     async def work() -> None:
         server = Server()
-        deep = "[" * 900 + "]" * 900
         for key in (KEY, "\\u0063omb_docs"):
-            body = f'{{"prompt": "x", "vllm_xargs": {{"{key}": [4, 1, 0]}}, "text": {deep}}}'
+            body = f'{{"prompt": "x", "vllm_xargs": {{"{key}": [4, 1, 0]}}, "text": {"[" * depth + "]" * depth}}}'
             answer = await server.client().post(path, body.encode())
-            assert answer.status == 400, answer.body
-        assert server.echo.bodies == []
+            assert answer.status == 400 or (depth == 900 and answer.status == 200), answer.body[:200]
+        assert all(body["vllm_xargs"] == {} for body in server.echo.bodies)
 
     run(work())
 
