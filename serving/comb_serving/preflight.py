@@ -28,6 +28,7 @@ def check_start(checkpoint: str) -> None:
         reason = " ".join(str(error).split())  # transformers' own has several lines
         looked = "its configuration could not be read" if here else "there is no such folder, and as a Hub id"
         raise OSError(f"no checkpoint {checkpoint!r}: {looked}: {reason}") from error
+    config.pop("_commit_hash", None)  # transformers before 5.18 adds it to an empty one too
     if not config:
         raise OSError(f"no checkpoint {checkpoint!r}: it holds no config.json, or an empty one")
     if config.get("model_type") != CombConfig.model_type:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
+from packaging.version import Version
 from safetensors.torch import load_file
 
 from comb_training.nano import CHECKPOINT
@@ -95,6 +97,8 @@ def kill_at_step_13(config: Path) -> None:
 
 @pytest.mark.parametrize("stage", [None, 2, 3], ids=["ddp", "zero2", "zero3"])
 def test_killed_and_resumed_is_the_same_run_to_the_bit(tmp_path: Path, stage: int | None) -> None:
+    if stage is None and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("transformers before 5.18 can't load an optimizer for several processes on a CPU")
     settings: dict[str, Any] = {"epochs": None}
     if stage is not None:
         pytest.importorskip("deepspeed")
