@@ -117,7 +117,7 @@ def test_a_clients_own_handles_are_stripped(path: str) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("depth", [900, 5_000, 100_000])  # looked through by some versions of Python, parsed by some, by none
+@pytest.mark.parametrize("depth", [900, 5_000, 100_000])  # how much is parsed, and looked through, is up to Python
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/documents"])
 def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str, depth: int) -> None:
     async def work() -> None:
