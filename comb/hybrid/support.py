@@ -19,7 +19,14 @@ from comb.hybrid.probe import LayerRun, Probe, apply_on, watch_layers
 from comb.hybrid.scalar import constant_decay
 from comb.hybrid.scans import listen, read_scan
 from comb.hybrid.transition import Transition, TransitionError
-from comb.linking.positions import PositionMap, Rotation, UnmovableError, find_positions, find_state_rotation
+from comb.linking.positions import (
+    PositionMap,
+    Rotation,
+    UnmovableError,
+    explain_states,
+    find_positions,
+    states_by_position,
+)
 from comb.linking.support import distance, tolerance_of
 from comb.weights import weights_stamp
 
@@ -172,7 +179,9 @@ def _try(model: Any) -> HybridSupport:
     positions = find_positions(model, partial(new_cache, model))
     if positions.length_dependent:
         raise UnmovableError("its rotary embedding changes all keys with the length of the prompt")
-    linear = {number: _linear_layer(model, whole, number, positions, step) for number in sorted(whole.layers)}
+    numbers = sorted(whole.layers)
+    turned = states_by_position(model, numbers, partial(new_cache, model), read_states)
+    linear = {number: _linear_layer(model, whole, number, positions, turned.get(number), step) for number in numbers}
     modules = {number: layer.module for number, layer in whole.layers.items()}
     return HybridSupport(positions, linear, attention, step, modules)
 
@@ -191,7 +200,10 @@ def _step(model: Any, whole: Recording) -> int | None:
     )
 
 
-def _linear_layer(model: Any, whole: Recording, number: int, positions: PositionMap, step: int | None) -> LinearLayer:
+def _linear_layer(
+    model: Any, whole: Recording, number: int, positions: PositionMap, turned: Tensor | None, step: int | None
+) -> LinearLayer:
+    """`turned`: the layer's part of `states_by_position`, if it has one."""
     columns, state = read_state(whole.cache, number)
     kernel = 0 if columns is None else columns.shape[-1]
     if state is None:
@@ -212,7 +224,7 @@ def _linear_layer(model: Any, whole: Recording, number: int, positions: Position
             "can't be told from outside, and it calls no scan that is known"
         )
     family, axis = known
-    rotation, turned_axis = find_state_rotation(model, positions, number, partial(new_cache, model), read_states)
+    rotation, turned_axis = (None, -2) if turned is None else explain_states(model, positions, number, turned)
     if rotation is not None and family == "scalar":
         axis = turned_axis  # a scalar decay doesn't say where the keys are
     if rotation is not None and (family not in ("scalar", "dense") or axis != turned_axis):

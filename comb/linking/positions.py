@@ -197,31 +197,45 @@ class Probe:
 
 
 @torch.no_grad()
-def find_state_rotation(
+def states_by_position(
     model: Any,
-    positions: PositionMap,
-    number: int,
+    numbers: Sequence[int],
     new_cache: Callable[[], Any],
     read_states: Callable[[Any, int], Tensor | None],
-) -> tuple[Rotation | None, int]:
-    """How the recurrent state of linear layer `number` turns with the position of a token, and its axis (-2 or -1).
+) -> dict[int, Tensor]:
+    """The states that single tokens leave at several positions, [tokens, positions, ...] in float64.
 
-    None where it doesn't turn, or where the layer has no state of heads and key channels.
+    By the number of the linear layer, for those of `numbers` that have a state of heads and key channels; none for a
+    model that takes no positions. A pass for each position, over the same rows: kernels take the rows of a pass in
+    blocks, so that two of them may differ by rounding where nothing else does.
+    """
+    if not takes_positions(model):
+        return {}
+    found: dict[int, list[Tensor]] = {}
+    tokens = torch.tensor(_probe_ids(model)[:2])[:, None]
+    for position in _probe_positions(model, None):
+        cache = new_cache()
+        run_decoder(model, tokens, cache, position_ids=torch.full_like(tokens, position))
+        for number in numbers:
+            states = read_states(cache, number)
+            if states is not None:
+                found.setdefault(number, []).append(states.double())
+    return {number: torch.stack(states, dim=1) for number, states in found.items()}
+
+
+def explain_states(model: Any, positions: PositionMap, number: int, seen: Tensor) -> tuple[Rotation | None, int]:
+    """How the state of linear layer `number` turns with a token's position, and its axis (-2 or -1).
+
+    Args:
+        seen: the layer's part of `states_by_position`.
+
+    Returns:
+        The rotation, None where the state doesn't turn.
 
     Raises:
         UnmovableError: when no rotation explains how the state changes with the position.
     """
-    if not takes_positions(model):
-        return None, -2
     where = _probe_positions(model, None)
-    ids = _probe_ids(model)[:2]
-    tokens = torch.tensor(ids).repeat_interleave(len(where))[:, None]
-    cache = new_cache()
-    run_decoder(model, tokens, cache, position_ids=torch.tensor(where).repeat(len(ids))[:, None])
-    states = read_states(cache, number)
-    if states is None:
-        return None, -2
-    seen = states.double().reshape(len(ids), len(where), *states.shape[1:])
     candidates = [(index, source.at(1).to(seen.device)) for index, source in enumerate(positions.sources)]
     for axis in (-2, -1):
         channels_last = seen.transpose(-1, -2) if axis == -2 else seen
@@ -237,10 +251,13 @@ def find_state_rotation(
 
 def _with_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
     probe = Probe(model)
+    explained = _explanations(model, probe, new_cache, together=True)
+    if any(None in found for found in explained):
+        # the rows of one pass may differ by rounding alone (`states_by_position`)
+        explained = _explanations(model, probe, new_cache, together=False)
     layers = []
-    for number, tensors in enumerate(_single_tokens(model, probe, new_cache)):
-        found = [probe.explain(tensor) for tensor in tensors]
-        if any(explanation is None for explanation in found):
+    for number, found in enumerate(explained):
+        if None in found:
             part = "keys" if found[0] is None else "values"
             raise UnmovableError(
                 f"the cached {part} of layer {number} change with the position in a way that no rotary embedding "
@@ -271,12 +288,28 @@ def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionM
     return PositionMap(((None, None),) * len(caches[0].layers), ())
 
 
-def _single_tokens(model: Any, probe: Probe, new_cache: Callable[[], Any]) -> list[tuple[Tensor, Tensor] | tuple[()]]:
-    """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves.
+def _explanations(
+    model: Any, probe: Probe, new_cache: Callable[[], Any], *, together: bool
+) -> list[list[Rotation | str | None]]:
+    """Per layer, what explains its keys and its values (`Probe.explain`): from one pass, or one for each position."""
+    tokens, where = (tensor.reshape(-1, len(probe.positions)) for tensor in probe.inputs())
+    columns = [slice(None)] if together else [slice(index, index + 1) for index in range(len(probe.positions))]
+    passes = [_single_tokens(model, tokens[:, part], where[:, part], new_cache) for part in columns]
+    return [
+        [probe.explain(torch.cat(parts, dim=1)) for parts in zip(*layer, strict=True)]
+        for layer in zip(*passes, strict=True)
+    ]
 
-    Layers that keep a state have none.
+
+def _single_tokens(
+    model: Any, tokens: Tensor, where: Tensor, new_cache: Callable[[], Any]
+) -> list[tuple[Tensor, Tensor] | tuple[()]]:
+    """Per layer, keys and values [tokens, positions, H, D], float64, of tokens that see only themselves.
+
+    Layers that keep a state have none. `tokens` and `where` are [tokens, positions].
     """
-    tokens, where = probe.inputs()
+    rows = tokens.shape
+    tokens, where = tokens.reshape(-1, 1), where.reshape(-1, 1)
     cache = new_cache()
     run_decoder(model, tokens, cache, position_ids=where)
     shots: list[Any] = []
@@ -288,7 +321,7 @@ def _single_tokens(model: Any, probe: Probe, new_cache: Callable[[], Any]) -> li
             continue
         if layer.keys is None or layer.values is None or layer.keys.ndim != 4:
             raise UnmovableError(f"a cache layer holds {type(layer).__name__} without keys and values per token")
-        shots.append((probe.by_position(layer.keys), probe.by_position(layer.values)))
+        shots.append(tuple(part.double()[:, :, 0].unflatten(0, rows) for part in (layer.keys, layer.values)))
     if not all(bool(torch.isfinite(tensor).all()) for shot in shots for tensor in shot):
         raise UnmovableError(f"the backbone computes NaN or infinite keys and values in {model.dtype}")
     return shots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from comb.hybrid.caches import attention_layers, give_room, new_cache, read_stat
 from comb.hybrid.dense import DenseTransition
 from comb.hybrid.probe import Probe
 from comb.hybrid.scans import listen
-from comb.hybrid.support import find_hybrid_support, record
+from comb.hybrid.support import find_hybrid_support, read_states, record
 from comb.linking.cache import RoomyLayer
-from comb.linking.positions import UnmovableError
+from comb.linking.positions import UnmovableError, explain_states, find_positions, states_by_position
 from comb.methods.base import exclusive, fork_cache
 
 SCAN = "torch_chunk_gated_delta_rule"
@@ -85,6 +86,24 @@ def test_a_scan_nobody_knows_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
         support = find_hybrid_support(model)
     assert {(layer.family, layer.source) for layer in support.linear.values()} == {("scalar", "probe")}
     assert error(logits(model, "hypic", [A]), logits(model, "full", [A])) < EXACT
+
+
+def test_rows_of_a_pass_may_differ_by_rounding() -> None:
+    model = tiny_hybrid("qwen3_next")
+    positions = find_positions(model, partial(new_cache, model))
+    linear = [number for number, layer in enumerate(model.model.layers) if hasattr(layer, "linear_attn")]
+    for number in linear:
+        model.model.layers[number].linear_attn.in_proj_qkvz.register_forward_hook(
+            lambda _, __, out: out * (1 + 0.01 * torch.arange(len(out))[:, None, None])
+        )
+    seen = states_by_position(model, linear, partial(new_cache, model), read_states)
+    assert list(seen) == linear
+    for number, states in seen.items():
+        assert error(states[1], states[0]) > 1e-2  # another token, in another row
+        assert explain_states(model, positions, number, states) == (None, -2)
+        rows_apart = states * (1 + 0.01 * torch.arange(states.shape[1])[None, :, None, None, None])
+        with pytest.raises(UnmovableError, match=f"state of linear layer {number}"):
+            explain_states(model, positions, number, rows_apart)
 
 
 def test_support_is_found_anew_when_weights_change() -> None:
