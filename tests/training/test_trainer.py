@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import resource
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -478,7 +479,10 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     wandb.finish()
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
-    assert b"train/loss" in log.read_bytes()
+    deadline = time.monotonic() + 60  # written by a process of wandb's own, which may not be through when finish() is
+    while b"train/loss" not in log.read_bytes():
+        assert time.monotonic() < deadline, log.read_bytes()[:200]
+        time.sleep(0.05)
 
 
 def test_prepare_trains_nothing_and_counts(config_for: Callable[..., Any], tmp_path: Path) -> None:
