@@ -180,7 +180,8 @@ def _try(model: Any) -> HybridSupport:
     if positions.length_dependent:
         raise UnmovableError("its rotary embedding changes all keys with the length of the prompt")
     numbers = sorted(whole.layers)
-    turned = states_by_position(model, numbers, partial(new_cache, model), read_states)
+    stateful = [number for number in numbers if read_state(whole.cache, number)[1] is not None]
+    turned = states_by_position(model, stateful, partial(new_cache, model), read_states)
     linear = {number: _linear_layer(model, whole, number, positions, turned.get(number), step) for number in numbers}
     modules = {number: layer.module for number, layer in whole.layers.items()}
     return HybridSupport(positions, linear, attention, step, modules)

@@ -181,14 +181,15 @@ class Probe:
         self._candidates = [(index, source.at(1).to(self.device)) for index, source in enumerate(self.sources)]
         self._tolerance = _EXPLAINS.get(model.dtype, _EXPLAINS_16_BIT)
 
-    def inputs(self) -> tuple[Tensor, Tensor]:
-        """Token ids and position ids, both [probe tokens x positions, 1]."""
-        tokens = torch.tensor(self._ids).repeat_interleave(len(self.positions))[:, None]
-        return tokens, torch.tensor(list(self.positions)).repeat(len(self._ids))[:, None]
+    def inputs(self, positions: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Token ids and position ids of a pass over `positions` (None: all), both [probe tokens x positions, 1]."""
+        positions = self.positions if positions is None else positions
+        tokens = torch.tensor(self._ids).repeat_interleave(len(positions))[:, None]
+        return tokens, torch.tensor(list(positions)).repeat(len(self._ids))[:, None]
 
     def by_position(self, tensor: Tensor) -> Tensor:
-        """What the inputs gave, [probe tokens x positions, H, 1, D], as [probe tokens, positions, H, D] float64."""
-        return tensor.double()[:, :, 0].reshape(len(self._ids), len(self.positions), *tensor.shape[1:2], -1)
+        """What a pass gave, [probe tokens x positions, H, 1, D], as [probe tokens, positions, H, D] float64."""
+        return tensor.double().reshape(len(self._ids), -1, *tensor.shape[1::2])
 
     def explain(self, seen: Tensor) -> Rotation | str | None:
         """The rotation behind `seen`, as `by_position` gives it; "still": nothing changes; None: nothing fits."""
@@ -205,11 +206,11 @@ def states_by_position(
 ) -> dict[int, Tensor]:
     """The states that single tokens leave at several positions, [tokens, positions, ...] in float64.
 
-    By the number of the linear layer, for those of `numbers` that have a state of heads and key channels; none for a
+    By the number of the linear layer, for those of `numbers` whose states have heads and key channels; none for a
     model that takes no positions. A pass for each position, over the same rows: kernels take the rows of a pass in
     blocks, so that two of them may differ by rounding where nothing else does.
     """
-    if not takes_positions(model):
+    if not numbers or not takes_positions(model):
         return {}
     found: dict[int, list[Tensor]] = {}
     tokens = torch.tensor(_probe_ids(model)[:2])[:, None]
@@ -251,10 +252,10 @@ def explain_states(model: Any, positions: PositionMap, number: int, seen: Tensor
 
 def _with_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
     probe = Probe(model)
-    explained = _explanations(model, probe, new_cache, together=True)
+    explained = _explanations(model, probe, [probe.positions], new_cache)
     if any(None in found for found in explained):
         # the rows of one pass may differ by rounding alone (`states_by_position`)
-        explained = _explanations(model, probe, new_cache, together=False)
+        explained = _explanations(model, probe, [[position] for position in probe.positions], new_cache)
     layers = []
     for number, found in enumerate(explained):
         if None in found:
@@ -289,27 +290,24 @@ def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionM
 
 
 def _explanations(
-    model: Any, probe: Probe, new_cache: Callable[[], Any], *, together: bool
+    model: Any, probe: Probe, passes: Sequence[Sequence[int]], new_cache: Callable[[], Any]
 ) -> list[list[Rotation | str | None]]:
-    """Per layer, what explains its keys and its values (`Probe.explain`): from one pass, or one for each position."""
-    tokens, where = (tensor.reshape(-1, len(probe.positions)) for tensor in probe.inputs())
-    columns = [slice(None)] if together else [slice(index, index + 1) for index in range(len(probe.positions))]
-    passes = [_single_tokens(model, tokens[:, part], where[:, part], new_cache) for part in columns]
+    """Per layer, what explains its keys and its values (`Probe.explain`), seen in `passes` over all positions."""
+    seen = [_single_tokens(model, probe, positions, new_cache) for positions in passes]
     return [
         [probe.explain(torch.cat(parts, dim=1)) for parts in zip(*layer, strict=True)]
-        for layer in zip(*passes, strict=True)
+        for layer in zip(*seen, strict=True)
     ]
 
 
 def _single_tokens(
-    model: Any, tokens: Tensor, where: Tensor, new_cache: Callable[[], Any]
+    model: Any, probe: Probe, positions: Sequence[int], new_cache: Callable[[], Any]
 ) -> list[tuple[Tensor, Tensor] | tuple[()]]:
-    """Per layer, keys and values [tokens, positions, H, D], float64, of tokens that see only themselves.
+    """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves.
 
-    Layers that keep a state have none. `tokens` and `where` are [tokens, positions].
+    Layers that keep a state have none.
     """
-    rows = tokens.shape
-    tokens, where = tokens.reshape(-1, 1), where.reshape(-1, 1)
+    tokens, where = probe.inputs(positions)
     cache = new_cache()
     run_decoder(model, tokens, cache, position_ids=where)
     shots: list[Any] = []
@@ -321,7 +319,7 @@ def _single_tokens(
             continue
         if layer.keys is None or layer.values is None or layer.keys.ndim != 4:
             raise UnmovableError(f"a cache layer holds {type(layer).__name__} without keys and values per token")
-        shots.append(tuple(part.double()[:, :, 0].unflatten(0, rows) for part in (layer.keys, layer.values)))
+        shots.append((probe.by_position(layer.keys), probe.by_position(layer.values)))
     if not all(bool(torch.isfinite(tensor).all()) for shot in shots for tensor in shot):
         raise UnmovableError(f"the backbone computes NaN or infinite keys and values in {model.dtype}")
     return shots
