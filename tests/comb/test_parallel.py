@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_faults import FAULT_TOKEN, Fragile
+from processes import gone, wait_until_gone
 from test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
 
 from comb import methods
@@ -302,13 +303,6 @@ def test_pins_and_references_end_with_a_request_that_fails(
 # ---- the engine's own workers ----
 
 
-def running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_closed_engine_leaves_nothing_behind(folder: Path) -> None:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with PICEngine.from_pretrained(folder / "backbone", method="naive", workers=2, dtype=torch.float32) as engine:
@@ -316,13 +310,13 @@ def test_a_closed_engine_leaves_nothing_behind(folder: Path) -> None:
         pool: Any = engine.executor.pool
         processes = pool.process_ids
         assert len(processes) == 2
-        assert all(running(process) for process in processes)
+        assert not any(gone(process) for process in processes)
         first = engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
         assert engine.executor.stats.by_workers == 2
         os.kill(processes[0], signal.SIGKILL)
         engine.ask(QUESTION, [BOOK, "Rill has a lake."], max_new_tokens=NEW)
         processes += pool.process_ids
-    assert not any(running(process) for process in processes)
+    assert all(gone(process) for process in processes)
     assert shared_memory() == []
     assert engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids == first.token_ids
     new = engine.ask(QUESTION, ["The lake is cold.", "The city is old."], max_new_tokens=NEW)  # compiled here
@@ -335,10 +329,10 @@ def test_a_closed_engine_leaves_nothing_behind(folder: Path) -> None:
 def test_a_forgotten_pool_ends_its_processes(source: ModelSource) -> None:
     pool = ProcessPool(WorkerSpec(source), 1)
     (process,) = pool.process_ids
-    assert running(process)
+    assert not gone(process)
     del pool
     gc.collect()
-    assert not running(process)
+    assert gone(process)
 
 
 def test_workers_end_with_an_engine_that_is_killed(source: ModelSource) -> None:
@@ -353,10 +347,7 @@ def test_workers_end_with_an_engine_that_is_killed(source: ModelSource) -> None:
     ended = subprocess.run([sys.executable, "-c", code, source.name], capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGKILL
     (process,) = map(int, ended.stdout.split())
-    end = time.monotonic() + 30
-    while running(process) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not running(process)
+    wait_until_gone(process, 30)
 
 
 def test_what_workers_cannot_load_is_said(folder: Path, model: Any, caplog: pytest.LogCaptureFixture) -> None:

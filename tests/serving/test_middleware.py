@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,16 +118,19 @@ def test_a_clients_own_handles_are_stripped(path: str) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("depth", [900, 5_000, 100_000])  # how much is parsed, and looked through, is up to Python
+@pytest.mark.parametrize("depth", [900, 5_000, 100_000])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/documents"])
 def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str, depth: int) -> None:
+    # Python 3.12 takes no call for a comprehension, so that it looks through twice as much
+    refused = sys.version_info < (3, 12) or depth > 900 or path == "/v1/documents"
+
     async def work() -> None:
         server = Server()
         for key in (KEY, "\\u0063omb_docs"):
             body = f'{{"prompt": "x", "vllm_xargs": {{"{key}": [4, 1, 0]}}, "text": {"[" * depth + "]" * depth}}}'
             answer = await server.client().post(path, body.encode())
-            assert answer.status == 400 or (depth == 900 and answer.status == 200), answer.body[:200]
-        assert all(body["vllm_xargs"] == {} for body in server.echo.bodies)
+            assert answer.status == (400 if refused else 200), answer.body[:200]
+        assert [body["vllm_xargs"] for body in server.echo.bodies] == ([] if refused else [{}, {}])
 
     run(work())
 

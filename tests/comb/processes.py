@@ -14,7 +14,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until_gone(pid: int, seconds: float = 60) -> None:
+def wait_until_gone(pid: int, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not gone(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
