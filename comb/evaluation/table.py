@@ -19,7 +19,7 @@ from rich.table import Table
 
 from comb.evaluation.run import MethodResult, Timing
 
-PACKAGES = ("comb-pic", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
+PACKAGES = ("comb-pic", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
 COLUMNS = ("method", "EM %", "F1 %", "ROUGE-L", "TTFT cold", "TTFT cached", "B/token", "redone")
 _LONGEST_NAME = 18  # of a method, before it folds
 MEASURED = ("KL", "top-1", "peak")
@@ -205,13 +205,13 @@ def _short(value: float) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {"torch": torch.__version__}  # with what it was built for, which its metadata may not name
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {**found, "torch": torch.__version__}  # with what it was built for, which its metadata may not name
+    return found
 
 
 def _commit() -> str | None:
