@@ -1,14 +1,14 @@
 """comb: compile a document once, link it anywhere."""
 
 from comb import methods
-from comb.config import CombConfig, CombEncoderConfig
-from comb.conversation import Conversation
-from comb.documents import Document, Example, Prompt, PromptBuilder
-from comb.engine import Answer, PICEngine, Report, Request
-from comb.model import CombForCausalLM
-from comb.picache import PICache
-from comb.splitting import splitters
-from comb.store import PICacheStore
+from comb.cache.picache import PICache
+from comb.cache.store import PICacheStore
+from comb.documents.document import Document, Example, Prompt, PromptBuilder
+from comb.documents.splitting import splitters
+from comb.engine.conversation import Conversation
+from comb.engine.engine import Answer, PICEngine, Report, Request
+from comb.model.config import CombConfig, CombEncoderConfig
+from comb.model.modeling import CombForCausalLM
 
 __version__ = "0.1.0"
 

@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from comb.bench.comparison import REFUSALS, one_line
 from comb.bench.queueing import Served, Service, poisson_arrivals, serve_in_order
-from comb.documents import Example
-from comb.engine import PICEngine
+from comb.cache.store import PICacheStore
+from comb.documents.document import Example
+from comb.engine.engine import PICEngine
 from comb.evaluation.run import Setting, disjoint
-from comb.store import PICacheStore
 
 
 @dataclass(frozen=True)

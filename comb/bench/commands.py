@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comb.bench.inputs import load, make_random, make_setting, read
+from comb.bench.inputs import make_random, make_setting, read
 from comb.bench.options import (
     Backbone,
     DataPath,
@@ -34,7 +34,7 @@ from comb.bench.options import (
 from comb.bench.output import show, wide_console, write
 
 if TYPE_CHECKING:
-    from comb.documents import Example
+    from comb.documents.document import Example
 
 COMPARED = "full,prefix,naive,legolink:2,legolink:16,legolink-0,attnlink:16,cacheblend:0.15"
 
@@ -190,7 +190,9 @@ def context_length_command(
         positions = wanted[-1] + query_tokens + 1
         loaded = make_random(sizes, positions, dtype, device, hybrid=kind == "hybrid", seed=seed)
     else:
-        loaded = load(model, backbone, dtype, device)
+        from comb.model.source import load_named
+
+        loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
     results = measure_context_length(
         loaded, specs, wanted,
         segment_tokens=segment_tokens, query_tokens=query_tokens, repeats=repeats, memory=memory, seed=seed,

@@ -16,11 +16,11 @@ from tqdm import tqdm
 from comb.bench.fidelity import Fidelity, measure_fidelity
 from comb.bench.memory import peak_memory
 from comb.bench.request import linked
-from comb.documents import Example
-from comb.engine import PICEngine
-from comb.evaluation.datasets import Counts
+from comb.cache.store import StoreFullError
+from comb.documents.datasets import Counts
+from comb.documents.document import Example
+from comb.engine.engine import PICEngine
 from comb.evaluation.run import MethodResult, Setting, disjoint, evaluate
-from comb.store import StoreFullError
 
 REFUSALS = (ValueError, NotImplementedError, StoreFullError, MemoryError, torch.OutOfMemoryError)
 """What stops one method, not the comparison."""

@@ -18,11 +18,12 @@ import torch
 from tqdm import tqdm
 
 from comb import methods
+from comb.backbones.exclusive import backbone_of
 from comb.bench.comparison import one_line
 from comb.bench.memory import peak_memory
+from comb.cache.picache import PICache
 from comb.evaluation.run import Timing
-from comb.methods.base import DecodeState, Method, backbone_of
-from comb.picache import PICache
+from comb.methods.base import DecodeState, Method
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 

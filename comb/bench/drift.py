@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from comb.bench.comparison import REFUSALS, one_line
 from comb.bench.request import linked
-from comb.documents import Example
+from comb.documents.document import Example
+from comb.evaluation.drift import Drift, drift_of, exact_states
 from comb.evaluation.run import Setting, Timing
-from comb.hybrid.drift import Drift, drift_of, exact_states
 
 
 @dataclass(frozen=True)

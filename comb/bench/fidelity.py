@@ -15,8 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from comb.bench.request import linked
-from comb.documents import Document
-from comb.engine import PICEngine
+from comb.documents.document import Document
+from comb.engine.engine import PICEngine
 
 Requests = Sequence[tuple[str, Sequence[Document]]]
 

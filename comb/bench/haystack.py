@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from comb.documents import Document, Example, PromptBuilder
+from comb.documents.document import Document, Example, PromptBuilder
 from comb.evaluation.metrics import normalize_answer
 from comb.locks import lock_of
 

@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from comb.documents import Example
-    from comb.evaluation.datasets import Counts
+    from comb.documents.datasets import Counts
+    from comb.documents.document import Example
     from comb.evaluation.run import Setting
 
 LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
-
-
-def load(model: str, backbone: str | None, dtype: str, device: str) -> Any:
-    from comb import cli
-
-    return cli.load(model, backbone=backbone, dtype=dtype, device=device)
 
 
 def make_random(
@@ -54,15 +48,16 @@ def make_setting(
     splitter: str | None,
 ) -> Setting:
     """Model, tokenizer and templates; an adapter's own templates where none are given."""
-    from comb.compatibility import load_tokenizer
-    from comb.documents import PromptBuilder
+    from comb.backbones.tokenizer import load_tokenizer
+    from comb.documents.document import PromptBuilder
     from comb.evaluation.run import Setting
+    from comb.model.source import load_named
 
     trained = _trained_templates(model)
     query = query_template or trained.get("query_template") or "{query}"
     if "{query}" not in query:
         raise ValueError(f"--query-template {query!r} has no {{query}}: every question would be the same")
-    loaded = load(model, backbone, dtype, device)
+    loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
     tokenizer = load_tokenizer(model, loaded)
     builder = PromptBuilder(tokenizer, document_template=document_template or trained.get("document_template"))
     return Setting(loaded, tokenizer, builder, query, splitter)
@@ -83,7 +78,7 @@ def _trained_templates(model: str) -> dict[str, Any]:
 def read(
     dataset: str, path: str | None, split: str, num_documents: int | None, limit: int, seed: int
 ) -> tuple[list[Example], Counts]:
-    from comb.evaluation.datasets import read_dataset
+    from comb.documents.datasets import read_dataset
 
     extra = {} if num_documents is None else {"num_documents": num_documents}
     found = read_dataset(dataset, path, split=split, seed=seed, limit=limit, **extra)

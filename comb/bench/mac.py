@@ -17,7 +17,7 @@ from tqdm import tqdm
 from comb.bench.haystack import Case
 from comb.bench.mac_stream import StreamResult, StreamSpec, make_stream, run_stream
 from comb.bench.needle import contains
-from comb.documents import Example
+from comb.documents.document import Example
 from comb.evaluation.metrics import score
 from comb.evaluation.run import Setting
 from comb.mac import MacConfig

@@ -22,17 +22,17 @@ from comb.bench.gpu_time import Time, exact_attentions, working
 from comb.bench.mac_gpu_check import cases, check
 from comb.evaluation.plot import make_figure, save
 from comb.evaluation.table import environment, write_json
-from comb.kernels.attend import attend_spans
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import Launch
-from comb.kernels.match import nearest_in_tiles
-from comb.kernels.merge import merge_spans
-from comb.kernels.schedule import make_schedule
-from comb.kernels.step import mac_step_triton
+from comb.kernels.mac.attend import attend_spans
+from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.match import end
+from comb.kernels.mac.match_kernel import nearest_in_tiles
+from comb.kernels.mac.merge import merge_spans
+from comb.kernels.mac.schedule import make_schedule
+from comb.kernels.mac.state import MacState
+from comb.kernels.mac.step_kernel import mac_step_triton
 from comb.mac.breakeven import AttentionShape, fit_costs, pays
-from comb.mac.config import MacConfig
-from comb.mac.match import end
-from comb.mac.state import MacState
 
 
 @dataclass(frozen=True)

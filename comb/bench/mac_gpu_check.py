@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from comb.kernels.launch import Launch, Pages
-from comb.kernels.step import mac_step_triton
-from comb.mac.config import MacConfig
-from comb.mac.fill import prompt_rows
-from comb.mac.state import MacState
-from comb.mac.step import Step, step
+from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.fill import prompt_rows
+from comb.kernels.mac.state import MacState
+from comb.kernels.mac.step import Step, step
+from comb.kernels.mac.step_kernel import mac_step_triton
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 _RINGS = ("query", "o", "lse", "chain", "drift")

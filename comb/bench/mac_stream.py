@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.mac.algebra import attend
-from comb.mac.config import MacConfig
-from comb.mac.fill import prompt_rows
-from comb.mac.state import MacState
-from comb.mac.step import step
+from comb.kernels.mac.algebra import attend
+from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.fill import prompt_rows
+from comb.kernels.mac.state import MacState
+from comb.kernels.mac.step import step
 
 _BASE = 500_000.0
 

@@ -15,10 +15,9 @@ _WIDTH = 110
 def wide_console() -> Any:
     from rich.console import Console
 
-    from comb import cli
-
+    console = Console()
     # the tables need some 105 columns; on a narrower terminal lines wrap, which is better than columns that vanish
-    return cli.console if cli.console.width >= _WIDTH else Console(width=_WIDTH)
+    return console if console.width >= _WIDTH else Console(width=_WIDTH)
 
 
 def show(

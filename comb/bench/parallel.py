@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from comb import methods
 from comb.bench.context_length import Work
+from comb.bench.simulate import CostModel, PolicyResult, Trace, random_trace, simulate
+from comb.cache.picache import PICache
+from comb.engine.workers import Compiled, CompileExecutor
 from comb.evaluation.run import Timing
 from comb.methods.base import Method
-from comb.parallel import Compiled, CompileExecutor
-from comb.parallel.simulate import CostModel, PolicyResult, Trace, random_trace, simulate
-from comb.picache import PICache
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from comb.bench.inputs import load, make_random
+from comb.bench.inputs import make_random
 from comb.bench.options import Backbone, Device, Dtype, Methods, OfRandomModel, Out, QueryTokens, Seed, bench
 from comb.bench.output import show
 
@@ -46,10 +46,10 @@ def parallel_command(
     from comb.bench.parallel import measure_parallel, prompt, simulate_beyond
     from comb.bench.parallel_report import parallel_tables, plot_parallel
     from comb.bench.report import check_out
+    from comb.bench.simulate import random_trace, read_trace
     from comb.bench.specs import integers, split_methods, without_control
-    from comb.parallel import ModelSource
-    from comb.parallel.processes import process_executor
-    from comb.parallel.simulate import random_trace, read_trace
+    from comb.engine.workers.processes import process_executor
+    from comb.model.source import ModelSource, load_named
 
     check_out(out)
     specs = without_control(split_methods(methods), "parallel")
@@ -65,7 +65,7 @@ def parallel_command(
             loaded.save_pretrained(folder)
             source = ModelSource(folder, device=str(loaded.device))
         else:
-            loaded = load(model, backbone, dtype, device)
+            loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
             work = prompt(vocabulary(loaded), segments, segment_tokens, query_tokens, spread=spread, seed=seed)
             source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))
         with process_executor(source, max(counts), threads=threads) as executor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from comb.documents import Document
-from comb.engine import PICEngine
+from comb.documents.document import Document
+from comb.engine.engine import PICEngine
 from comb.methods.base import DecodeState
 
 

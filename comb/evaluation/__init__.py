@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comb.evaluation.datasets import Counts, Dataset, DatasetReader, datasets, read_dataset
+from comb.documents.datasets import Counts, Dataset, DatasetReader, datasets, read_dataset
 from comb.evaluation.metrics import Scores, exact_match, f1, normalize_answer, rouge_l, score
 
 __all__ = [

@@ -16,11 +16,11 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from comb.documents import Document, Example, PromptBuilder
-from comb.engine import PICEngine
+from comb.cache.store import PICacheStore
+from comb.documents.document import Document, Example, PromptBuilder
+from comb.engine.engine import PICEngine
 from comb.evaluation.metrics import score
-from comb.mac.config import MacConfig
-from comb.store import PICacheStore
+from comb.kernels.mac.config import MacConfig
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from comb.backbones.forward import decoder_of, run_decoder, takes_positions
 from comb.linking.cache import ROOM, RoomyLayer
-from comb.linking.forward import decoder_of, run_decoder, takes_positions
 
 _KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from comb.backbones.exclusive import exclusive
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.positions import UnmovableError
-from comb.methods.base import exclusive
 
 _SHORT, _LONG = 16, 32
 

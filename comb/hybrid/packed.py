@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comb.backbones.forward import run_decoder
 from comb.hybrid.caches import attention_layers
 from comb.hybrid.link import Linker, turned
 from comb.hybrid.picache import HybridPICache
 from comb.linking.cache import ROOM, LinkLayer, RoomyLayer, Rows
-from comb.linking.forward import run_decoder
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.positions import Turns
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from comb.backbones.forward import takes_positions
 from comb.hybrid.caches import attention_layers, new_cache, read_state
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Linker, link_segments
 from comb.hybrid.packed import PackedLinker
 from comb.hybrid.support import HybridSupport
-from comb.linking.forward import takes_positions
 from comb.linking.masks import STAND_INS
 from comb.linking.support import distance, tolerance_of
 

@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from comb.cache.picache import PICache, register_kind
 from comb.hybrid.transition import TRANSITIONS, Transition
-from comb.picache import PICache, register_kind
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from comb.backbones.identity import weights_stamp
 from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run
 from comb.hybrid.probe import LayerRun, Probe, apply_on, watch_layers
 from comb.hybrid.scalar import constant_decay
@@ -28,7 +29,6 @@ from comb.linking.positions import (
     states_by_position,
 )
 from comb.linking.support import distance, tolerance_of
-from comb.weights import weights_stamp
 
 _TOKENS, _HEAD = 11, 5
 

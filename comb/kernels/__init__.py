@@ -1,4 +1,4 @@
-"""Triton kernels of MAC attention, and of attention to paged documents (`paged`, chosen by `comb.paged`).
+"""Triton kernels of MAC attention, and of attention to paged documents (`paged`, chosen by `paged.attention`).
 
 Importing this package imports no triton: its modules do, `choice` and `paged_plan` don't.
 A step of MAC is five launches, none of which waits for the host, so it can be captured in a CUDA graph:
@@ -9,5 +9,5 @@ A step of MAC is five launches, none of which waits for the host, so it can be c
     attend    as many programs as the device holds, each an equal share of that list: partial attention, log-sum-exp
     merge     one program per (row, query head): reused summary, band, tail and sink to one output; writes the ring
 
-`comb.mac.step.step` is what they are tested against; the paged ones against `comb.paged.attend_plain`.
+`mac.step.step` is what they are tested against; the paged ones against `paged.attention.attend_plain`.
 """

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from comb.cache.picache import DecoderPICache
 from comb.linking.positions import PositionMap
-from comb.picache import DecoderPICache
 
 ROOM = 128
 """Tokens that an answer may have before its cache is copied for the first time."""

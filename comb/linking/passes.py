@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from comb.backbones.forward import run_decoder, takes_positions
 from comb.linking.cache import LayerReached, LinkCache
-from comb.linking.forward import run_decoder, takes_positions
 from comb.linking.masks import Masks
 
 # A portion reads all weights once and attends to the keys in front of its last row only. On a CPU small portions save

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from comb.linking.forward import run_decoder, takes_positions
+from comb.backbones.forward import run_decoder, takes_positions
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies change with the length of the prompt."""

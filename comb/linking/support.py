@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from comb.backbones.forward import run_decoder, takes_positions
+from comb.backbones.identity import weights_stamp
+from comb.cache.picache import DecoderPICache
 from comb.linking.cache import LinkCache, Span, assemble
-from comb.linking.forward import run_decoder, takes_positions
 from comb.linking.masks import Masks, attention, cache_kinds, exact_attention, mask_candidates, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import PositionMap, UnmovableError, find_positions
-from comb.picache import DecoderPICache
-from comb.weights import weights_stamp
 
 # Frobenius norm of the difference over that of the result. 16-bit rounding differs with the shape of a batch.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.mac.match import end
-from comb.mac.step import Step
+from comb.kernels.mac.match import end
+from comb.kernels.mac.step import Step
 
 PERCENTILES = (5, 50, 95)
 

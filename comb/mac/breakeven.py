@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from comb.mac.config import MacConfig
+from comb.kernels.mac.config import MacConfig
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from comb.kernels.choice import computed_step
+from comb.kernels.mac.choice import computed_step
+from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.state import MacState
+from comb.kernels.mac.step import Step
 from comb.mac.breakeven import AttentionShape, Costs, fit_costs
-from comb.mac.config import MacConfig
 from comb.mac.interface import Call
 from comb.mac.rotation import LayerQueries
-from comb.mac.state import MacState
-from comb.mac.step import Step
 
 # keys and values of one layer: more than the device's caches hold
 _BYTES = {"cpu": 2**27, "cuda": 2**29}

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comb.linking.forward import decoder_of, takes_positions
+from comb.backbones.forward import decoder_of, takes_positions
+from comb.backbones.identity import weights_stamp
+from comb.kernels.mac.algebra import accumulator
 from comb.linking.masks import attention
 from comb.linking.positions import Frequencies, Probe, Rotation, Turns
-from comb.mac.algebra import accumulator
 from comb.mac.interface import Attended, Call, answering, register, stand_in
-from comb.weights import weights_stamp
 
 # under which sparse attention (DeepSeek-V3.2, GLM-MoE-DSA, MiniMax-M3) hands over the keys that its indexer has chosen
 _CHOSEN = ("indices", "block_indices")

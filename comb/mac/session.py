@@ -17,22 +17,22 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from comb.kernels.choice import computed_step
-from comb.linking.forward import decoder_of
+from comb.backbones.exclusive import backbone_of
+from comb.backbones.forward import decoder_of
+from comb.kernels.mac.choice import computed_step
+from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.fill import prompt_rows, rows_to_keep
+from comb.kernels.mac.state import MacState
 from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.audit import band_mass, exceeds, relative_error
 from comb.mac.breakeven import Costs
-from comb.mac.config import MacConfig
 from comb.mac.continuity import Seen, empty
-from comb.mac.fill import prompt_rows, rows_to_keep
 from comb.mac.interface import Attended, Call, begin, end, stand_in
 from comb.mac.passes import Pass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
 from comb.mac.rule import HIT_RATE, Rule
-from comb.mac.state import MacState
-from comb.methods.base import backbone_of
 
 
 @dataclass

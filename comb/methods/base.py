@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from transformers.cache_utils import (
     Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
 )
 
-from comb.linking.cache import RoomyLayer
-from comb.linking.forward import takes_positions
-from comb.locks import lock_of
-from comb.picache import PICache
+from comb.backbones.exclusive import backbone_of, exclusive
+from comb.backbones.forward import takes_positions
+from comb.cache.picache import PICache
+from comb.linking.fork import fork_cache, repeat_rows
 
 if TYPE_CHECKING:
     from comb.methods.continuation import Held
@@ -363,79 +357,3 @@ class Method(ABC):
             mask[index, width - len(row) :] = 1
         device = self.backbone.get_input_embeddings().weight.device
         return ids.to(device), mask.to(device)
-
-
-def backbone_of(model: Any) -> Any:
-    """The frozen backbone of a COMB model, or the model itself."""
-    return getattr(model, "backbone", model)
-
-
-def fork_cache(cache: Cache) -> Cache:
-    """A cache that can grow without changing `cache`.
-
-    Dynamic layers replace their tensors when they grow, so they share them; linear layers write in place into states
-    of a fixed size, which are copied; other kinds are copied whole.
-    """
-    if type(cache) is not DynamicCache:
-        return copy.deepcopy(cache)
-    fork = copy.copy(cache)
-    fork.layers = [_fork_layer(layer) for layer in cache.layers]
-    return fork
-
-
-def _fork_layer(layer: Any) -> Any:
-    if isinstance(layer, RoomyLayer):
-        return layer.fork()
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return copy.copy(layer)
-    if isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicSlidingWindowLayer):
-        fork = copy.copy(layer)
-        for name, value in vars(layer).items():
-            if isinstance(value, dict):  # per state: tensors, and what is known of them
-                copies = {key: item.clone() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
-                setattr(fork, name, copies)
-        return fork
-    return copy.deepcopy(layer)
-
-
-def repeat_rows(cache: Cache, copies: int) -> None:
-    """Repeats every row of `cache`; transformers leaves the states of linear layers as they are."""
-    linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    for layer in linear:
-        for states in (layer.conv_states, layer.recurrent_states):
-            states.update({key: None if t is None else t.repeat_interleave(copies, 0) for key, t in states.items()})
-    if not linear:
-        cache.batch_repeat_interleave(copies)
-        return
-    for layer in cache.layers:
-        if isinstance(layer, DynamicLayer):
-            layer.batch_repeat_interleave(copies)
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextmanager
-def exclusive(model: Any) -> Iterator[None]:
-    """One computation at a time on a model, in eval mode, without gradients, and in the model's own dtype.
-
-    A caller's autocast and inference mode end here: what is cached must not depend on who asked for it first.
-
-    Documents reach the cross blocks through hooks on the backbone, so a plain run of that backbone, or another
-    request's, must not overlap: the lock belongs to the backbone, whichever engine or method uses it.
-    """
-    with lock_of(backbone_of(model)), torch.inference_mode(False), torch.no_grad(), _without_autocast():
-        training = [module for module in model.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True

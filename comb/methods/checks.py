@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from comb.cache.picache import PICache
 from comb.linking.positions import UnmovableError
 from comb.methods.base import Method
-from comb.picache import PICache
 
 P = TypeVar("P", bound=PICache)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from comb.backbones.exclusive import exclusive
+from comb.cache.picache import CrossPICache, PICache
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.methods.base import DecodeState, LinkRow, Method
 from comb.methods.continuation import Held, continue_tokens, pass_size, why_not_continue
-from comb.picache import CrossPICache, PICache
 
 
 @register("comb")

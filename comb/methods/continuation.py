@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
+from comb.backbones.exclusive import exclusive
 from comb.hybrid.caches import attention_layers, run
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.cache import RoomyLayer
+from comb.linking.fork import fork_cache
 from comb.linking.masks import cache_kinds
 from comb.linking.positions import LENGTH_DEPENDENT, UnmovableError
-from comb.methods.base import DecodeState, Method, exclusive, fork_cache
+from comb.methods.base import DecodeState, Method
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from comb.backbones.exclusive import exclusive
+from comb.backbones.forward import run_decoder, takes_positions
+from comb.backbones.identity import weights_fingerprint
+from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import LinkCache, Span, assemble
-from comb.linking.forward import run_decoder, takes_positions
 from comb.linking.masks import masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.support import Support, find_support
-from comb.methods.base import DecodeState, LinkRow, Method, exclusive
+from comb.methods.base import DecodeState, LinkRow, Method
 from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import Held, continue_tokens
-from comb.picache import DecoderPICache, PICache
-from comb.weights import weights_fingerprint
 
 
 @dataclass

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from comb.fingerprint import backbone_fingerprint
+from comb.backbones.fingerprint import backbone_fingerprint
+from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
 from comb.methods.continuation import Held, continue_tokens, why_not_continue
-from comb.picache import PICache, TokenPICache
 
 
 @register("full")

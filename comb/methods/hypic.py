@@ -7,17 +7,19 @@ from typing import Any, ClassVar, get_args
 
 import torch
 
+from comb.backbones.exclusive import exclusive
+from comb.backbones.identity import weights_fingerprint
+from comb.cache.picache import PICache
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Linker, Mode, link_segments
 from comb.hybrid.packing import linker_for
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
+from comb.linking.fork import fork_cache
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method, exclusive, fork_cache
+from comb.methods.base import DecodeState, LinkRow, Method
 from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import Held
-from comb.picache import PICache
-from comb.weights import weights_fingerprint
 
 _STORAGE = {"float32": torch.float32, "float16": torch.float16}
 

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from comb.backbones.exclusive import exclusive
+from comb.backbones.identity import weights_fingerprint
+from comb.cache.picache import DecoderPICache, PICache, content_key
+from comb.cache.store import PICacheStore
 from comb.hybrid.caches import run
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.snapshot import extend, restore
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.positions import UnmovableError
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse, exclusive
+from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
 from comb.methods.continuation import Held, length_dependent_rope, why_not_continue
 from comb.methods.full import continue_inlined, token_ids, token_picache
-from comb.picache import DecoderPICache, PICache, content_key
-from comb.store import PICacheStore
-from comb.weights import weights_fingerprint
 
 
 @register("prefix")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from comb.cache.picache import PICache
+from comb.cache.quantization import QuantizedPICache, check_scheme, quantize_picache
 from comb.methods.base import DecodeState, LinkRow, Method
 from comb.methods.continuation import Held
-from comb.picache import PICache
-from comb.quantization import QuantizedPICache, check_scheme, quantize_picache
 
 
 class Quantized(Method):

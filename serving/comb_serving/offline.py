@@ -14,21 +14,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from comb.adapter import resolve_name
-from comb.documents import Document, PromptBuilder
-from comb_serving import documents_api
-from comb_serving.answers import report
-from comb_serving.documents_api import DOCUMENTS
-from comb_serving.encoder_process import load
-from comb_serving.errors import RequestError
-from comb_serving.front import CHAT, COMPLETIONS, PROMPT_IDS, Front, Prepared, tokenizer_of
-from comb_serving.handles import KEY, pack
-from comb_serving.instance import instance_folder
-from comb_serving.leases import Lease, PoolFullError
-from comb_serving.local_encoders import LocalEncoders
-from comb_serving.manager import PICManager
-from comb_serving.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_DTYPES, ServeOptions
-from comb_serving.sizes import parse_pool_size
+from comb.backbones.loading import resolve_name
+from comb.documents.document import Document, PromptBuilder
+from comb_serving.api import documents as documents_api
+from comb_serving.api.answers import report
+from comb_serving.api.documents import DOCUMENTS
+from comb_serving.api.errors import RequestError
+from comb_serving.api.front import CHAT, COMPLETIONS, PROMPT_IDS, Front, Prepared, tokenizer_of
+from comb_serving.config.instance import instance_folder
+from comb_serving.config.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_DTYPES, ServeOptions
+from comb_serving.config.sizes import parse_pool_size
+from comb_serving.encoding.local import LocalEncoders
+from comb_serving.encoding.process import load
+from comb_serving.manager.leases import Lease, PoolFullError
+from comb_serving.manager.manager import PICManager
+from comb_serving.pool.handles import KEY, pack
 
 Result = TypeVar("Result")
 Given: TypeAlias = str | Mapping[str, Any] | Document

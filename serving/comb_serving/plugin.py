@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comb_serving.sizes import parse_bytes, parse_pool_size
+from comb_serving.config.sizes import parse_bytes, parse_pool_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,10 +33,10 @@ def serve(
     ] = None,
 ) -> None:
     """Serves an adapter on vLLM: its OpenAI server plus `documents`. All other options are vLLM's."""
-    from comb_serving.launcher import launch
-    from comb_serving.options import POOL_DTYPES, ServeOptions
-    from comb_serving.preflight import check_start
-    from comb_serving.tenants import key_hash
+    from comb_serving.config.options import POOL_DTYPES, ServeOptions
+    from comb_serving.config.tenants import key_hash
+    from comb_serving.launch.launcher import launch
+    from comb_serving.launch.preflight import check_start
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")

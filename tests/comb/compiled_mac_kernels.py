@@ -15,9 +15,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from comb.kernels.launch import Launch, Pages
-from comb.kernels.step import mac_step_triton
-from comb.mac.config import MacConfig
-from comb.mac.state import MacState
+from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.state import MacState
+from comb.kernels.mac.step_kernel import mac_step_triton
 
 
 class NoDevice:

@@ -22,9 +22,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from comb.kernels.launch import Launch
-from comb.kernels.paged import attend_paged
-from comb.kernels.paged_plan import Sizes, sizes_for
-from comb.paged import FP8, BlockTable, PagedBatch, PagedLayer
+from comb.kernels.paged.attention import FP8, BlockTable, PagedBatch, PagedLayer
+from comb.kernels.paged.kernel import attend_paged
+from comb.kernels.paged.plan import Sizes, sizes_for
 
 
 def launch(dtype: torch.dtype, *, shared: int, width: int, fp8: bool = False, sizes: Sizes | None = None) -> None:

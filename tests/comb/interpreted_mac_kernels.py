@@ -14,24 +14,24 @@ import torch
 from interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from torch import Tensor
 
-from comb.kernels import attend as attend_module
-from comb.kernels import match as match_module
-from comb.kernels import merge as merge_module
-from comb.kernels import schedule as schedule_module
-from comb.kernels.attend import Pieces, attend_spans
 from comb.kernels.launch import Launch, Pages
-from comb.kernels.match import nearest_in_tiles
-from comb.kernels.merge import merge_spans
-from comb.kernels.schedule import make_schedule
-from comb.kernels.step import mac_step_triton
+from comb.kernels.mac import attend as attend_module
+from comb.kernels.mac import match_kernel as match_module
+from comb.kernels.mac import merge as merge_module
+from comb.kernels.mac import schedule as schedule_module
+from comb.kernels.mac.algebra import EMPTY, attend_range, merge
+from comb.kernels.mac.attend import Pieces, attend_spans
+from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.fill import prompt_rows
+from comb.kernels.mac.match import find_match
+from comb.kernels.mac.match_kernel import nearest_in_tiles
+from comb.kernels.mac.merge import merge_spans
+from comb.kernels.mac.schedule import make_schedule
+from comb.kernels.mac.state import MacState
+from comb.kernels.mac.step import Step, step
+from comb.kernels.mac.step_kernel import mac_step_triton
 from comb.mac import mac
-from comb.mac.algebra import EMPTY, attend_range, merge
 from comb.mac.breakeven import PAPER_H100
-from comb.mac.config import MacConfig
-from comb.mac.fill import prompt_rows
-from comb.mac.match import find_match
-from comb.mac.state import MacState
-from comb.mac.step import Step, step
 
 SMALL = MacConfig(window=20, band=9, tau=0.6, min_length=0, max_chain=None, max_drift=False)
 TILES = Launch(ring_tile=16, key_tile=16, programs=3)

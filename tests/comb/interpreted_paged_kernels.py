@@ -13,12 +13,12 @@ import torch
 from interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from paged_cases import by_hand, in_fp8, paged_case
 
-from comb.kernels import paged as paged_module
-from comb.kernels import paged_plan as plan_module
 from comb.kernels.launch import Launch
-from comb.kernels.paged import attend_paged
-from comb.kernels.paged_plan import Sizes
-from comb.paged import PagedBatch, attend, attend_plain, why_plain
+from comb.kernels.paged import kernel as paged_module
+from comb.kernels.paged import plan as plan_module
+from comb.kernels.paged.attention import PagedBatch, attend, attend_plain, why_plain
+from comb.kernels.paged.kernel import attend_paged
+from comb.kernels.paged.plan import Sizes
 
 # up to many shares of one block each; some of whole rows; everything in one
 SHARES = {

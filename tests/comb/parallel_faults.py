@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from comb import methods
+from comb.cache.picache import PICache, serialize
+from comb.engine.workers import worker as worker_module
 from comb.methods.naive import Naive
-from comb.parallel import worker as worker_module
-from comb.picache import PICache, serialize
 
 FAULT_TOKEN = 99
 

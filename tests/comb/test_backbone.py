@@ -8,9 +8,9 @@ import transformers as tf
 from families import BASE, FAMILIES, tiny
 from torch import nn
 
-from comb.attach import LayerHooks
-from comb.backbone import UnsupportedBackboneError, inspect_backbone
-from comb.fingerprint import backbone_fingerprint, check_fingerprint, fingerprint
+from comb.backbones.discovery import UnsupportedBackboneError, inspect_backbone
+from comb.backbones.fingerprint import backbone_fingerprint, check_fingerprint, fingerprint
+from comb.backbones.hooks import LayerHooks
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,7 +16,7 @@ from test_documents import byte_tokenizer
 from test_hybrid_methods import text_model
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM, Document, Example, cli
+from comb import CombForCausalLM, Document, Example
 from comb.bench.asynchronous import budget, measure_async, summarize
 from comb.bench.comparison import compare, drop_too_long
 from comb.bench.context_length import LengthResult, Work, growth_exponent, measure_context_length, random_model
@@ -30,8 +30,9 @@ from comb.bench.queueing import Arrival, Service, poisson_arrivals, serve_in_ord
 from comb.bench.report import async_tables, length_tables, needle_tables
 from comb.bench.request import linked
 from comb.bench.specs import integers, numbers, split_methods
-from comb.documents import PromptBuilder
-from comb.evaluation.datasets import Counts
+from comb.cli import main as cli
+from comb.documents.datasets import Counts
+from comb.documents.document import PromptBuilder
 from comb.evaluation.plot import plot_results, styles
 from comb.evaluation.run import MethodResult, Setting, Timing
 from comb.evaluation.table import COLUMNS, columns, markdown_table, rows

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb import CombConfig, CombForCausalLM
-from comb.adapter import resolve_name
+from comb.backbones.loading import resolve_name
 
 
 @pytest.fixture
@@ -198,14 +198,14 @@ def test_a_truncated_weights_file(saved: Path) -> None:
 
 def test_keys_of_a_newer_version_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit(saved / "adapter" / "config.json", format_version=7, seam_tokens=3, other_new_key="x")
-    with caplog.at_level(logging.WARNING, logger="comb.config"):
+    with caplog.at_level(logging.WARNING, logger="comb.model.config"):
         CombForCausalLM.from_pretrained(saved / "adapter")
     assert "other_new_key, seam_tokens" in caplog.text
     assert "format 7, this is 1" in caplog.text
 
 
 def test_known_keys_are_not_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="comb.config"):
+    with caplog.at_level(logging.WARNING, logger="comb.model.config"):
         CombForCausalLM.from_pretrained(saved / "adapter")
     assert not caplog.records
 
@@ -213,7 +213,7 @@ def test_known_keys_are_not_named(saved: Path, caplog: pytest.LogCaptureFixture)
 def test_unknown_weights_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved / "adapter" / "model.safetensors"
     save_file({**load_file(path), "encoder.extra": torch.zeros(1)}, path, metadata={"format": "pt"})
-    with caplog.at_level(logging.WARNING, logger="comb.adapter"):
+    with caplog.at_level(logging.WARNING, logger="comb.backbones.loading"):
         CombForCausalLM.from_pretrained(saved / "adapter")
     assert "encoder.extra" in caplog.text
 

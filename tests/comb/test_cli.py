@@ -10,7 +10,8 @@ from families import open_gates, tiny
 from test_documents import byte_tokenizer
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM, cli
+from comb import CombForCausalLM
+from comb.cli import main as cli
 
 runner = CliRunner()
 
@@ -50,9 +51,9 @@ def test_info_on_a_plain_backbone(adapter: Path) -> None:
 
 def test_doctor_exits_with_one_on_a_failure(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("doctor", adapter).exit_code == 0
-    from comb.doctor import Check
+    from comb.cli.doctor import Check
 
-    monkeypatch.setattr("comb.doctor.run_checks", lambda model: [Check("a check", False, "0.3 > 0.1")])
+    monkeypatch.setattr("comb.cli.doctor.run_checks", lambda model: [Check("a check", False, "0.3 > 0.1")])
     result = run("doctor", adapter)
     assert result.exit_code == 1
     assert "FAIL" in result.output

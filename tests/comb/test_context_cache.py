@@ -11,9 +11,9 @@ from families import open_gates, tiny
 from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM, Document, PICEngine
-from comb.documents import PromptBuilder, referenced_documents
-from comb.engine import UnknownDocumentError
-from comb.store import PICacheStore
+from comb.cache.store import PICacheStore
+from comb.documents.document import PromptBuilder, referenced_documents
+from comb.engine.engine import UnknownDocumentError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

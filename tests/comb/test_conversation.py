@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from comb import CombForCausalLM, PICEngine
-from comb.conversation import Conversation
-from comb.decoding import AnswerStream
+from comb.engine.conversation import Conversation
+from comb.engine.decoding import AnswerStream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from comb import CombForCausalLM
-from comb.conversion import convert_release
+from comb.model.conversion import convert_release
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "data" / "reference" / "combllama_tiny"
 needs_reference = pytest.mark.skipif(

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from comb.doctor import check_methods
 from families import FAMILIES, LINK_FAMILIES, tiny
 from test_linking import LINKABLE, REFUSED
 
 from comb import methods
-from comb.doctor import check_methods, random_model
+from comb.cli.doctor import random_model
 from comb.methods import split_specs
 
 
@@ -81,7 +82,7 @@ def test_splitting_a_list_of_methods(text: str, specs: list[str]) -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comb import cli
+    from comb.cli import main as cli
 
     tiny("llama", std=0.15).save_pretrained(tmp_path / "llama")
     FAMILIES["gpt2"]().save_pretrained(tmp_path / "gpt2")

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from comb import Document, Prompt, PromptBuilder
-from comb.documents import as_document
+from comb.documents.document import as_document
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% if m.role == 'assistant' %}<|end|>{% endif %}"

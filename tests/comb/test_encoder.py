@@ -12,11 +12,11 @@ from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from comb import CombEncoderConfig, CombForCausalLM
-from comb.backbone import inspect_backbone, text_config
-from comb.config import spread_cross_layers, spread_encoder_layers
-from comb.encoder import EncoderLayer, Rotary
-from comb.initialization import copy_parts, encoder_config_for, read_layer
-from comb.model import _parts
+from comb.backbones.discovery import inspect_backbone, text_config
+from comb.model.config import spread_cross_layers, spread_encoder_layers
+from comb.model.encoder import EncoderLayer, Rotary
+from comb.model.initialization import copy_parts, encoder_config_for, read_layer
+from comb.model.modeling import _parts
 
 LENGTHS = (3, 17, 1, 8, 17, 30)
 
@@ -77,7 +77,7 @@ def test_equal_segments_are_encoded_once(model: CombForCausalLM, monkeypatch: py
 
 
 def test_large_compiles_are_cut_into_batches(model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comb.model.ENCODE_BATCH_TOKENS", 40)
+    monkeypatch.setattr("comb.model.modeling.ENCODE_BATCH_TOKENS", 40)
     rows: list[tuple[int, int]] = []
     honest = model.encoder.forward
     monkeypatch.setattr(model.encoder, "forward", lambda e: rows.append((len(e), max(map(len, e)))) or honest(e))

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
 from comb import CombForCausalLM, Document
-from comb.compatibility import tokenizer_fingerprint
-from comb.engine import PICEngine, Request, UnknownDocumentError
-from comb.report import format_bytes
-from comb.store import PICacheStore, PICacheTooLargeError
+from comb.backbones.tokenizer import tokenizer_fingerprint
+from comb.cache.store import PICacheStore, PICacheTooLargeError
+from comb.engine.engine import PICEngine, Request, UnknownDocumentError
+from comb.engine.report import format_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

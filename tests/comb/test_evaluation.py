@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from comb import CombForCausalLM, Document, Example
-from comb.engine import PICEngine
+from comb.engine.engine import PICEngine
 from comb.evaluation.plot import plot_results, plot_training
 from comb.evaluation.run import MethodResult, Setting, Timing, evaluate
 from comb.evaluation.table import COLUMNS, environment, markdown_table, result_table, rows, write_results

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM
-from comb.adapter import is_hub_id
-from comb.cli import main
-from comb.hub import plan_push, push
-from comb.model_card.render import TEMPLATE
-from comb.upload import UploadFailedError
+from comb.backbones.loading import is_hub_id
+from comb.cli.main import main
+from comb.hub.card.render import TEMPLATE
+from comb.hub.push import plan_push, push
+from comb.hub.upload import UploadFailedError
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_push_and_load_by_id(
     assert set(hub.repos["me/tiny"]) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     assert hub.repositories["me/tiny"].private
     assert len(hub.repositories["me/tiny"].commits) == 2  # the repository's first, and one with everything
-    monkeypatch.setattr("comb.pretrained._api", lambda token: api)
+    monkeypatch.setattr("comb.model.pretrained._api", lambda token: api)
     local = CombForCausalLM.from_pretrained(adapter, backbone=tiny("llama"))
     local.push_to_hub("me/method", tokenizer=byte_tokenizer())
     local.save_pretrained(tmp_path / "copy", tokenizer=byte_tokenizer(), push_to_hub=True, repo_id="me/argument")

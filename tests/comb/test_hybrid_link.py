@@ -18,6 +18,7 @@ from ring_model import tiny_ring
 from torch import Tensor
 
 from comb import methods
+from comb.backbones.exclusive import exclusive
 from comb.hybrid.caches import new_cache, read_state, run
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.dense import DenseTransition, of_gates, recurrence
@@ -27,7 +28,6 @@ from comb.hybrid.probe import Probe
 from comb.hybrid.scalar import ScalarTransition
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, record, transition_of
-from comb.methods.base import exclusive
 
 MODELS = (*HYBRIDS, "ring", "ring_dense")
 RECURRENT = tuple(name for name in MODELS if name != "lfm2")

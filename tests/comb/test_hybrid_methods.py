@@ -16,15 +16,15 @@ from test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits
 from torch import nn
 
 from comb import CombForCausalLM, PICEngine, methods
-from comb.backbone import inspect_backbone
-from comb.doctor import check_methods
-from comb.hybrid.drift import state_drift
+from comb.backbones.discovery import inspect_backbone
+from comb.cache.picache import PICacheError, deserialize, serialize
+from comb.cache.store import PICacheStore
+from comb.cli.doctor import check_methods
+from comb.cli.info import describe
+from comb.evaluation.drift import state_drift
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
-from comb.inspection import describe
 from comb.methods.base import LinkRow
-from comb.picache import PICacheError, deserialize, serialize
-from comb.store import PICacheStore
 
 
 @functools.cache

@@ -13,12 +13,13 @@ from test_hybrid_link import EXACT, MODELS, QUERY, A, B, C, error, ids, model_of
 from torch import Tensor
 
 from comb import methods
+from comb.backbones.exclusive import exclusive
+from comb.backbones.forward import decoder_of
 from comb.hybrid import packing
 from comb.hybrid.caches import attention_layers, read_state
 from comb.hybrid.link import Linker
 from comb.hybrid.packed import PackedLinker
-from comb.linking.forward import decoder_of
-from comb.methods.base import DecodeState, exclusive
+from comb.methods.base import DecodeState
 
 PACKED = {
     "qwen3_next",

@@ -14,6 +14,7 @@ from hybrids import HYBRIDS, tiny_hybrid
 from test_hybrid_link import EXACT, A, B, error, logits
 
 from comb import methods
+from comb.backbones.exclusive import exclusive
 from comb.hybrid import scans
 from comb.hybrid.caches import attention_layers, give_room, new_cache, read_state, run, write_state
 from comb.hybrid.dense import DenseTransition
@@ -21,8 +22,8 @@ from comb.hybrid.probe import Probe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, read_states, record
 from comb.linking.cache import RoomyLayer
+from comb.linking.fork import fork_cache
 from comb.linking.positions import UnmovableError, explain_states, find_positions, states_by_position
-from comb.methods.base import exclusive, fork_cache
 
 SCAN = "torch_chunk_gated_delta_rule"
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from comb import methods
+from comb.cache.picache import DecoderPICache, deserialize, serialize
 from comb.linking.cache import LinkCache, RoomyLayer, Span, assemble
+from comb.linking.fork import fork_cache
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.passes import recompute, recompute_in_order, runs
 from comb.linking.positions import Rotation, Turns, UnmovableError, find_positions
 from comb.linking.support import find_support
-from comb.methods.base import fork_cache
 from comb.methods.decoder import Decoder
-from comb.picache import DecoderPICache, deserialize, serialize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,12 +13,12 @@ from families import tiny
 from torch import Tensor
 
 from comb import methods
-from comb.documents import PromptBuilder
+from comb.backbones.identity import weights_fingerprint
+from comb.cache.store import PICacheStore
+from comb.documents.document import PromptBuilder
+from comb.documents.splitting import Splitter, split_document
+from comb.documents.splitting import create as create_splitter
 from comb.linking.support import find_support
-from comb.splitting import Splitter, split_document
-from comb.splitting import create as create_splitter
-from comb.store import PICacheStore
-from comb.weights import weights_fingerprint
 from comb_training.nano import CHECKPOINT
 
 _generator = torch.Generator().manual_seed(1)

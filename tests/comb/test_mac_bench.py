@@ -14,12 +14,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from comb import Document, Example, cli
+from comb import Document, Example
 from comb.bench.mac import Task, measure_quality, sweep_streams
 from comb.bench.mac_cost import _call
 from comb.bench.mac_report import plot_mac, quality_tables, stream_tables
 from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
-from comb.documents import PromptBuilder
+from comb.cli import main as cli
+from comb.documents.document import PromptBuilder
 from comb.evaluation.run import Setting
 from comb.mac import MacConfig
 from comb.mac.breakeven import AttentionShape

@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from comb import CombForCausalLM, cli, methods
-from comb.engine import PICEngine
+from comb import CombForCausalLM, methods
+from comb.cache.store import PICacheStore
+from comb.cli import main as cli
+from comb.engine.engine import PICEngine
 from comb.mac import MacConfig, mac
-from comb.store import PICacheStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from comb.linking.forward import decoder_of
+from comb.backbones.forward import decoder_of
 from comb.mac import MacConfig, MacSession, mac
 from comb.mac.breakeven import PAPER_H100, Costs
 from comb.mac.continuity import Seen

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
-from comb.mac.algebra import EMPTY, attend, attend_range, downdate, merge
+from comb.kernels.mac.algebra import EMPTY, attend, attend_range, downdate, merge
+from comb.kernels.mac.config import MacConfig, chance_tau
+from comb.kernels.mac.fill import prompt_rows
+from comb.kernels.mac.match import find_match
+from comb.kernels.mac.state import MacState, Rows
+from comb.kernels.mac.step import Step, step, step_in_order
 from comb.mac.breakeven import PAPER_H100, AttentionShape, Costs, fit_costs, least_context, pays, step_seconds
-from comb.mac.config import MacConfig, chance_tau
-from comb.mac.fill import prompt_rows
-from comb.mac.match import find_match
-from comb.mac.state import MacState, Rows
-from comb.mac.step import Step, step, step_in_order
 
 EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}
 SMALL = MacConfig(window=8, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False)

@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from comb import CombForCausalLM, methods
-from comb.methods.base import LinkRow, Method, fork_cache
+from comb.backbones.identity import weights_fingerprint
+from comb.cache.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
+from comb.cache.store import PICacheStore
+from comb.linking.fork import fork_cache
+from comb.methods.base import LinkRow, Method
 from comb.methods.prefix import Prefix, why_not
-from comb.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
-from comb.store import PICacheStore
-from comb.weights import weights_fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ import transformers as tf
 from families import BASE, FAMILIES, MIXTURES, open_gates, tiny
 
 from comb import CombForCausalLM
-from comb.doctor import run_checks
+from comb.cli.doctor import run_checks
 
 SEGMENTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16, 17]]
 

@@ -13,12 +13,12 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import LlamaConfig
 
 from comb import CombForCausalLM
-from comb.evaluation.datasets import hub_id
-from comb.hub import Remote, plan_push, refresh_card
-from comb.model_card.facts import read_evaluations
-from comb.model_card.licence import inherited_licence
-from comb.model_card.merge import CardConflictError, digest, header_text, merge_edits, parse_card
-from comb.redaction import holds_secret, redact_json
+from comb.documents.datasets import hub_id
+from comb.hub.card.facts import read_evaluations
+from comb.hub.card.licence import inherited_licence
+from comb.hub.card.merge import CardConflictError, digest, header_text, merge_edits, parse_card
+from comb.hub.push import Remote, plan_push, refresh_card
+from comb.hub.redaction import holds_secret, redact_json
 
 ROW = {"method": "comb", "n": 400, "em": 0.96, "f1": 0.99, "rouge_l": 0.985, "intervals": {"em": [0.94, 0.98]},
        "ttft_cached_s": {"median": 0.012, "low": 0.01, "high": 0.02, "n": 5}}  # fmt: skip
@@ -208,7 +208,7 @@ def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: p
     card = adapter.parent / "card.md"
     card.write_text("---\nlicense: mit\n---\n")
     monkeypatch.setattr(HfApi, "hf_hub_download", lambda *args, **kwargs: str(card))
-    monkeypatch.setattr("comb.hub.read_remote", lambda *args: Remote())
+    monkeypatch.setattr("comb.hub.push.read_remote", lambda *args: Remote())
     (adapter / "README.md").write_text(plan_push(adapter, "me/x", api=HfApi()).card)
     refresh_card(adapter)
     assert ModelCard.load(adapter / "README.md").data.license == "mit"

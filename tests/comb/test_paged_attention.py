@@ -10,8 +10,8 @@ from kernel_process import compiled_kernels, needs_triton, run_interpreted
 from paged_cases import by_hand, in_fp8, paged_case
 
 from comb.kernels.launch import Launch
-from comb.kernels.paged_plan import Sizes, make_plan, to_device
-from comb.paged import BlockTable, PagedBatch, attend, attend_plain, why_plain
+from comb.kernels.paged.attention import BlockTable, PagedBatch, attend, attend_plain, why_plain
+from comb.kernels.paged.plan import Sizes, make_plan, to_device
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_arrays_arrive_as_they_were() -> None:
 
 def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     query, layer, _ = paged_case(torch.float32)
-    monkeypatch.setattr("comb.kernels.choice.has_triton", lambda: True)
+    monkeypatch.setattr("comb.kernels.mac.choice.has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert why_plain(query, layer) == "device cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -130,7 +130,7 @@ def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_plain(query.to("meta"), layer) == "the pool is on cpu, queries are on meta"
     assert why_plain(torch.zeros(1, 2, 300), layer) == "heads of more than 256 channels"
     assert why_plain(torch.zeros(1, 200, 10), layer) == "more than 64 query heads to a key/value head"
-    monkeypatch.setattr("comb.kernels.choice.has_triton", lambda: False)
+    monkeypatch.setattr("comb.kernels.mac.choice.has_triton", lambda: False)
     assert why_plain(query, layer) == "triton is not installed"
 
 

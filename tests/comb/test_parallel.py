@@ -16,19 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+from comb.parallel import CompileExecutor, Deadline, ModelSource
 from parallel_faults import FAULT_TOKEN, Fragile
 from processes import gone, wait_until_gone
 from test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
 
 from comb import methods
-from comb.engine import PICEngine
+from comb.cache.picache import PICache, serialize
+from comb.engine.engine import PICEngine
+from comb.engine.workers import wire
+from comb.engine.workers.pool import Reply, Task, WorkerLostError, WorkerPool
+from comb.engine.workers.processes import ProcessPool, process_executor
+from comb.engine.workers.worker import Compiler, WorkerSpec, decode_ids, encode_ids
 from comb.methods.base import Method
 from comb.methods.naive import Naive
-from comb.parallel import CompileExecutor, Deadline, ModelSource, wire
-from comb.parallel.pool import Reply, Task, WorkerLostError, WorkerPool
-from comb.parallel.processes import ProcessPool, process_executor
-from comb.parallel.worker import Compiler, WorkerSpec, decode_ids, encode_ids
-from comb.picache import PICache, serialize
 
 # sums are taken in the order of a worker, which has one thread
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -338,8 +339,8 @@ def test_a_forgotten_pool_ends_its_processes(source: ModelSource) -> None:
 def test_workers_end_with_an_engine_that_is_killed(source: ModelSource) -> None:
     code = (
         "import os, signal, sys\n"
-        "from comb.parallel import ModelSource\n"
-        "from comb.parallel.processes import process_executor\n"
+        "from comb.engine.workers import ModelSource\n"
+        "from comb.engine.workers.processes import process_executor\n"
         "executor = process_executor(ModelSource(sys.argv[1]), 1)\n"
         "print(*executor.pool.process_ids, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -457,7 +458,7 @@ def test_a_result_nobody_checks_would_be_wrong(
     source: ModelSource, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above: without the key, a PICache of another segment gets through."""
-    from comb.parallel import run
+    from comb.engine.workers import run
 
     method = fragile(model, "swap")
     compiler = Compiler(WorkerSpec(source))

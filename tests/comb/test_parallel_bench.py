@@ -12,13 +12,13 @@ import torch
 from test_engine import make_backbone, make_tokenizer
 from typer.testing import CliRunner
 
-from comb import cli
 from comb.bench.parallel import measure_parallel, prompt, simulate_beyond
 from comb.bench.parallel_report import parallel_tables, plot_parallel
-from comb.parallel import CompileExecutor, ModelSource
-from comb.parallel.pool import Reply, Task, WorkerLostError, WorkerPool
-from comb.parallel.scheduling import lpt, makespan
-from comb.parallel.worker import Compiler, WorkerSpec, encoded
+from comb.cli import main as cli
+from comb.engine.workers import CompileExecutor, ModelSource
+from comb.engine.workers.pool import Reply, Task, WorkerLostError, WorkerPool
+from comb.engine.workers.scheduling import lpt, makespan
+from comb.engine.workers.worker import Compiler, WorkerSpec, encoded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

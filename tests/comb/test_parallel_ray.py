@@ -15,8 +15,8 @@ from test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tok
 from test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, same
 
 from comb import methods
-from comb.engine import PICEngine
-from comb.parallel import CompileExecutor, Deadline, ModelSource
+from comb.engine.engine import PICEngine
+from comb.engine.workers import CompileExecutor, Deadline, ModelSource
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def executor(cluster: Any, folder: Path) -> Iterator[CompileExecutor]:
-    from comb.parallel.ray_actors import ray_executor
+    from comb.engine.workers.ray_actors import ray_executor
 
     with ray_executor(ModelSource(str(folder)), 2, imports=("parallel_faults",)) as executor:
         yield executor
@@ -128,7 +128,7 @@ def test_other_weights_are_refused(whole: CompileExecutor, model: Any, folder: P
 
 
 def test_what_an_actor_cannot_load_is_said(cluster: Any, folder: Path, executor: CompileExecutor) -> None:
-    from comb.parallel.ray_actors import ray_executor
+    from comb.engine.workers.ray_actors import ray_executor
 
     executor.close()  # there are CPUs for two actors only
     with pytest.raises(RuntimeError, match="nowhere"):

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb.parallel.scheduling import Deadline, lpt, makespan, round_robin
-from comb.parallel.simulate import (
+from comb.bench.simulate import (
     CostModel,
     lower_bound,
     optimum,
@@ -20,6 +19,7 @@ from comb.parallel.simulate import (
     replay,
     simulate,
 )
+from comb.engine.workers.scheduling import Deadline, lpt, makespan, round_robin
 
 COSTS = st.lists(st.integers(1, 4000), min_size=1, max_size=8)
 WORKERS = st.integers(1, 5)

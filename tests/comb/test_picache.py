@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb.picache import (
+from comb.cache.picache import (
     CrossPICache,
     DecoderPICache,
     PICache,

@@ -11,9 +11,9 @@ from families import open_gates, tiny
 from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM, PICEngine, methods
-from comb.picache import CrossPICache, DecoderPICache, PICacheError, deserialize, serialize
-from comb.quantization import SCHEMES, QuantizedPICache, dequantize, fidelity, quantize, quantize_picache
-from comb.store import PICacheStore
+from comb.cache.picache import CrossPICache, DecoderPICache, PICacheError, deserialize, serialize
+from comb.cache.quantization import SCHEMES, QuantizedPICache, dequantize, fidelity, quantize, quantize_picache
+from comb.cache.store import PICacheStore
 
 DOCUMENTS = [list(range(3, 14)), list(range(50, 61))]
 QUERY = [90, 17, 33]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from comb import PICEngine, splitters
-from comb.splitting import FunctionSplitter, Splitter, create, sentences, split_document, token_pieces
+from comb.documents.splitting import FunctionSplitter, Splitter, create, sentences, split_document, token_pieces
 
 BUDGETED = [name for name in splitters.names() if name != "whole"]
 SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "pretrain_text" / "wiki_passages_2wiki.jsonl.gz"

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import comb.atomic
-import comb.store
-from comb.picache import TokenPICache, serialize
-from comb.store import IntegrityError, PICacheStore, PICacheTooLargeError, StoreFullError
-from comb.tiers import SUFFIX
+import comb.cache.atomic
+import comb.cache.store
+from comb.cache.picache import TokenPICache, serialize
+from comb.cache.store import IntegrityError, PICacheStore, PICacheTooLargeError, StoreFullError
+from comb.cache.tiers import SUFFIX
 
 TOKENS = 4
 NBYTES = 8 * TOKENS
@@ -492,7 +492,7 @@ def test_two_stores_share_a_folder(tmp_path: Path) -> None:
     ours.check_integrity()
 
 
-@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace", "comb.atomic.os.open"])
+@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace", "comb.cache.atomic.os.open"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
 def test_a_full_disk_is_said_once_and_service_goes_on(
     function: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -533,9 +533,9 @@ def test_a_disk_that_fills_up_half_way_leaves_no_partial_file(tmp_path: Path) ->
 def test_left_over_temporary_files_of_a_dead_process_are_deleted(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    alive, ours, other = f"1-x-{'0' * 8}", f"{os.getpid()}-{comb.atomic._PROCESS}-x", f"{dead.pid}-x-x"
-    names = {f".tmp-{comb.atomic._HOST}-{name}": name == other for name in (alive, ours, other)}
-    names[f".tmp-{comb.atomic._HOST}-{os.getpid()}-before-x"] = True  # our id, an earlier process
+    alive, ours, other = f"1-x-{'0' * 8}", f"{os.getpid()}-{comb.cache.atomic._PROCESS}-x", f"{dead.pid}-x-x"
+    names = {f".tmp-{comb.cache.atomic._HOST}-{name}": name == other for name in (alive, ours, other)}
+    names[f".tmp-{comb.cache.atomic._HOST}-{os.getpid()}-before-x"] = True  # our id, an earlier process
     names[".tmp-elsewhere-1-x-new"] = False
     names[".tmp-elsewhere-1-x-old"] = True
     names[".tmp-something else"] = False
@@ -612,7 +612,7 @@ def test_trouble_while_moving_down_loses_an_entry_not_a_request(
     store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
     use(store, "k1")
     with monkeypatch.context() as broken:
-        broken.setattr("comb.tiers.serialize", lambda *arguments, **options: 1 / 0)
+        broken.setattr("comb.cache.tiers.serialize", lambda *arguments, **options: 1 / 0)
         assert use(store, "k2") == ["compiled"]
     assert "could not move the PICache k1" in caplog.text
     assert use(store, "k1") == ["compiled"]
@@ -826,7 +826,7 @@ def spoil_key(store: PICacheStore) -> None:
 
 
 def spoil_flight(store: PICacheStore) -> None:
-    thread = threading.Thread(target=lambda: store._claim(["k9"], comb.store._Call(0.0)))
+    thread = threading.Thread(target=lambda: store._claim(["k9"], comb.cache.store._Call(0.0)))
     thread.start()
     thread.join()
 

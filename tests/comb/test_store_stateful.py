@@ -21,9 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from comb.picache import TokenPICache
-from comb.store import Handle, PICacheStore, PICacheTooLargeError, StoreFullError
-from comb.tiers import SUFFIX
+from comb.cache.picache import TokenPICache
+from comb.cache.store import Handle, PICacheStore, PICacheTooLargeError, StoreFullError
+from comb.cache.tiers import SUFFIX
 
 SIZES = {"a": 8, "b": 8, "c": 16, "d": 16, "e": 24, "f": 32, "huge": 72}  # bytes
 DEVICE_BYTES, HOST_BYTES = 64, 40
@@ -323,11 +323,11 @@ def forget_to_count(store: PICacheStore, key: str) -> bool:
 @pytest.mark.parametrize(
     ("target", "mutant"),
     [
-        ("comb.store.PICacheStore.remove", forget_to_count),
-        ("comb.tiers.LRUTier.touch", lambda tier, key: tier.entries.move_to_end(key, last=False)),
-        ("comb.store.PICacheStore._is_kept", lambda store, entry: entry.key in store._pins),
-        ("comb.tiers.DiskTier.remove", lambda disk, key: disk.index.pop(key) is not None),
-        ("comb.picache._checksum", lambda metadata, tensors: "always right"),
+        ("comb.cache.store.PICacheStore.remove", forget_to_count),
+        ("comb.cache.tiers.LRUTier.touch", lambda tier, key: tier.entries.move_to_end(key, last=False)),
+        ("comb.cache.store.PICacheStore._is_kept", lambda store, entry: entry.key in store._pins),
+        ("comb.cache.tiers.DiskTier.remove", lambda disk, key: disk.index.pop(key) is not None),
+        ("comb.cache.picache._checksum", lambda metadata, tensors: "always right"),
     ],
 )
 def test_the_machine_finds_a_broken_store(

@@ -15,9 +15,9 @@ import torch
 from families import open_gates
 
 from comb import CombForCausalLM
-from comb_serving.handles import KEY, Handle, pack
-from comb_serving.instance import default_root
-from comb_serving.pool import SharedPool
+from comb_serving.config.instance import default_root
+from comb_serving.pool.handles import KEY, Handle, pack
+from comb_serving.pool.pool import SharedPool
 
 BLOCK = 4
 SMALL = {

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from comb_serving.encoders import Encoded, EncoderError, Identity
-from comb_serving.handles import Handle
+from comb_serving.encoding.supervisor import Encoded, EncoderError, Identity
+from comb_serving.pool.handles import Handle
 
 IDENTITY = Identity(fingerprint="adapter", dtype="float32", max_document_tokens=64, vocab_size=4096)
 

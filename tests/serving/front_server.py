@@ -9,12 +9,12 @@ from typing import Any
 from fakes import Client, Echo, FakeEncoders
 from transformers import AutoTokenizer
 
-from comb.documents import Document, PromptBuilder
-from comb_serving.front import Front
-from comb_serving.manager import PICManager
-from comb_serving.middleware import CombMiddleware
-from comb_serving.options import ServeOptions
-from comb_serving.pool import PoolLayout
+from comb.documents.document import Document, PromptBuilder
+from comb_serving.api.front import Front
+from comb_serving.api.middleware import CombMiddleware
+from comb_serving.config.options import ServeOptions
+from comb_serving.manager.manager import PICManager
+from comb_serving.pool.pool import PoolLayout
 from comb_training.nano import CHECKPOINT
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=16)

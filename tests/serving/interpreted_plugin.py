@@ -15,7 +15,7 @@ STEPS: list[int] = []
 
 @pytest.mark.parametrize("stored", ["auto", "fp8"])
 def test_the_kernels_answer_as_the_library_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
-    from comb.kernels import paged
+    from comb.kernels.paged import kernel as paged
 
     def counted(query: Any, layer: Any, batch: Any) -> Any:
         STEPS.append(batch.num_tokens)
@@ -26,7 +26,7 @@ def test_the_kernels_answer_as_the_library_does(tmp_path: Path, monkeypatch: pyt
 
     run = paged.attend_paged
     monkeypatch.setattr(paged, "attend_paged", counted)
-    monkeypatch.setattr("comb.paged.attend_plain", plain)
+    monkeypatch.setattr("comb.kernels.paged.attention.attend_plain", plain)
     monkeypatch.setenv("COMB_POOL_DTYPE", stored)
     prompts = [list(range(5, 5 + length)) for length in (9, 40)]
     asked = [(prompt, names) for names in ("A", "", "CAB", "B") for prompt in prompts]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comb_serving.options import INSTANCE_DIR
+from comb_serving.config.options import INSTANCE_DIR
 from comb_serving.replicas.process import COMMAND, free_port
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -104,7 +104,7 @@ class Served:
 
     def encoder_pid(self) -> int | None:
         """The encoder's process; None while there is none."""
-        return next((pid for pid, words, _ in self.processes() if b"comb_serving.encoder_process" in words), None)
+        return next((pid for pid, words, _ in self.processes() if b"comb_serving.encoding.process" in words), None)
 
     def instance(self) -> Path:
         """The folder of its pools and sockets."""

@@ -493,7 +493,7 @@ def test_the_command_against_real_servers(plugin: None, tmp_path: Path) -> None:
         "--requests", "6", "--cold", "3", "--clients", "1,3", "--together", "3", "--rates", "4", "--seconds", "2",
         "--soak", "20", "--dtype", "float32", "--cache-bytes", "32MiB", "--pool-bytes", "4MiB", "--out", str(out),
     ]  # fmt: skip
-    code = "from comb.cli import main; main()"
+    code = "from comb.cli.main import main; main()"
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=900

@@ -32,7 +32,7 @@ def test_the_dashboard_asks_for_our_series_as_they_are() -> None:
 
     from prometheus_client import CollectorRegistry, generate_latest
 
-    from comb_serving.metrics import CombCollector
+    from comb_serving.api.metrics import CombCollector
 
     async def work() -> None:
         server = Server()

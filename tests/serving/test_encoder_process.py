@@ -20,15 +20,15 @@ import torch
 from transformers import AutoTokenizer
 
 from comb import CombForCausalLM
-from comb.store import PICacheStore
-from comb_serving import frames
-from comb_serving.encoder_process import EncoderWorker, Job, drop_decoder, socket_path
-from comb_serving.encoders import EncoderProcesses
-from comb_serving.handles import Handle
-from comb_serving.leases import Wanted
-from comb_serving.manager import PICManager
-from comb_serving.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
-from comb_serving.pool import PoolLayout, SharedPool
+from comb.cache.store import PICacheStore
+from comb_serving.config.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
+from comb_serving.encoding import frames
+from comb_serving.encoding.process import EncoderWorker, Job, drop_decoder, socket_path
+from comb_serving.encoding.supervisor import EncoderProcesses
+from comb_serving.manager.leases import Wanted
+from comb_serving.manager.manager import PICManager
+from comb_serving.pool.handles import Handle
+from comb_serving.pool.pool import PoolLayout, SharedPool
 
 BLOCKS = 64
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from comb_serving import encoders as module
-from comb_serving.encoders import EncoderError, EncoderProcesses
-from comb_serving.handles import Handle
+from comb_serving.encoding import supervisor as module
+from comb_serving.encoding.supervisor import EncoderError, EncoderProcesses
+from comb_serving.pool.handles import Handle
 
 DIES, HANGS, LIES = 666, 777, 888
 PROGRAM = f"""
 import os, pathlib, socket, sys, threading
-from comb_serving import frames
+from comb_serving.encoding import frames
 folder = pathlib.Path(sys.argv[1])
 if (folder / "broken").exists(): sys.exit(1)
 starts = folder / "starts"

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from processes import wait_until_gone
 
-from comb_serving.instance import LOCK, PREFIX, instance_folder, remove_abandoned
-from comb_serving.launcher import launch, read_flags
-from comb_serving.options import ServeOptions
-from comb_serving.sizes import parse_bytes, parse_pool_size
+from comb_serving.config.instance import LOCK, PREFIX, instance_folder, remove_abandoned
+from comb_serving.config.options import ServeOptions
+from comb_serving.config.sizes import parse_bytes, parse_pool_size
+from comb_serving.launch.launcher import launch, read_flags
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
@@ -33,8 +33,8 @@ seen.with_suffix(".tmp").rename(seen)
 """
 LAUNCH = """
 import sys, pathlib
-from comb_serving.launcher import launch
-from comb_serving.options import ServeOptions
+from comb_serving.launch.launcher import launch
+from comb_serving.config.options import ServeOptions
 sys.exit(launch(ServeOptions("adapter"), ["--port", "1"], pool_bytes=99, root=pathlib.Path(sys.argv[1]),
     server=[sys.executable, "-c", sys.argv[2]]))
 """
@@ -67,7 +67,7 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     assert status == 3
     found = wait_for(seen)
     assert found["argv"][:2] == ["--model", "adapter"]
-    assert found["argv"][-2:] == ["--middleware", "comb_serving.middleware.CombMiddleware"]
+    assert found["argv"][-2:] == ["--middleware", "comb_serving.api.middleware.CombMiddleware"]
     environment = found["environment"]
     assert (environment["COMB_POOL_BYTES"], environment["COMB_POOL_DTYPE"]) == ("4096", "fp8")
     assert environment["VLLM_PLUGINS"] == "other,comb"

@@ -11,12 +11,12 @@ from front_server import Server, chat, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb_serving.front import CHAT
-from comb_serving.leases import Lease, PoolFullError, PoolPinnedError, Wanted
-from comb_serving.line import Line
-from comb_serving.manager import PICManager
-from comb_serving.options import ServeOptions
-from comb_serving.pool import PoolLayout
+from comb_serving.api.front import CHAT
+from comb_serving.config.options import ServeOptions
+from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, Wanted
+from comb_serving.manager.manager import PICManager
+from comb_serving.manager.queue import Line
+from comb_serving.pool.pool import PoolLayout
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
 SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}

@@ -11,11 +11,11 @@ from fakes import FakeEncoders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb.directory import IntegrityError
-from comb_serving.encoders import EncoderError
-from comb_serving.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, Wanted
-from comb_serving.manager import PICManager
-from comb_serving.pool import PoolLayout
+from comb.cache.index import IntegrityError
+from comb_serving.encoding.supervisor import EncoderError
+from comb_serving.manager.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, Wanted
+from comb_serving.manager.manager import PICManager
+from comb_serving.pool.pool import PoolLayout
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from front_server import Server, chat, run
 
-from comb_serving.counters import BOUNDS, Histogram
-from comb_serving.front import CHAT
+from comb_serving.api.front import CHAT
+from comb_serving.manager.counters import BOUNDS, Histogram
 
 pytest.importorskip("prometheus_client", reason="comes with vLLM")
 
@@ -18,7 +18,7 @@ pytest.importorskip("prometheus_client", reason="comes with vLLM")
 def sample(server: Server, name: str, encoders: Any = None, **labels: str) -> float | None:
     from prometheus_client import CollectorRegistry
 
-    from comb_serving.metrics import CombCollector
+    from comb_serving.api.metrics import CombCollector
 
     registry = CollectorRegistry()
     registry.register(CombCollector(server.app.front(), encoders, server.app.options))

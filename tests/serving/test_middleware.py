@@ -14,8 +14,8 @@ from front_server import BUILDER, DOCUMENTS, MESSAGES, Server, chat, ids_of, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb_serving.front import CHAT, COMPLETIONS
-from comb_serving.handles import KEY, unpack
+from comb_serving.api.front import CHAT, COMPLETIONS
+from comb_serving.pool.handles import KEY, unpack
 
 
 def test_documents_become_handles_and_the_prompt_is_the_builders() -> None:

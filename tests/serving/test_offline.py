@@ -13,7 +13,7 @@ from engines import SMALL, reference
 
 from comb import Document, PICEngine
 from comb_serving import LLM
-from comb_serving.options import INSTANCE_DIR
+from comb_serving.config.options import INSTANCE_DIR
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

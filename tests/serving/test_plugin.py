@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import KEY, Served, answer, checkpoint, engine, greedy, served
 
-from comb.adapter import resolve_name
+from comb.backbones.loading import resolve_name
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

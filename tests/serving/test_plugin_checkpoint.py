@@ -13,7 +13,7 @@ from engines import checkpoint
 from families import tiny
 from torch import nn
 
-from comb.fingerprint import fingerprint
+from comb.backbones.fingerprint import fingerprint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engines import Served, checkpoint, engine, served
 
-from comb.adapter import resolve_name
+from comb.backbones.loading import resolve_name
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 

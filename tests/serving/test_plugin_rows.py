@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from comb.config import CombEncoderConfig
-from comb.paged import attend_row
-from comb_serving.handles import KEY, Handle, pack
-from comb_serving.pool import PoolLayout, SharedPool
+from comb.kernels.paged.attention import attend_row
+from comb.model.config import CombEncoderConfig
+from comb_serving.pool.handles import KEY, Handle, pack
+from comb_serving.pool.pool import PoolLayout, SharedPool
 from comb_serving.vllm.pool import check_documents, pool_device, rank_layout, total_bytes
 from comb_serving.vllm.rows import Documents
 

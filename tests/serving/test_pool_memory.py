@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from comb.paged import BlockTable, PagedBatch, attend
-from comb_serving import cuda_ipc, memory
-from comb_serving.cuda_ipc import CannotShareError
-from comb_serving.gpu_handover import blocks_needed, hand_over
-from comb_serving.handles import Handle
-from comb_serving.memory import DeviceMemory
-from comb_serving.pool import PoolLayout, SharedPool
+from comb.kernels.paged.attention import BlockTable, PagedBatch, attend
+from comb_serving.bench.gpu_handover import blocks_needed, hand_over
+from comb_serving.pool import cuda_ipc, memory
+from comb_serving.pool.cuda_ipc import CannotShareError
+from comb_serving.pool.handles import Handle
+from comb_serving.pool.memory import DeviceMemory
+from comb_serving.pool.pool import PoolLayout, SharedPool
 
 FP8 = PoolLayout(cross_layers=2, kv_heads=3, head_dim=20, num_blocks=6, block_size=4, dtype="bfloat16", stored="fp8")
 ROOT = Path(__file__).parents[2]
@@ -264,7 +264,7 @@ def test_a_pool_outlives_its_writer(tmp_path: Path) -> None:
 
 
 def test_a_hand_over_that_goes_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comb_serving import gpu_handover
+    from comb_serving.bench import gpu_handover
 
     class NoWriter:
         def __init__(self, *_: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from comb import cli
+from comb.cli import main as cli
 from comb_training.nano import CHECKPOINT
 
 ADAPTER = json.dumps({"model_type": "comb", "backbone_name_or_path": str(CHECKPOINT)})
@@ -20,8 +20,10 @@ ADAPTER = json.dumps({"model_type": "comb", "backbone_name_or_path": str(CHECKPO
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The checkpoints that servers were started with; vLLM is installed, the Hub can't be reached."""
     found: list[str] = []
-    monkeypatch.setattr("comb_serving.launcher.launch", lambda options, *_, **__: found.append(options.checkpoint) or 0)
-    monkeypatch.setattr("comb_serving.preflight.find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(
+        "comb_serving.launch.launcher.launch", lambda options, *_, **__: found.append(options.checkpoint) or 0
+    )
+    monkeypatch.setattr("comb_serving.launch.preflight.find_spec", lambda name: SimpleNamespace(name=name))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
@@ -47,7 +49,7 @@ def test_without_vllm(
     started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(ADAPTER)
-    monkeypatch.setattr("comb_serving.preflight.find_spec", lambda name: None if name == "vllm" else name)
+    monkeypatch.setattr("comb_serving.launch.preflight.find_spec", lambda name: None if name == "vllm" else name)
     assert "pip install 'comb-pic[serve]'" in refusal(tmp_path, monkeypatch, capsys)
     assert started == []
 

@@ -11,10 +11,10 @@ import pytest
 from fakes import Client
 from front_server import MESSAGES, Server, chat, run
 
-from comb_serving.front import CHAT
-from comb_serving.logs import JSONFormatter, configure
-from comb_serving.options import ServeOptions
-from comb_serving.tenants import tenant_of
+from comb_serving.api.front import CHAT
+from comb_serving.config.logs import JSONFormatter, configure
+from comb_serving.config.options import ServeOptions
+from comb_serving.config.tenants import tenant_of
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from front_server import DOCUMENTS, Server, chat, run
 
-from comb_serving.front import CHAT
-from comb_serving.handles import KEY
-from comb_serving.launcher import launch
-from comb_serving.options import ServeOptions
-from comb_serving.switch import SWITCH
-from comb_serving.tenants import key_hash
+from comb_serving.api.encoder_switch import SWITCH
+from comb_serving.api.front import CHAT
+from comb_serving.config.options import ServeOptions
+from comb_serving.config.tenants import key_hash
+from comb_serving.launch.launcher import launch
+from comb_serving.pool.handles import KEY
 
 ADMIN = key_hash("admin")
 

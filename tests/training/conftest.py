@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from comb_training import token_cache
+from comb_training.data import token_cache
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from comb.documents import Prompt
-from comb.evaluation.datasets import Counts
+from comb.documents.datasets import Counts
+from comb.documents.document import Prompt
 from comb_training.answers import answer_on_policy, generate, greedy
 from comb_training.answers.greedy import TransformersEngine
-from comb_training.batches import TrainingExample
+from comb_training.data.batches import TrainingExample
 
 SMALL = {
     "vocab_size": 64,

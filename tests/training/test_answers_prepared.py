@@ -21,15 +21,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from comb.documents import Prompt
+from comb.documents.document import Prompt
 from comb_training import plugin
 from comb_training.answers import Answer, answer_prepared, choose_engine, generate, prepared, read_settings
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.answers.vllm_engine import VllmEngine
-from comb_training.batches import TrainingExample
 from comb_training.config import Config, config_from_dict
+from comb_training.data.batches import TrainingExample
 from comb_training.nano import CHECKPOINT
-from comb_training.train import prepare, run_training
+from comb_training.train import run_training
+from comb_training.trainer.prepare import prepare
 
 
 def settings(folder: Path, limit: int = 24, data: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path: Path) -> None:
     content = settings(tmp_path / "out", limit=320)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(content))
-    code = "import sys, typer; from comb_training.commands import answers; sys.argv[0] = 'comb'; typer.run(answers)"
+    code = "import sys, typer; from comb_training.cli.commands import answers; sys.argv[0] = 'comb'; typer.run(answers)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, "-c", code, str(path), "--engine", "transformers"]
     process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from comb.documents import Prompt
+from comb.documents.document import Prompt
 from comb_training.answers import Answer, AnswerStore, Settings, Share, generate, generate_answers, read_settings
 from comb_training.answers.store import METADATA
-from comb_training.batches import TrainingExample
+from comb_training.data.batches import TrainingExample
 
 SETTINGS = Settings("model", "weights", "float32", 8, (1,))
 OTHER = Settings("model", "other weights", "float32", 8, (1,))

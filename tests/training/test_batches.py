@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from comb.documents import Document, Example, Prompt, PromptBuilder
-from comb.evaluation.datasets import Counts
-from comb_training.batches import (
+from comb.documents.datasets import Counts
+from comb.documents.document import Document, Example, Prompt, PromptBuilder
+from comb_training.data.batches import (
     IGNORED,
     Collator,
     TrainingExample,

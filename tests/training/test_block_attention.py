@@ -14,13 +14,13 @@ from transformers.cache_utils import DynamicCache
 
 from comb import Prompt, methods
 from comb.methods.base import LinkRow
-from comb_training.batches import TrainingExample
-from comb_training.block_attention import BlockAttentionModel, BlockCollator, block_mask, segment_numbers
 from comb_training.config import TrainConfig, config_from_dict
-from comb_training.lora import add_lora
-from comb_training.losses import target_loss
+from comb_training.data.batches import TrainingExample
+from comb_training.models.block_attention import BlockAttentionModel, BlockCollator, block_mask, segment_numbers
+from comb_training.models.lora import add_lora
 from comb_training.train import run_training
-from comb_training.trainer import CombTrainer
+from comb_training.trainer.losses import target_loss
+from comb_training.trainer.trainer import CombTrainer
 
 PROMPT = Prompt((3, 4), ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16)), (17, 18, 19), ((), (20,)))
 

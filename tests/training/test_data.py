@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from comb.documents import Document, Example
-from comb.evaluation.datasets import Dataset, datasets, read_dataset
+from comb.documents.datasets import Dataset, datasets, read_dataset
+from comb.documents.document import Document, Example
 from comb_training import plugin
 from comb_training.data.grouping import pick_distractors, seeded, split_groups
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from comb.evaluation.datasets import read_dataset
+from comb.documents.datasets import read_dataset
 
 HOTPOT = {
     "id": "7", "question": "q?", "answer": "x",

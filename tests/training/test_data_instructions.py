@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from comb.documents import Example
-from comb.evaluation.datasets import Dataset, read_dataset
+from comb.documents.datasets import Dataset, read_dataset
+from comb.documents.document import Example
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 V1, V2 = "natural_instructions_v1", "natural_instructions"

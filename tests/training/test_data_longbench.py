@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from comb.documents import Example
-from comb.evaluation.datasets import read_dataset
-from comb_training.data.longbench import TASKS
+from comb.documents.datasets import read_dataset
+from comb.documents.document import Example
+from comb_training.data.readers.longbench import TASKS
 
 Write = Callable[..., Path]
 

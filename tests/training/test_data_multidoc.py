@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from comb.documents import Example
-from comb.evaluation.datasets import read_dataset
+from comb.documents.datasets import read_dataset
+from comb.documents.document import Example
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 RESTRICTED = SHARED / "restricted_research_only"

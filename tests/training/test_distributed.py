@@ -71,8 +71,8 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 KILLED_AT_13 = """
 import os, signal
-from comb_training import callbacks
-from comb.cli import main
+from comb_training.trainer import callbacks
+from comb.cli.main import main
 
 def on_step_end(self, args, state, control, **kwargs):
     if state.global_step == 13:

@@ -14,11 +14,11 @@ from torch.nn.functional import kl_div
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb import CombForCausalLM, Prompt
-from comb_training.batches import IGNORED, Collator, TrainingExample
 from comb_training.config import TrainConfig
-from comb_training.lora import add_lora, lora_layers, unload
-from comb_training.losses import Teacher, divergence, target_logits_only, target_loss
-from comb_training.trainer import CombTrainer
+from comb_training.data.batches import IGNORED, Collator, TrainingExample
+from comb_training.models.lora import add_lora, lora_layers, unload
+from comb_training.trainer.losses import Teacher, divergence, target_logits_only, target_loss
+from comb_training.trainer.trainer import CombTrainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from comb.documents import Document, Example, PromptBuilder
-from comb.splitting import create
+from comb.documents.document import Document, Example, PromptBuilder
+from comb.documents.splitting import create
 from comb_training import plugin
 from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data import mixture

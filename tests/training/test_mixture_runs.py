@@ -11,16 +11,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from comb.evaluation.datasets import Dataset, datasets
-from comb_training import plugin, token_cache
+from comb.documents.datasets import Dataset, datasets
+from comb_training import plugin
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, DataConfig, config_from_dict
-from comb_training.data import mixture
+from comb_training.data import mixture, token_cache
 from comb_training.data.sources import Source
+from comb_training.data.token_file import TrainingExamples
 from comb_training.nano import CHECKPOINT
-from comb_training.sampler import BatchSampler, Budget
-from comb_training.token_file import TrainingExamples
-from comb_training.train import prepare, run_training
+from comb_training.train import run_training
+from comb_training.trainer.prepare import prepare
+from comb_training.trainer.sampler import BatchSampler, Budget
 
 pytest.importorskip("pyarrow")
 
@@ -134,7 +135,7 @@ def test_a_branch_on_the_hub_is_read_anew(
     caplog.set_level("INFO")
     from transformers import AutoTokenizer
 
-    from comb.documents import PromptBuilder
+    from comb.documents.document import PromptBuilder
 
     plugin.register()
     builder = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))

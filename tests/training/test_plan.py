@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from comb_training import plugin
 from comb_training.config import load_config
-from comb_training.loading import load_model
+from comb_training.models.loading import load_model
 from comb_training.plan import plan
 from comb_training.plan.counting import ARCHITECTURES, Parameters, meta_model
 

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from comb import CombForCausalLM
 from comb.bench.memory import peak_memory
-from comb_training.batches import Collator
-from comb_training.bench import Shape
+from comb_training.bench.training_step import Shape
 from comb_training.config import TrainConfig
-from comb_training.lora import add_lora
-from comb_training.losses import target_logits_only, target_loss
+from comb_training.data.batches import Collator
+from comb_training.models.lora import add_lora
 from comb_training.plan.activations import FACTOR, PassSize, Shapes, activation_bytes
 from comb_training.plan.counting import Parameters
 from comb_training.plan.memory import Sharding, memory_of
+from comb_training.trainer.losses import target_logits_only, target_loss
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,

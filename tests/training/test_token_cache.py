@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from comb.atomic import write_temporary
-from comb.documents import Prompt, PromptBuilder
+from comb.cache.atomic import write_temporary
+from comb.documents.document import Prompt, PromptBuilder
 from comb_training import plugin
-from comb_training.batches import Collator, TrainingExample
 from comb_training.config import DataConfig
 from comb_training.data import mixture
+from comb_training.data.batches import Collator, TrainingExample
+from comb_training.data.token_cache import cached, default_folder
+from comb_training.data.token_file import DamagedCacheError, Segment, TrainingExamples, write
+from comb_training.data.token_statistics import TokenStatistics
 from comb_training.nano import CHECKPOINT
-from comb_training.sampler import BatchSampler, Budget
-from comb_training.token_cache import cached, default_folder
-from comb_training.token_file import DamagedCacheError, Segment, TrainingExamples, write
-from comb_training.token_statistics import TokenStatistics
+from comb_training.trainer.sampler import BatchSampler, Budget
 
 pytest.importorskip("pyarrow")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from comb.documents import Prompt
-from comb_training.batches import TrainingExample
-from comb_training.token_statistics import HEADS, Spread, TokenStatistics, statistics_by_set, statistics_lines
+from comb.documents.document import Prompt
+from comb_training.data.batches import TrainingExample
+from comb_training.data.token_statistics import HEADS, Spread, TokenStatistics, statistics_by_set, statistics_lines
 
 
 def example(id: str, *lengths: int) -> TrainingExample:

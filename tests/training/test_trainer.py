@@ -23,18 +23,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Prompt
-from comb.documents import PromptBuilder
+from comb.documents.document import PromptBuilder
 from comb.evaluation.run import evaluate
-from comb_training import demo, plugin
-from comb_training.batches import Collator, TrainingExample
-from comb_training.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
+from comb_training import plugin
+from comb_training.cli import demo
 from comb_training.config import TrainConfig, config_from_dict, load_config
+from comb_training.data.batches import Collator, TrainingExample
 from comb_training.data.mixture import read_examples
-from comb_training.losses import target_loss
+from comb_training.models.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
 from comb_training.nano import CHECKPOINT
-from comb_training.schedule import Schedule, total_steps
-from comb_training.train import prepare, run_training, trained_config
-from comb_training.trainer import CombTrainer, batch_sampler, parameter_groups
+from comb_training.train import run_training, trained_config
+from comb_training.trainer.losses import target_loss
+from comb_training.trainer.prepare import prepare
+from comb_training.trainer.schedule import Schedule, total_steps
+from comb_training.trainer.trainer import CombTrainer, batch_sampler, parameter_groups
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -313,7 +315,7 @@ def test_schedule_follows_the_clock_when_that_is_ahead() -> None:
 
 def test_a_run_ends_when_its_seconds_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # every look at the clock is a second later
-    monkeypatch.setattr("comb_training.callbacks.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr("comb_training.trainer.callbacks.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     run = trainer(comb_model(), tmp_path, steps=None, max_seconds=20.0)
     run.train()
     assert run.state.global_step == 20
@@ -621,7 +623,7 @@ def test_trained_weights_stay_in_float32(config_for: Callable[..., Any], dtype: 
 def test_evaluating_on_the_training_dataset_keeps_its_split(
     config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from comb_training import commands
+    from comb_training.cli import commands
 
     run_training(config_for(answers="gold"), progress=False)
     seen: list[Any] = []

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from comb.adapter import backbones
-from comb.evaluation.datasets import datasets, hub_ids
+from comb.backbones.loading import backbones
+from comb.documents.datasets import datasets, hub_ids
 
 if TYPE_CHECKING:
     import typer
 
 READERS = {
-    "2wikimultihopqa": "comb_training.data.two_wiki:read_2wikimultihopqa",
-    "babi": "comb_training.data.babi:read_babi",
-    "hotpotqa": "comb_training.data.hotpotqa:read_hotpotqa",
-    "jsonl": "comb_training.data.jsonl:read_jsonl",
-    "kv_retrieval": "comb_training.data.kv_retrieval:read_kv_retrieval",
-    "longbench": "comb_training.data.longbench:read_longbench",
-    "multi_news": "comb_training.data.multi_news:read_multi_news",
-    "musique": "comb_training.data.musique:read_musique",
-    "nano": "comb_training.data.nano:read_nano",
-    "natural_instructions": "comb_training.data.natural_instructions:read_natural_instructions",
-    "natural_instructions_v1": "comb_training.data.natural_instructions:read_natural_instructions_v1",
-    "nq_open": "comb_training.data.nq_open:read_nq_open",
-    "samsum": "comb_training.data.samsum:read_samsum",
-    "squad": "comb_training.data.squad:read_squad",
-    "wikihop": "comb_training.data.wikihop:read_wikihop",
-    "xsum": "comb_training.data.xsum:read_xsum",
+    "2wikimultihopqa": "comb_training.data.readers.two_wiki:read_2wikimultihopqa",
+    "babi": "comb_training.data.readers.babi:read_babi",
+    "hotpotqa": "comb_training.data.readers.hotpotqa:read_hotpotqa",
+    "jsonl": "comb_training.data.readers.jsonl:read_jsonl",
+    "kv_retrieval": "comb_training.data.readers.kv_retrieval:read_kv_retrieval",
+    "longbench": "comb_training.data.readers.longbench:read_longbench",
+    "multi_news": "comb_training.data.readers.multi_news:read_multi_news",
+    "musique": "comb_training.data.readers.musique:read_musique",
+    "nano": "comb_training.data.readers.nano:read_nano",
+    "natural_instructions": "comb_training.data.readers.natural_instructions:read_natural_instructions",
+    "natural_instructions_v1": "comb_training.data.readers.natural_instructions:read_natural_instructions_v1",
+    "nq_open": "comb_training.data.readers.nq_open:read_nq_open",
+    "samsum": "comb_training.data.readers.samsum:read_samsum",
+    "squad": "comb_training.data.readers.squad:read_squad",
+    "wikihop": "comb_training.data.readers.wikihop:read_wikihop",
+    "xsum": "comb_training.data.readers.xsum:read_xsum",
 }
 
 BACKBONES = {"nano": "comb_training.nano:CHECKPOINT", "nano-hybrid": "comb_training.nano:HYBRID_CHECKPOINT"}
@@ -63,7 +63,7 @@ def register() -> None:
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands to the `comb` application."""
     from comb.bench.options import bench
-    from comb_training import commands
+    from comb_training.cli import commands
 
     app.command("train")(commands.train)
     app.command("answers")(commands.answers)

@@ -15,60 +15,33 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from comb.compatibility import load_tokenizer
-from comb.documents import PromptBuilder
-from comb.evaluation.datasets import Counts
+from comb.documents.datasets import Counts
+from comb.documents.document import PromptBuilder
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
 from comb.evaluation.run import MethodResult, evaluate
 from comb.evaluation.table import environment, write_json
-from comb.hub import refresh_card
-from comb.model_card.facts import RESULTS
-from comb_training import distributed, plugin
+from comb.hub.card.facts import RESULTS
+from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
-from comb_training.batches import TrainingExample
 from comb_training.config import Config, config_from_dict
-from comb_training.data.mixture import read_examples, read_tokenized
-from comb_training.heldout import HeldoutAnswers
-from comb_training.loading import device_of, set_threads
-from comb_training.lora import unload
-from comb_training.schedule import total_steps
-from comb_training.token_statistics import TokenStatistics, statistics_by_set
-from comb_training.trainer import CombTrainer, batch_sampler
-from comb_training.ways import WAYS
+from comb_training.data.batches import TrainingExample
+from comb_training.data.mixture import read_examples
+from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
+from comb_training.models.loading import device_of
+from comb_training.models.lora import unload
+from comb_training.models.recipe import WAYS
+from comb_training.trainer import distributed
+from comb_training.trainer.heldout import HeldoutAnswers
+from comb_training.trainer.prepare import Prepared, prepare, tokenized
+from comb_training.trainer.trainer import CombTrainer
 
 logger = logging.getLogger(__name__)
 
 TRAINING_JSON = "training.json"
 LOSS_PLOT = "loss.png"
-
-
-@dataclass
-class Prepared:
-    """Everything a run needs, before anything is answered or trained."""
-
-    config: Config
-    model: Any
-    tokenizer: Any
-    builder: PromptBuilder
-    examples: Sequence[TrainingExample]
-    counts: Counts
-    statistics: TokenStatistics
-    sets: dict[str, TokenStatistics] = field(default_factory=dict)
-
-    @property
-    def parameters(self) -> dict[str, int]:
-        """Parameter counts: trainable, and all."""
-        trainable, total = self.model.num_trainable_parameters()
-        return {"trainable": trainable, "all": total}
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps at most."""
-        return total_steps(self.config.train, batch_sampler(self.examples, self.config.train).steps_per_epoch)
 
 
 @dataclass
@@ -102,23 +75,6 @@ class TrainResult:
     terminated: bool = False
     bad_batches: int = 0
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
-
-
-def prepare(config: Config) -> Prepared:
-    """Loads backbone and data and tokenises them; nothing is trained.
-
-    Raises:
-        ValueError: for data that is missing, malformed or empty, or a backbone without a tokenizer it fits.
-    """
-    plugin.register()
-    set_threads(config)
-    set_seed(config.train.seed)
-    model = WAYS[config.train.method].load(config)
-    tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
-    builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
-    tokenized, counts = _tokenized(config, builder, model, split="train", limit=config.data.limit)
-    sets = statistics_by_set(tokenized) if config.data.mixture else {}
-    return Prepared(config, model, tokenizer, builder, tokenized, counts, TokenStatistics.of(tokenized), sets)
 
 
 def run_training(
@@ -233,7 +189,7 @@ def save(result: TrainResult, config: Config) -> None:
 def heldout_examples(run: Prepared) -> Sequence[TrainingExample]:
     """The held-out side of the data with its own answers, `eval.limit` examples of it, for the loss on it."""
     limit = run.config.eval.limit
-    examples, counts = _tokenized(run.config, run.builder, run.model, split="heldout", limit=limit)
+    examples, counts = tokenized(run.config, run.builder, run.model, split="heldout", limit=limit)
     logger.info("held-out data: %s", counts)
     return examples
 
@@ -253,19 +209,10 @@ def _logged(trainer: CombTrainer, name: str) -> list[tuple[int, float]]:
     return [(int(row["step"]), row[name]) for row in trainer.state.log_history if name in row]
 
 
-def _tokenized(
-    config: Config, builder: PromptBuilder, model: Any, *, split: str, limit: int | None
-) -> tuple[Sequence[TrainingExample], Counts]:
-    """One side of the data, and what happened to the rows."""
-    examples, counts = read_tokenized(config.data, builder, model.max_document_tokens, split=split, limit=limit)
-    return WAYS[config.train.method].fitting(examples, model, config, counts), counts
-
-
 def evaluate_heldout(
     model: Any, tokenizer: Any, config: Config, *, split: str = "heldout", progress: bool = True
 ) -> tuple[list[MethodResult], Counts]:
     """Compares `config.eval.methods` on one side of the configured data; the results and what happened to the rows."""
-    plugin.register()
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
     longest = getattr(model, "max_document_tokens", None) or sys.maxsize
     examples, counts = read_examples(config.data, builder, longest, split=split, limit=config.eval.limit)
@@ -308,7 +255,7 @@ def _targets(run: Prepared, progress: bool) -> tuple[Sequence[TrainingExample], 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """``torchrun ... -m comb_training.train CONFIG [section.key=value ...]``: the same as ``comb train``."""
-    from comb.cli import main as comb
+    from comb.cli.main import main as comb
 
     comb(["train", *(sys.argv[1:] if arguments is None else arguments)])
 

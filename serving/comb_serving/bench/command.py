@@ -62,7 +62,7 @@ def serve_bench(
     from comb_serving.bench.run import Bench, Outcome, RunShape
     from comb_serving.bench.servers import plans
     from comb_serving.bench.workload import Workload, WorkloadShape
-    from comb_serving.sizes import parse_bytes
+    from comb_serving.config.sizes import parse_bytes
 
     check_out(out)
     least, most = _range(document_tokens)
@@ -129,8 +129,8 @@ def _leave(number: int, _: object) -> None:
 
 
 def _given(checkpoint: str, backbone: str | None) -> Models:
-    from comb.adapter import resolve_name
-    from comb.config import CombConfig
+    from comb.backbones.loading import resolve_name
+    from comb.model.config import CombConfig
     from comb_serving.bench.models import Models
 
     place = resolve_name(checkpoint)

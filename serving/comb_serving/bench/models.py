@@ -46,7 +46,7 @@ def make_models(folder: Path, sizes: Sizes, positions: int, seed: int = 0) -> Mo
     from transformers import AutoTokenizer
 
     from comb import CombForCausalLM
-    from comb.adapter import resolve_name
+    from comb.backbones.loading import resolve_name
     from comb.bench.inputs import make_random
 
     if not 1 <= sizes.encoder_layers <= sizes.layers:

@@ -276,7 +276,7 @@ def resident(server: Server) -> dict[str, int]:
 def _role(name: str, command: Sequence[str]) -> str:
     if name.startswith("VLLM::"):
         return name.removeprefix("VLLM::").lower()
-    roles = {"encoder_process": "encoder", "api_server": "API server", "comb.cli": "launcher"}
+    roles = {"comb_serving.encoding.process": "encoder", "api_server": "API server", "comb.cli": "launcher"}
     return next((role for word, role in roles.items() if any(word in part for part in command)), "others")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from comb_serving.bench.models import Models
-from comb_serving.launcher import SERVER, end_with_parent
+from comb_serving.launch.launcher import SERVER, end_with_parent
 from comb_serving.replicas.process import COMMAND, free_port
 
 PLAIN, COMB = "plain vLLM", "comb"

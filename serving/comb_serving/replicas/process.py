@@ -15,11 +15,11 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from comb_serving.launcher import end_with_parent
+from comb_serving.launch.launcher import end_with_parent
 
 logger = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-c", "from comb.cli import main; main()", "serve")
+COMMAND = (sys.executable, "-c", "from comb.cli.main import main; main()", "serve")
 END_SECONDS = 90.0
 
 

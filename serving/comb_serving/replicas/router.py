@@ -18,8 +18,8 @@ from urllib.parse import quote, unquote
 
 import aiohttp
 
-from comb_serving.documents_api import DOCUMENTS, handles_path
-from comb_serving.errors import RequestError
+from comb_serving.api.documents import DOCUMENTS, handles_path
+from comb_serving.api.errors import RequestError
 from comb_serving.replicas.affinity import Bound, Part, choose, parts_of
 from comb_serving.replicas.hop import GONE, Answer, Connections, Replica, once
 from comb_serving.replicas.registrations import Key, Registration, Registrations

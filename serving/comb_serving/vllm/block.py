@@ -1,4 +1,4 @@
-"""The cross block inside vLLM: `comb.cross_attention.CrossBlock` over paged documents, one custom op per layer."""
+"""The cross block inside vLLM: `CrossBlock` over paged documents, one custom op per layer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from comb.config import CombEncoderConfig
-from comb.paged import PagedBatch, PagedLayer, attend
+from comb.kernels.paged.attention import PagedBatch, PagedLayer, attend
+from comb.model.config import CombEncoderConfig
 from comb_serving.vllm import OP
 from comb_serving.vllm.rows import Documents
 
 
 class ParallelCrossAttention(nn.Module):
-    """`comb.cross_attention.CrossAttention`, its heads divided over the tensor-parallel ranks."""
+    """`comb.model.cross_attention.CrossAttention`, its heads divided over the tensor-parallel ranks."""
 
     def __init__(self, config: CombEncoderConfig, prefix: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ParallelMLP(nn.Module):
 
 
 class PagedCrossBlock(nn.Module):
-    """`comb.cross_attention.CrossBlock`; parameters have its names, keys and values come from the shared pool.
+    """`comb.model.cross_attention.CrossBlock`; parameters have its names, keys and values come from the shared pool.
 
     Args:
         config: shape of the encoder, shared by the block.

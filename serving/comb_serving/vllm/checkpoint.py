@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.transformers_utils.config import HFConfigParser, get_config_parser, register_config_parser
 
-from comb.adapter import backbone_beside, resolve_name
-from comb.config import CombConfig, CombEncoderConfig
+from comb.backbones.loading import backbone_beside, resolve_name
+from comb.model.config import CombConfig, CombEncoderConfig
 from comb_serving.vllm import PREFIX
 
 FORMAT = "hf"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from comb.fingerprint import same_embedding
+from comb.backbones.fingerprint import same_embedding
 from comb_serving.vllm.block import PagedCrossBlock
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
 from comb_serving.vllm.layer import put_in_front

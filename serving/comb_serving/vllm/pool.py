@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 
-from comb.config import CombEncoderConfig
-from comb_serving.handles import KEY, unpack
-from comb_serving.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_MEMORY, instance_dir, pool_path
-from comb_serving.pool import PoolLayout, SharedPool, manifest_of
+from comb.model.config import CombEncoderConfig
+from comb_serving.config.options import (
+    INSTANCE_DIR,
+    POOL_BLOCK,
+    POOL_BYTES,
+    POOL_DTYPE,
+    POOL_MEMORY,
+    instance_dir,
+    pool_path,
+)
+from comb_serving.pool.handles import KEY, unpack
+from comb_serving.pool.pool import PoolLayout, SharedPool, manifest_of
 
 
 def own_path(rank: int = 0) -> Path | None:

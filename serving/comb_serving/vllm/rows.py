@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comb.kernels.paged_plan import to_device
-from comb.paged import BlockTable, PagedBatch
-from comb_serving.handles import KEY, unpack
-from comb_serving.pool import SharedPool
+from comb.kernels.paged.attention import BlockTable, PagedBatch
+from comb.kernels.paged.plan import to_device
+from comb_serving.pool.handles import KEY, unpack
+from comb_serving.pool.pool import SharedPool
 
 
 @dataclass(frozen=True)

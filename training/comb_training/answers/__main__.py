@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import typer
+import sys
 
-from comb_training.commands import answers
+from comb.cli.main import main
 
 if __name__ == "__main__":
-    typer.run(answers)
+    main(["answers", *sys.argv[1:]])

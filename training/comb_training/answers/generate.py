@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
-from comb.backbone import inspect_backbone
-from comb.evaluation.datasets import Counts
-from comb.fingerprint import backbone_fingerprint
+from comb.backbones.discovery import inspect_backbone
+from comb.backbones.fingerprint import backbone_fingerprint
+from comb.documents.datasets import Counts
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.answers.store import Answer, AnswerStore, Settings
-from comb_training.batches import TrainingExample
+from comb_training.data.batches import TrainingExample
 
 logger = logging.getLogger(__name__)
 

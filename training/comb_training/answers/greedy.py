@@ -14,9 +14,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from comb.backbone import inspect_backbone
+from comb.backbones.discovery import inspect_backbone
 from comb_training.answers.store import Answer
-from comb_training.batches import TrainingExample
+from comb_training.data.batches import TrainingExample
 
 # drafts are given up when, after so many, fewer than this share was what the backbone says
 DRAFTS_TRIED, DRAFTS_HELD = 256, 0.1

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from comb.adapter import resolve_name
-from comb.documents import Document, PromptBuilder
-from comb.evaluation.datasets import Counts
+from comb.backbones.loading import resolve_name
+from comb.documents.datasets import Counts
+from comb.documents.document import Document, PromptBuilder
 from comb.evaluation.metrics import Scores, score
 from comb_training.answers.generate import (
     Answered,
@@ -28,12 +28,12 @@ from comb_training.answers.generate import (
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.answers.store import Answer
 from comb_training.answers.vllm_engine import VllmEngine, vllm_installed
-from comb_training.batches import TrainingExample, tokenize
+from comb_training.data.batches import TrainingExample, tokenize
 from comb_training.data.mixture import read_examples
-from comb_training.ways import WAYS
+from comb_training.models.recipe import WAYS
 
 if TYPE_CHECKING:
-    from comb_training.train import Prepared
+    from comb_training.trainer.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from comb_training.answers.store import Answer
-from comb_training.batches import TrainingExample
+from comb_training.data.batches import TrainingExample
 
 BATCH_SIZE = 1024
 """Questions handed over at once, and kept on disk together: vLLM batches among them as it sees fit."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from comb.evaluation.datasets import Counts
+from comb.documents.datasets import Counts
 
 
 @dataclass

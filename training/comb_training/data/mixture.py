@@ -22,11 +22,11 @@ from typing import Any, overload
 
 import numpy as np
 
-from comb.documents import Document, Example, PromptBuilder
-from comb.splitting import Splitter, Whole, create, split_document
-from comb_training import cache_key, token_cache
-from comb_training.batches import TrainingExample, fit_documents, tokenize
+from comb.documents.document import Document, Example, PromptBuilder
+from comb.documents.splitting import Splitter, Whole, create, split_document
 from comb_training.config import DataConfig
+from comb_training.data import cache_key, token_cache
+from comb_training.data.batches import TrainingExample, fit_documents, tokenize
 from comb_training.data.counts import DataCounts
 from comb_training.data.shares import draw, epoch_numbers, heldout_numbers
 from comb_training.data.sources import Source, sources
@@ -186,7 +186,7 @@ def read_tokenized(
     that are too long are dropped first.
 
     Raises:
-        ValueError: as `comb.evaluation.datasets.read_dataset` does, and for shares that can't be had.
+        ValueError: as `comb.documents.datasets.read_dataset` does, and for shares that can't be had.
     """
     reading = _Reading(data, builder, max_document_tokens, split, limit)
     if not data.mixture:

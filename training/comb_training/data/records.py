@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from comb.documents import Document, Example
-from comb.evaluation.datasets import HUB, Counts, MissingDataError
+from comb.documents.datasets import HUB, Counts, MissingDataError
+from comb.documents.document import Document, Example
 from comb_training.data.grouping import Split, seeded, split_groups
 
 

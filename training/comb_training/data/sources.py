@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comb.documents import Example
-from comb.evaluation.datasets import HUB, datasets, read_dataset
-from comb_training import cache_key
+from comb.documents.datasets import HUB, datasets, read_dataset
+from comb.documents.document import Example
 from comb_training.config import DataConfig
+from comb_training.data import cache_key
 from comb_training.data.counts import DataCounts
 from comb_training.data.records import on_hub
 

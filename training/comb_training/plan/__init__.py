@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from comb.compatibility import load_tokenizer
-from comb.documents import PromptBuilder
-from comb.evaluation.datasets import Counts, MissingDataError
-from comb.model import CombForCausalLM
-from comb_training import distributed, plugin
+from comb.backbones.tokenizer import load_tokenizer
+from comb.documents.datasets import Counts, MissingDataError
+from comb.documents.document import PromptBuilder
+from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
 from comb_training.data.mixture import read_tokenized
 from comb_training.data.sources import sources
+from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.plan.activations import PassSize, Shapes
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import Memory, Sharding, memory_of
-from comb_training.sampler import bucket_rows
-from comb_training.schedule import total_steps
-from comb_training.token_statistics import TokenStatistics, statistics_by_set
-from comb_training.trainer import batch_sampler
+from comb_training.trainer import distributed
+from comb_training.trainer.sampler import bucket_rows
+from comb_training.trainer.schedule import total_steps
+from comb_training.trainer.trainer import batch_sampler
 
 
 @dataclass
@@ -58,7 +58,6 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
             backbone that isn't supported. What is merely not here (data, tokenizer, the backbone's configuration) is
             said in `Plan.notes`.
     """
-    plugin.register()
     if config.train.method == "block":
         return Plan(
             config, 1, notes=["no parameters, memory and batches: these are planned for train.method=comb only"]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from comb.backbone import text_config
-from comb.model import CombForCausalLM
-from comb_training.batches import TrainingExample
+from comb.backbones.discovery import text_config
+from comb.model.modeling import CombForCausalLM
 from comb_training.config import TrainConfig
-from comb_training.sampler import BatchSampler, row_length
+from comb_training.data.batches import TrainingExample
+from comb_training.trainer.sampler import BatchSampler, row_length
 
 FLOAT32, BFLOAT16 = 4, 2
 

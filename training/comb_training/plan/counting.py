@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from comb.adapter import HUB_ARGUMENTS, resolve_name
-from comb.config import CombConfig
-from comb.model import CombForCausalLM
+from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
+from comb.model.config import CombConfig
+from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
-from comb_training.loading import dtype_of
-from comb_training.lora import add_lora
+from comb_training.models.loading import dtype_of
+from comb_training.models.lora import add_lora
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 """Public sizes of the backbones in configs/, for where the Hub can't be asked: ``organisation--name.json``."""
@@ -71,7 +71,7 @@ class Parameters:
 
 
 def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
-    """What `comb_training.loading.load_model` would load, without a weight, and what `find_backbone_config` says of it.
+    """What `load_model` would load, without a weight, and what `find_backbone_config` says of it.
 
     Raises:
         OSError: when a configuration isn't here and can't be fetched.

@@ -8,11 +8,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from comb.evaluation.table import text_table
+from comb_training.data.token_statistics import data_table
 from comb_training.plan import Plan
 from comb_training.plan.activations import FACTOR
 from comb_training.plan.counting import Parameters
-from comb_training.schedule import UNLIMITED_STEPS
-from comb_training.token_statistics import data_table
+from comb_training.trainer.schedule import UNLIMITED_STEPS
 
 EXPLANATION = (
     "Weights and states are exact for one process. Activations are an estimate for softmax attention and gated MLPs, "

@@ -1,0 +1,45 @@
+"""One computation at a time on a backbone that many engines and methods share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from comb.locks import lock_of
+
+
+def backbone_of(model: Any) -> Any:
+    """The frozen backbone of a COMB model, or the model itself."""
+    return getattr(model, "backbone", model)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def exclusive(model: Any) -> Iterator[None]:
+    """One computation at a time on a model, in eval mode, without gradients, and in the model's own dtype.
+
+    A caller's autocast and inference mode end here: what is cached must not depend on who asked for it first.
+
+    Documents reach the cross blocks through hooks on the backbone, so a plain run of that backbone, or another
+    request's, must not overlap: the lock belongs to the backbone, whichever engine or method uses it.
+    """
+    with lock_of(backbone_of(model)), torch.inference_mode(False), torch.no_grad(), _without_autocast():
+        training = [module for module in model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True

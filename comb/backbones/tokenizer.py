@@ -1,0 +1,76 @@
+"""Does this tokenizer belong to this model? Asked once, before any document is stored under wrong ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from comb.backbones.exclusive import backbone_of
+from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, resolve_name
+
+logger = logging.getLogger(__name__)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A short name for what the tokenizer's ids mean: its whole vocabulary.
+
+    Roles of special tokens don't count: `tokenizer.pad_token = tokenizer.eos_token` is no other tokenizer.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    text = json.dumps(vocabulary)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def load_tokenizer(name_or_path: str | Path, model: Any, **hub: Any) -> Any:
+    """The tokenizer of a checkpoint; for an adapter folder without one, its backbone's.
+
+    Args:
+        hub: `revision`, `subfolder`, `token` and the like of the checkpoint.
+
+    Raises:
+        ValueError: when there is none.
+        OSError: as transformers does, when the backbone's can't be found.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(resolve_name(name_or_path), **hub)
+    except (OSError, ValueError) as error:
+        backbone = getattr(model.config, "backbone_name_or_path", "")
+        if not backbone:
+            raise ValueError(
+                f"no tokenizer found in {str(name_or_path)!r}: save the model's own there with "
+                "tokenizer.save_pretrained(...)"
+            ) from error
+        shared = {key: value for key, value in hub.items() if key in HUB_ARGUMENTS}
+        name = resolve_name(backbone_beside(backbone, name_or_path))
+        return AutoTokenizer.from_pretrained(name, revision=model.config.backbone_revision, **shared)
+
+
+def check_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Compares a tokenizer with a model's embedding table, and with ``config.tokenizer_fingerprint`` if there is one.
+
+    Raises:
+        ValueError: when the tokenizer has ids without an embedding, or isn't the one the model was trained with.
+    """
+    rows = int(backbone_of(model).get_input_embeddings().weight.shape[0])
+    beyond = [token for token, number in tokenizer.get_vocab().items() if number >= rows]
+    if any(token not in tokenizer.get_added_vocab() for token in beyond):
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding table has {rows} rows: "
+            "this is another model's tokenizer, load the one from the model's own folder"
+        )
+    if beyond:  # Gemma 3's text models come with the image token of their multimodal siblings
+        logger.warning("the model has no embedding for %s: prompts that use them will fail", ", ".join(beyond[:5]))
+    recorded = getattr(model.config, "tokenizer_fingerprint", None)
+    if recorded is None:
+        return
+    found = tokenizer_fingerprint(tokenizer)
+    if found != recorded:
+        raise ValueError(
+            f"the tokenizer is not the one this checkpoint was trained with (fingerprint {found}, expected "
+            f"{recorded}): load the one from the checkpoint's folder"
+        )

@@ -1,0 +1,232 @@
+"""What other numbers of workers, and other ways to share out segments, would do: pure Python on segment lengths.
+
+A trace is one list of segment lengths per request. Times come from a `CostModel`, which `comb bench parallel` fits to
+what it has measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from comb.engine.workers.scheduling import Plan, lpt, makespan, round_robin
+
+Trace = Sequence[Sequence[int]]
+Policy = Callable[[Sequence[float], int], Plan]
+
+POLICIES: dict[str, Policy] = {"lpt": lpt, "round-robin": round_robin}
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of the three stages (HYPIC Fig. 14).
+
+    Args:
+        per_token_s, per_token2_s: compiling n tokens takes ``per_token_s * n + per_token2_s * n**2``.
+        transfer_per_token_s: taking a finished segment in, one after the other, at the combiner.
+        combine_s: linking and the first token, once all is there.
+    """
+
+    per_token_s: float = 1.0
+    per_token2_s: float = 0.0
+    transfer_per_token_s: float = 0.0
+    combine_s: float = 0.0
+
+    def compile_s(self, tokens: int) -> float:
+        """Seconds to compile a segment."""
+        return self.per_token_s * tokens + self.per_token2_s * tokens**2
+
+    @classmethod
+    def fitted(cls, measured: Sequence[tuple[int, float]], transfer_per_token_s: float, combine_s: float) -> CostModel:
+        """The least-squares line through (tokens, compile seconds) and the origin, with a square term if that helps.
+
+        Raises:
+            ValueError: nothing measured.
+        """
+        if not measured:
+            raise ValueError("a cost model is fitted to at least one measured segment, got none")
+        linear = sum(t * s for t, s in measured) / sum(t * t for t, _ in measured)
+        a, b = linear, 0.0
+        t2, t3, t4 = (sum(t**power for t, _ in measured) for power in (2, 3, 4))
+        determinant = t2 * t4 - t3 * t3
+        if determinant > 1e-9 * t2 * t4:  # else all lengths are alike, and one number is all there is
+            st, st2 = sum(s * t for t, s in measured), sum(s * t * t for t, s in measured)
+            first, second = (st * t4 - st2 * t3) / determinant, (st2 * t2 - st * t3) / determinant
+            if first > 0 and second > 0:
+                a, b = first, second
+        return cls(a, b, transfer_per_token_s, combine_s)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One request's time to the first token, in seconds: the busiest worker, what waits for transfers, combining."""
+
+    dispatch_s: float
+    transfer_s: float
+    combine_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """All three."""
+        return self.dispatch_s + self.transfer_s + self.combine_s
+
+
+def replay(lengths: Sequence[int], plan: Plan, costs: CostModel) -> Stages:
+    """One request under a plan: workers compile side by side, the combiner takes results in one by one as they come."""
+    finished: list[tuple[float, int]] = []
+    for indices in plan:
+        clock = 0.0
+        for index in indices:
+            clock += costs.compile_s(lengths[index])
+            finished.append((clock, lengths[index]))
+    busiest = max((end for end, _ in finished), default=0.0)
+    clock = 0.0
+    for end, tokens in sorted(finished):
+        clock = max(clock, end) + costs.transfer_per_token_s * tokens
+    return Stages(busiest, clock - busiest, costs.combine_s)
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The least possible load of the busiest worker; where `exact` is False, a bound that no plan can be below."""
+
+    value: float
+    exact: bool
+
+
+def lower_bound(costs: Sequence[float], workers: int) -> float:
+    """No plan's busiest worker has less than the mean load, the longest segment, or two of the workers + 1 longest."""
+    ordered = sorted(costs, reverse=True)
+    pairs = [ordered[workers - 1] + ordered[workers]] if len(ordered) > workers else []
+    return max([sum(costs) / workers, *ordered[:1], *pairs])
+
+
+def optimum(costs: Sequence[float], workers: int, *, max_nodes: int = 100_000) -> Optimum:
+    """Branch and bound from the longest segment down, starting from LPT; the lower bound where nodes don't suffice."""
+    bound = lower_bound(costs, workers)
+    best = makespan(costs, lpt(costs, workers))
+    ordered = sorted(costs, reverse=True)
+    tolerance = 1e-9 * max(best, 1.0)
+    nodes = 0
+
+    def search(position: int, loads: tuple[float, ...]) -> bool:
+        """False if the nodes are used up."""
+        nonlocal best, nodes
+        nodes += 1
+        if nodes > max_nodes:
+            return False
+        if position == len(ordered):
+            best = min(best, max(loads))
+            return True
+        for load in dict.fromkeys(loads):  # workers with equal loads are the same
+            raised = load + ordered[position]
+            if raised < best - tolerance:
+                rest = list(loads)
+                rest.remove(load)
+                if not search(position + 1, tuple(sorted([*rest, raised]))):
+                    return False
+            if best <= bound + tolerance:
+                return True
+        return True
+
+    if best <= bound + tolerance or search(0, (0.0,) * workers):
+        return Optimum(best, True)
+    return Optimum(bound, False)
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """One policy at one number of workers, over a trace.
+
+    Args:
+        ttft_s, dispatch_s, transfer_s, combine_s: means over the requests.
+        speedup: mean TTFT with one worker over mean TTFT.
+        over_optimum: mean of the busiest worker's load over the least possible (or its bound) per request.
+        worst_over_optimum: the largest of them.
+        exact: share of the requests whose optimum is exact.
+    """
+
+    policy: str
+    workers: int
+    ttft_s: float
+    dispatch_s: float
+    transfer_s: float
+    combine_s: float
+    speedup: float
+    over_optimum: float
+    worst_over_optimum: float
+    exact: float
+
+
+def simulate(trace: Trace, workers: Sequence[int], costs: CostModel, *, max_nodes: int = 20_000) -> list[PolicyResult]:
+    """Every policy at every number of workers. Policies see token counts, as the executor does; times are `costs`'.
+
+    Raises:
+        ValueError: an empty trace or request, a length below 1, or workers outside of 1..64.
+    """
+    _check(trace, workers)
+    results = []
+    serial_s = statistics.fmean(replay(lengths, lpt(lengths, 1), costs).ttft_s for lengths in trace)
+    for count in workers:
+        least = [optimum(lengths, count, max_nodes=max_nodes) for lengths in trace]
+        for name, policy in POLICIES.items():
+            plans = [policy(lengths, count) for lengths in trace]
+            stages = [replay(lengths, plan, costs) for lengths, plan in zip(trace, plans, strict=True)]
+            ratios = [
+                makespan(lengths, plan) / best.value for lengths, plan, best in zip(trace, plans, least, strict=True)
+            ]
+            ttft_s = statistics.fmean(stage.ttft_s for stage in stages)
+            results.append(
+                PolicyResult(
+                    name, count, ttft_s,
+                    dispatch_s=statistics.fmean(stage.dispatch_s for stage in stages),
+                    transfer_s=statistics.fmean(stage.transfer_s for stage in stages),
+                    combine_s=statistics.fmean(stage.combine_s for stage in stages),
+                    speedup=serial_s / ttft_s, over_optimum=statistics.fmean(ratios), worst_over_optimum=max(ratios),
+                    exact=statistics.fmean(best.exact for best in least),
+                )
+            )  # fmt: skip
+    return results
+
+
+def _check(trace: Trace, workers: Sequence[int]) -> None:
+    if not trace or not all(trace):
+        raise ValueError("a trace needs at least one request, and every request at least one segment")
+    if any(length < 1 for lengths in trace for length in lengths):
+        raise ValueError("a segment has at least one token")
+    if not workers or not all(1 <= count <= 64 for count in workers):
+        raise ValueError(f"the simulation takes 1 to 64 workers, got {list(workers)}")
+
+
+def random_trace(requests: int, segments: int, median: int, *, sigma: float = 0.7, seed: int = 0) -> list[list[int]]:
+    """Requests of `segments` lengths drawn from a log-normal distribution, which is how passage lengths look."""
+    generator = random.Random(seed)
+    return [
+        [max(1, round(median * math.exp(generator.gauss(0.0, sigma)))) for _ in range(segments)]
+        for _ in range(requests)
+    ]
+
+
+def read_trace(path: str | Path) -> list[list[int]]:
+    """A file with one JSON list of segment lengths per line. Raises ValueError naming the first bad line."""
+    trace = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            lengths = json.loads(line)
+        except ValueError:
+            lengths = None
+        if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n >= 1 for n in lengths):
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON list of segment lengths like [512, 80], got {line}"
+            )
+        trace.append(lengths)
+    if not trace:
+        raise ValueError(f"{path} holds no request: expected one JSON list of segment lengths per line")
+    return trace

@@ -1,0 +1,401 @@
+"""PICache: the reusable result of compiling one segment; its types, its content key and its file format.
+
+A file is a safetensors file: no pickle, readable by any safetensors tool. Its metadata names the format version, the
+kind, the fingerprint and the key, and holds a checksum over all of that and over every tensor's name, dtype, shape
+and bytes, so that a changed byte anywhere is either harmless (padding) or noticed.
+
+A new kind of PICache is one class and one registration: subclass `PICache`, decorate with `@register_kind`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from comb.cache.atomic import write_temporary
+from comb.registry import Registry
+
+FORMAT_VERSION = 1
+KEY_VERSION = 1
+MAX_HEADER_BYTES = 16 * 2**20  # ours are a few kilobytes; a damaged length must not make us read the whole disk
+
+
+class PICacheError(ValueError):
+    """A stored PICache can't be used: truncated, damaged, or made for another version, key or kind."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PICache(ABC):
+    """What compiling one segment gave: tensors, and the fingerprint of what made them.
+
+    Immutable, and compared by identity. Equal content has an equal `content_key`.
+
+    Args:
+        fingerprint: model + adapter + method that made it; a consumer refuses another's.
+    """
+
+    fingerprint: str
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens of the segment, at least 1."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name; `from_tensors` takes it back."""
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
+        """The inverse of `tensors`. Raises KeyError or ValueError if `tensors` isn't what this kind holds."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same PICache on `device`; self if it is there already."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def standalone(self) -> Self:
+        """The same values without gradients, and keeping alive no more memory than `nbytes`; self if it is so already.
+
+        A slice of a batch keeps the whole batch alive, which no byte budget could account for.
+        """
+
+        def own(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
+
+        return self._map(own)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        before = self.tensors()
+        after = {name: change(tensor) for name, tensor in before.items()}
+        if all(after[name] is tensor for name, tensor in before.items()):
+            return self
+        return self.from_tensors(self.fingerprint, after)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_tokens} tokens, {self.nbytes} bytes, {self.fingerprint!r})"
+
+
+PICACHE_KINDS: Registry[type[PICache]] = Registry("PICache kind")
+PICACHE_KINDS.register_lazy("hybrid", "comb.hybrid.picache:HybridPICache")
+P = TypeVar("P", bound=PICache)
+
+
+def register_kind(cls: type[P]) -> type[P]:
+    """Class decorator: files whose kind is `cls.kind` load as `cls`."""
+    PICACHE_KINDS.register(cls.kind)(cls)
+    return cls
+
+
+@register_kind
+@dataclass(frozen=True, eq=False, repr=False)
+class CrossPICache(PICache):
+    """What COMB's encoder emits for one segment.
+
+    Args:
+        keys: [cross_layers, tokens, kv_heads, head_dim], already normalised.
+        values: same shape.
+    """
+
+    keys: Tensor
+    values: Tensor
+    kind: ClassVar[str] = "cross"
+
+    def __post_init__(self) -> None:
+        if self.keys.ndim != 4 or self.keys.shape != self.values.shape or self.keys.shape[1] < 1:
+            raise ValueError(
+                "CrossPICache expects keys and values of one shape [cross_layers, tokens >= 1, kv_heads, head_dim], "
+                f"got {list(self.keys.shape)} and {list(self.values.shape)}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"keys": self.keys, "values": self.values}
+
+    @classmethod
+    def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
+        return cls(fingerprint, keys=tensors["keys"], values=tensors["values"])
+
+
+@register_kind
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenPICache(PICache):
+    """Nothing but the segment's token ids [tokens] int64: for methods that compute everything at link time."""
+
+    token_ids: Tensor
+    kind: ClassVar[str] = "tokens"
+
+    def __post_init__(self) -> None:
+        if self.token_ids.ndim != 1 or self.token_ids.dtype != torch.int64 or not len(self.token_ids):
+            raise ValueError(
+                f"TokenPICache expects token_ids [tokens >= 1] int64, got {list(self.token_ids.shape)} "
+                f"{self.token_ids.dtype}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"token_ids": self.token_ids}
+
+    @classmethod
+    def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
+        return cls(fingerprint, token_ids=tensors["token_ids"])
+
+
+@register_kind
+@dataclass(frozen=True, eq=False, repr=False)
+class DecoderPICache(PICache):
+    """The decoder's own keys and values for one segment, compiled from position zero.
+
+    Args:
+        keys: one [kv_heads, tokens, key_head_dim] per decoder layer; layers may differ in all but tokens.
+        values: one [kv_heads, tokens, value_head_dim] per decoder layer (MLA's differ from the keys' head_dim).
+        token_ids: [tokens] int64, for methods that compute some of the tokens again; None for those that never do.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    token_ids: Tensor | None = None
+    kind: ClassVar[str] = "decoder"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", tuple(self.keys))
+        object.__setattr__(self, "values", tuple(self.values))
+        if not self.keys or len(self.keys) != len(self.values):
+            raise ValueError(
+                "DecoderPICache expects one key and one value tensor per decoder layer, "
+                f"got {len(self.keys)} keys and {len(self.values)} values"
+            )
+        for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            fits = key.ndim == value.ndim == 3 and key.shape[:2] == value.shape[:2] and key.shape[1] >= 1
+            if not fits or key.shape[1] != self.keys[0].shape[1]:
+                raise ValueError(
+                    "DecoderPICache expects keys and values [kv_heads, tokens >= 1, head_dim] with the same kv_heads "
+                    "and tokens, and as many tokens in every layer; "
+                    f"layer {layer} has {list(key.shape)} and {list(value.shape)}"
+                )
+        if self.token_ids is not None and self.token_ids.shape != (self.num_tokens,):
+            raise ValueError(f"DecoderPICache expects token_ids [{self.num_tokens}], got {list(self.token_ids.shape)}")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys[0].shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        keys = {f"keys.{layer}": tensor for layer, tensor in enumerate(self.keys)}
+        values = {f"values.{layer}": tensor for layer, tensor in enumerate(self.values)}
+        return keys | values | ({} if self.token_ids is None else {"token_ids": self.token_ids})
+
+    @classmethod
+    def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
+        token_ids = tensors.get("token_ids")
+        count = len(tensors) - (token_ids is not None)
+        if count % 2:
+            raise ValueError(f"DecoderPICache expects as many keys as values, got {sorted(tensors)}")
+        layers = range(count // 2)
+        return cls(
+            fingerprint,
+            keys=tuple(tensors[f"keys.{layer}"] for layer in layers),
+            values=tuple(tensors[f"values.{layer}"] for layer in layers),
+            token_ids=token_ids,
+        )
+
+
+def content_key(
+    token_ids: Sequence[int] | Tensor, *, fingerprint: str, method: str, dtype: torch.dtype | str, salt: str = ""
+) -> str:
+    """The PICache's key: sha256 hex over everything that changes its content, and over the tenant's `salt`.
+
+    Every field is length-prefixed, so no two different inputs have the same encoding.
+
+    Args:
+        token_ids: the segment's ids, at least one, each >= 0.
+        fingerprint: of model and adapter.
+        method: name and parameters, e.g. "legolink:16".
+        dtype: of the tensors; ``torch.float16`` and ``"float16"`` are the same.
+        salt: separates tenants that must not share entries.
+
+    Raises:
+        ValueError: no ids, or an id that is not an integer >= 0.
+    """
+    ids = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
+    if not ids:
+        raise ValueError("content_key expects at least one token id, got none; leave empty documents out")
+    try:
+        encoded = struct.pack(f"<{len(ids)}q", *ids)
+    except struct.error as error:
+        raise ValueError(f"content_key expects integer token ids, got {ids[:8]}...: {error}") from error
+    if min(ids) < 0:
+        raise ValueError(f"content_key expects token ids >= 0, got {min(ids)}")
+    fields = ["comb-picache", str(KEY_VERSION), fingerprint, method, str(dtype).removeprefix("torch."), salt]
+    return _framed([*(field.encode("utf-8", "surrogatepass") for field in fields), encoded])
+
+
+def _framed(parts: Iterable[bytes | memoryview]) -> str:
+    """sha256 hex over length-prefixed parts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part)))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class PICacheHeader:
+    """A file's metadata. `expires_at` is in seconds since the epoch, so that it holds across restarts; None: never."""
+
+    kind: str
+    fingerprint: str
+    key: str
+    checksum: str
+    expires_at: float | None
+
+
+def serialize(pic: PICache, key: str, *, expires_at: float | None = None) -> bytes:
+    """`pic` as the bytes of a safetensors file. Dtypes: whatever safetensors has, bf16, int8 and fp8 among them.
+
+    Args:
+        key: the key it is to be found under; `deserialize` refuses the file under another one.
+        expires_at: wall-clock seconds since the epoch after which a store drops the file; None: never.
+    """
+    metadata = {"format_version": str(FORMAT_VERSION), "kind": pic.kind, "fingerprint": pic.fingerprint, "key": key}
+    if expires_at is not None:
+        metadata["expires_at"] = repr(float(expires_at))
+    # safetensors refuses tensors that overlap in memory (keys and values cut from one buffer), hence the copies
+    tensors = {name: _unshared(tensor) for name, tensor in pic.tensors().items()}
+    metadata["checksum"] = _checksum(metadata, tensors)
+    return safetensors.torch.save(tensors, metadata=metadata)
+
+
+def _unshared(tensor: Tensor) -> Tensor:
+    local = tensor.detach().to("cpu")
+    copied = local.device != tensor.device
+    return local.contiguous() if copied else local.clone(memory_format=torch.contiguous_format)
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Covers all that is used of a file: metadata (less the checksum itself), tensor names, dtypes, shapes, bytes."""
+
+    def parts() -> Iterable[bytes | memoryview]:
+        for name, text in sorted(metadata.items()):
+            if name != "checksum":
+                yield from (name.encode(), text.encode("utf-8", "surrogatepass"))
+        for name, tensor in sorted(tensors.items()):
+            yield from (name.encode(), f"{tensor.dtype}{list(tensor.shape)}".encode())
+            yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    return _framed(parts())
+
+
+def parse_header(data: bytes) -> PICacheHeader:
+    """The metadata of a serialised PICache, from its first bytes (the tensors may be missing).
+
+    Raises:
+        PICacheError: no safetensors file, no PICache, or one of another format version.
+    """
+    return _header(_metadata(data))
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8):
+        raise PICacheError(f"truncated: {len(data)} bytes don't hold the file's header")
+    try:
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("metadata values are not all strings")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PICacheError(f"not a PICache file: unreadable header ({type(error).__name__}: {error})") from error
+    return dict(metadata)
+
+
+def _header(metadata: Mapping[str, str]) -> PICacheHeader:
+    version = metadata.get("format_version")
+    if version != str(FORMAT_VERSION):
+        raise PICacheError(f"format version {FORMAT_VERSION} expected, got {version}; compile the document again")
+    try:
+        expires_at = metadata.get("expires_at")
+        return PICacheHeader(
+            kind=metadata["kind"],
+            fingerprint=metadata["fingerprint"],
+            key=metadata["key"],
+            checksum=metadata["checksum"],
+            expires_at=None if expires_at is None else float(expires_at),
+        )
+    except (KeyError, ValueError) as error:
+        raise PICacheError(f"not a PICache file: metadata without a usable {error}") from error
+
+
+def deserialize(data: bytes, key: str, device: torch.device | str = "cpu") -> PICache:
+    """The PICache that `serialize` wrote, on `device`.
+
+    Raises:
+        PICacheError: truncated, damaged (checksum), or of another format version, key or kind.
+    """
+    metadata = _metadata(data)
+    header = _header(metadata)
+    if header.key != key:
+        raise PICacheError(f"key {key!r} expected, the file holds {header.key!r}")
+    if header.kind not in PICACHE_KINDS:
+        known = ", ".join(PICACHE_KINDS.names())
+        raise PICacheError(f"unknown PICache kind {header.kind!r}; known: {known}")
+    try:
+        tensors = safetensors.torch.load(data)
+    except Exception as error:  # SafetensorError on a bad layout, but KeyError and others on a bad dtype or shape
+        raise PICacheError(f"truncated or damaged: {type(error).__name__}: {error}") from error
+    if _checksum(metadata, tensors) != header.checksum:
+        raise PICacheError("damaged: the checksum does not match the content")
+    try:
+        return PICACHE_KINDS.get(header.kind).from_tensors(header.fingerprint, tensors).to(device)
+    except (KeyError, ValueError) as error:
+        raise PICacheError(f"kind {header.kind!r} does not hold these tensors: {error}") from error
+
+
+def save(pic: PICache, path: Path | str, key: str, *, expires_at: float | None = None) -> None:
+    """Writes `pic` to `path` atomically: another process sees the old file or the whole new one. Raises OSError."""
+    path = Path(path)
+    temporary = write_temporary(path.parent, serialize(pic, key, expires_at=expires_at))
+    try:
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path | str, key: str, device: torch.device | str = "cpu") -> PICache:
+    """Reads what `save` wrote.
+
+    The file is read, not mapped: were it cut short by someone else, a mapping would kill the process.
+
+    Raises:
+        PICacheError: see `deserialize`; the message names the file.
+        OSError: no such file, or it can't be read.
+    """
+    path = Path(path)
+    data = path.read_bytes()
+    try:
+        return deserialize(data, key, device)
+    except PICacheError as error:
+        raise PICacheError(f"{path}: {error}") from error

@@ -1,0 +1,100 @@
+"""What must hold for an encoder on any backbone, checked on the model in hand."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from comb.cache.picache import CrossPICache, content_key
+from comb.cache.picache import load as load_picache
+from comb.cache.picache import save as save_picache
+from comb.cli.doctor.check import Check, gap, tolerance_for
+from comb.model.cross_attention import CrossBlock
+from comb.model.modeling import CombForCausalLM
+
+
+@torch.no_grad()
+def run_checks(model: CombForCausalLM) -> list[Check]:
+    """Runs every check on a few made-up documents.
+
+    Gates that are still zero are opened while the checks run (and set back), since behind closed gates nothing
+    could fail.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.info.vocab_size
+    query = torch.randint(1, vocabulary, (2, 7), generator=generator).to(model.device)
+    segments = [torch.randint(1, vocabulary, (count,), generator=generator).tolist() for count in (11, 5, 8)]
+    was_training = model.training
+    model.eval()
+    try:
+        checks = _check_off(model, query)
+        with _open_gates(model):
+            checks += _check_on(model, query, segments)
+    finally:
+        model.train(was_training)
+    return checks
+
+
+def _check_off(model: CombForCausalLM, query: Tensor) -> list[Check]:
+    plain = model.backbone(input_ids=query).logits
+    with model.encoder_disabled():
+        off = model(input_ids=query).logits
+    hooks = sum(len(layer._forward_pre_hooks) for layer in model.backbone.get_submodule(model.info.layers_path))
+    return [
+        Check("encoder off == backbone", bool(torch.equal(plain, off)), f"max |diff| {gap(plain, off):.1e}, bitwise"),
+        Check("no hooks left behind", hooks == 0, f"{hooks} hooks on the decoder layers"),
+    ]
+
+
+def _check_on(model: CombForCausalLM, query: Tensor, segments: list[list[int]]) -> list[Check]:
+    tolerance = tolerance_for(model.backbone.dtype)
+    a, b, c = model.encode(segments)
+    plain = model(input_ids=query).logits
+    linked = model(input_ids=query, documents=[[a, b, c], []]).logits
+    shuffled = model(input_ids=query, documents=[[c, a, b], []]).logits
+    alone = model(input_ids=query[:1], documents=[[a, b, c]]).logits
+    cached = model(input_ids=query, documents=[[_round_trip(p) for p in (a, b, c)], []]).logits
+    fresh = model(input_ids=query, documents=[[model.encode([s])[0] for s in segments], []]).logits
+
+    def close(name: str, left: Tensor, right: Tensor) -> Check:
+        error = gap(left, right) / float(left.abs().max().clamp_min(1e-12))
+        return Check(name, error <= tolerance, f"max |diff| {error:.1e} of the largest logit, at most {tolerance:.0e}")
+
+    effect = gap(linked[0], plain[0]) / float(plain.abs().max().clamp_min(1e-12))
+    return [
+        close("order of documents doesn't matter", linked, shuffled),
+        close("cached == fresh (disk round trip, encoded alone)", cached, fresh),
+        close("row of a batch == row alone", linked[:1], alone),
+        close("row without documents == backbone", linked[1:], plain[1:]),
+        Check("documents change the answer (control)", effect > 0, f"max |diff| {effect:.1e} of the largest logit"),
+    ]
+
+
+def _round_trip(picache: CrossPICache) -> CrossPICache:
+    key = content_key([0], fingerprint=picache.fingerprint, method="doctor", dtype=str(picache.keys.dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "picache.safetensors"
+        save_picache(picache, path, key)
+        loaded = load_picache(path, key, picache.keys.device)
+    assert isinstance(loaded, CrossPICache)
+    return loaded
+
+
+@contextmanager
+def _open_gates(model: CombForCausalLM) -> Iterator[None]:
+    gates = [gate for block in model.cross_blocks if isinstance(block, CrossBlock)
+             for gate in (block.attention_gate, block.mlp_gate)]  # fmt: skip
+    before = [gate.detach().clone() for gate in gates]
+    for gate in gates:
+        if float(gate) == 0.0:
+            gate.fill_(0.5)
+    try:
+        yield
+    finally:
+        for gate, value in zip(gates, before, strict=True):
+            gate.copy_(value)

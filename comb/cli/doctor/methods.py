@@ -1,0 +1,183 @@
+"""Which methods are safe on a model: the exactness that each of them promises, tried on made-up documents.
+
+The reference is `full`. A check that can't fail says nothing, so a control must come out different: documents that were
+compiled apart and linked without recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comb import methods
+from comb.backbones.exclusive import backbone_of
+from comb.cli.doctor.check import Check, gap, tolerance_for
+from comb.linking.cache import LinkCache
+from comb.methods.base import DecodeState, Method
+from comb.methods.decoder import Decoder
+from comb.methods.hypic import Hypic
+
+_DOCUMENTS = (11, 7, 13)
+_HEAD, _GAPS, _QUERY = 3, (2, 0), 5
+
+# how to make a method recompute everything, by its name
+_EVERYTHING: dict[str, dict[str, Any]] = {
+    "legolink": {"k": max(_DOCUMENTS)},
+    "attnlink": {"k": 2 * max(_DOCUMENTS)},
+    "cacheblend": {"ratio": 1.0},
+}
+# compiled behind tokens that are gone when it is linked, so never exact
+_INEXACT = ("legolink-0",)
+
+
+@dataclass
+class Verdict:
+    """What came out for one method: its checks, or the reason why the model can't have it."""
+
+    method: str
+    checks: list[Check] = field(default_factory=list)
+    refused: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """False only where a check failed; a refusal is not a failure."""
+        return all(check.passed for check in self.checks)
+
+
+@torch.no_grad()
+def check_methods(model: Any, specs: Sequence[str] = ()) -> list[Verdict]:
+    """Tries `specs` (all registered methods by default) on `model`, an encoder's or a plain backbone.
+
+    Raises:
+        ValueError: for an unknown method or parameter.
+    """
+    trial = _Trial(model)
+    return [trial(spec) for spec in specs or methods.names()]
+
+
+class _Trial:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        backbone = backbone_of(model)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = backbone.get_input_embeddings().weight.shape[0]
+
+        def ids(count: int) -> list[int]:
+            return torch.randint(min(3, vocabulary - 1), vocabulary, (count,), generator=generator).tolist()
+
+        self.documents = [ids(count) for count in _DOCUMENTS]
+        self.head, self.gaps, self.query = ids(_HEAD), [ids(count) for count in _GAPS], ids(_QUERY)
+        self.tolerance = tolerance_for(backbone.dtype)
+        self.full = methods.create("full", model)
+        self.reference = self._link(self.full).logits
+        self.reference_alone = self._alone(self.full).logits
+
+    def __call__(self, spec: str) -> Verdict:
+        name, parameters = methods.parse(spec)
+        verdict = Verdict(spec)
+        try:
+            method = methods.create(spec, self.model)
+        except ValueError as error:
+            # a wrong parameter is the caller's fault, a model that lacks something is a finding
+            if parameters:
+                raise
+            verdict.refused = str(error)
+            return verdict
+        if name in ("full", "prefix"):
+            verdict.checks = self._exact(method)
+        elif isinstance(method, Decoder):
+            verdict.checks = self._decoder(name, method)
+        elif isinstance(method, Hypic):
+            verdict.checks = self._hybrid(method)
+        else:
+            verdict.checks = [self._finite(method)]
+        return verdict
+
+    def _exact(self, method: Method) -> list[Check]:
+        first, again = self._link(method), self._link(method)
+        try:
+            return [
+                self._close("equals full recompute", first.logits, self.reference),
+                self._close("equals full recompute again, from the cache", again.logits, self.reference),
+            ]
+        finally:
+            first.release()
+            again.release()
+
+    def _decoder(self, name: str, method: Decoder) -> list[Check]:
+        linked = self._link(method).logits
+        checks = [self._finite(method)]
+        if name in _EVERYTHING:
+            whole = methods.create(name, self.model, **_EVERYTHING[name])
+            checks.append(self._close("everything recomputed == full", self._link(whole).logits, self.reference))
+        if name not in _INEXACT and method.rotates:
+            checks.append(self._close("one document == full", self._alone(method).logits, self.reference_alone))
+        checks.append(self._no_future(method))
+        checks.append(self._pure(method))
+        if name == "naive":
+            effect = gap(linked, self.reference) / float(self.reference.abs().max().clamp_min(1e-12))
+            worst = gap(self._alone(method).logits, self.reference_alone)
+            floor = 10 * worst / float(self.reference.abs().max().clamp_min(1e-12))
+            checks.append(Check("several documents differ (control)", effect > floor, f"max |diff| {effect:.1e}"))
+        return checks
+
+    def _hybrid(self, method: Hypic) -> list[Check]:
+        checks = [
+            self._finite(method),
+            self._close("one document == full", self._alone(method).logits, self.reference_alone),
+            self._pure(method),
+        ]
+        if method.mode == "seam":
+            whole = methods.create("hypic", self.model, w=max(_DOCUMENTS))
+            checks.append(self._close("everything recomputed == full", self._link(whole).logits, self.reference))
+        return checks
+
+    def _no_future(self, method: Decoder) -> Check:
+        """Another query: what the cache holds in front of it must stay the same."""
+        end = _HEAD + sum(_DOCUMENTS) + sum(_GAPS)
+        kept = [self._cached(method, query, end) for query in (self.query, self.query[::-1])]
+        if kept[0] is None or kept[1] is None:
+            return Check("nothing sees what comes later", True, "nothing is recomputed in front of the query")
+        worst = max(gap(a, b) / float(a.abs().max().clamp_min(1e-12)) for a, b in zip(*kept, strict=True))
+        return Check("nothing sees what comes later", worst <= self.tolerance, f"max |diff| {worst:.1e}")
+
+    def _cached(self, method: Decoder, query: list[int], end: int) -> list[Tensor] | None:
+        seen: list[LinkCache] = []
+        run = method.run
+
+        def watch(linking: Any, cache: LinkCache, rows: Sequence[int]) -> Tensor | None:
+            seen.append(cache)
+            return run(linking, cache, rows)
+
+        method.run = watch  # type: ignore[method-assign]
+        try:
+            method.link(method.compile(self.documents), query, head_ids=self.head, gaps=self.gaps)
+        finally:
+            method.run = run  # type: ignore[method-assign]
+        if not seen:
+            return None
+        return [t[:, :, :end] for layer in seen[-1].layers for t in (layer.keys, layer.values) if t is not None]
+
+    def _pure(self, method: Method) -> Check:
+        alone = method.compile(self.documents[1:2])[0].tensors()
+        among = method.compile(self.documents)[1].tensors()
+        same = all(torch.equal(among[name], tensor) for name, tensor in alone.items())
+        return Check("a PICache depends on its document alone", same, "bitwise")
+
+    def _finite(self, method: Method) -> Check:
+        finite = bool(torch.isfinite(self._link(method).logits).all())
+        return Check("logits are finite", finite, "with a head, gaps and three documents")
+
+    def _link(self, method: Method) -> DecodeState:
+        return method.link(method.compile(self.documents), self.query, head_ids=self.head, gaps=self.gaps)
+
+    def _alone(self, method: Method) -> DecodeState:
+        return method.link(method.compile(self.documents[:1]), self.query)
+
+    def _close(self, name: str, left: Tensor, right: Tensor) -> Check:
+        error = gap(left, right) / float(right.abs().max().clamp_min(1e-12))
+        return Check(name, error <= self.tolerance, f"max |diff| {error:.1e} of the largest logit")

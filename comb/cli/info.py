@@ -1,0 +1,63 @@
+"""What `comb info` shows: the discovered structure of a backbone and the size of its adapter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+from rich.table import Table
+
+from comb.hybrid.inspection import describe_hybrid
+from comb.model.modeling import CombForCausalLM
+
+
+def describe(model: CombForCausalLM) -> Table:
+    """A two-column table of everything discovery found, with parameter counts and cache bytes per token."""
+    info, encoder = model.info, model.encoder.config
+    trainable, total = model.num_trainable_parameters()
+    table = Table(show_header=False, title=f"{info.model_type} backbone with a COMB encoder")
+    rope = ", ".join(f"{key} {value}" for key, value in sorted(info.rope_parameters.items()))
+    rows = {
+        "decoder layers": f"{info.num_layers} at {info.layers_path}",
+        "layer kinds": _kinds(info.layer_kinds),
+        "hidden, MLP": f"{info.hidden_size}, {info.intermediate_size} ({info.hidden_act})",
+        "heads": f"{info.num_attention_heads} query, {info.num_key_value_heads} key/value, head_dim {info.head_dim}"
+        + (" (the backbone's own attention is latent)" if info.latent_attention else ""),
+        "rotary": rope,
+        "vocabulary": f"{info.vocab_size}, embeddings {'tied' if info.tied_embeddings else 'not tied'} to the head, "
+        f"scaled by {info.embedding_scale:g}",
+        "context": f"{info.max_position_embeddings} tokens; documents up to {model.max_document_tokens}",
+        "encoder": f"{encoder.num_hidden_layers} layers, {'causal' if encoder.causal else 'bidirectional'}, "
+        f"{encoder.norm_placement}-norm, q/k norm {encoder.qk_norm}",
+        "cross blocks": f"before layers {model.config.cross_attention_layers}, "
+        f"reading encoder layers {model.config.cross_encoder_layers}",
+        "parameters": f"{total:,d}, of them {trainable:,d} ({100 * trainable / total:.1f}%) in the adapter",
+        "cache per document token": _bytes(model),
+        **describe_hybrid(model.backbone),
+        "fingerprint": model.fingerprint,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for note in info.notes:
+        table.add_row("note", note)
+    return table
+
+
+def _kinds(kinds: tuple[str, ...]) -> str:
+    counts = Counter(kinds)
+    if len(counts) == 1:
+        return f"all {kinds[0]}"
+    runs = " ".join(f"{kind}x{len(list(run))}" for kind, run in groupby(kinds))
+    totals = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    return f"{totals} ({runs})" if len(runs) < 60 else totals
+
+
+def _bytes(model: CombForCausalLM) -> str:
+    info, encoder = model.info, model.encoder.config
+    size = model.encoder.dtype.itemsize
+    ours = 2 * len(model.cross_blocks) * encoder.num_key_value_heads * encoder.head_dim * size
+    if info.latent_attention:
+        return f"{ours} bytes"
+    attending = sum(kind not in ("linear", "none") for kind in info.layer_kinds)
+    full = 2 * attending * info.num_key_value_heads * info.head_dim * model.backbone.dtype.itemsize
+    return f"{ours} bytes ({100 * ours / full:.0f}% of the backbone's {full})" if full else f"{ours} bytes"

@@ -1,0 +1,285 @@
+"""The `comb` command. Commands of training and serving are added by their packages, if installed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from comb.bench import commands as _commands  # noqa: F401  registers itself, and so do the next two
+from comb.bench import drift_command as _drift_command  # noqa: F401
+from comb.bench import mac_command as _mac_command  # noqa: F401
+from comb.bench import parallel_command as _parallel_command  # noqa: F401
+from comb.bench.options import bench
+
+app = typer.Typer(
+    help="Position-independent caching for LLMs: compile a document once, link it anywhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+console = Console()
+errors = Console(stderr=True)
+
+COMMANDS_GROUP = "comb.commands"
+
+ModelArgument = Annotated[str, typer.Argument(help="adapter folder, backbone folder, Hub id, or `nano`")]
+BackboneOption = Annotated[str | None, typer.Option(help="load the adapter's backbone from here instead")]
+DtypeOption = Annotated[str, typer.Option(help="dtype to load weights in: auto, float32, bfloat16, float16")]
+DeviceOption = Annotated[str, typer.Option(help="device to run on: auto, cpu, cuda, cuda:1")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"comb {metadata.version('comb-pic')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show log messages")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="show it")] = False,
+) -> None:
+    from transformers.utils import logging as transformers_logging
+
+    level = logging.INFO if verbose else logging.WARNING
+    handler = RichHandler(console=errors, show_time=False, show_path=False)
+    logging.basicConfig(level=level, format="%(message)s", handlers=[handler], force=True)
+    if not verbose:
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+
+
+@app.command()
+def info(
+    model: ModelArgument,
+    backbone: BackboneOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    encoder_layers: Annotated[int, typer.Option(help="encoder layers to plan for on a plain backbone")] = 8,
+    check: Annotated[bool, typer.Option(help="run the equivalence gate")] = True,
+) -> None:
+    """What discovery found, parameter counts, cache bytes per token, and the equivalence gate."""
+    from comb.cli.info import describe
+    from comb.model.source import load_named
+
+    comb_model = _as_comb(load_named(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)
+    console.print(describe(comb_model))
+    if check:
+        _gate(comb_model)
+
+
+@app.command()
+def doctor(
+    model: ModelArgument,
+    backbone: BackboneOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    encoder_layers: Annotated[int, typer.Option(help="encoder layers to try on a plain backbone")] = 8,
+    methods: Annotated[str, typer.Option(help="methods to try: all, none, or names as in `comb bench`")] = "all",
+    random: Annotated[
+        bool, typer.Option("--random", help="try a small random model of this architecture; needs config.json only")
+    ] = False,
+) -> None:
+    """The equivalence gate: encoder and methods tried on this model; exit code 1 if a check fails."""
+    from comb.backbones.discovery import UnsupportedBackboneError
+    from comb.cli.doctor import check_methods
+    from comb.methods import split_specs
+    from comb.model.source import load_named
+
+    loaded = _random(model, device) if random else load_named(model, backbone=backbone, dtype=dtype, device=device)
+    console.print("[bold]encoder[/]")
+    try:
+        passed = _gate(_as_comb(loaded, encoder_layers))
+    except UnsupportedBackboneError as error:
+        console.print(f"[yellow]none[/] {escape(str(error))}", soft_wrap=True)
+        passed = True
+    if methods != "none":
+        console.print("[bold]methods[/]")
+        verdicts = check_methods(loaded, () if methods == "all" else split_specs(methods))
+        for verdict in verdicts:
+            _show_verdict(verdict)
+        passed = passed and all(verdict.passed for verdict in verdicts)
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _random(model: str, device: str) -> Any:
+    import torch
+    from transformers import AutoConfig
+
+    from comb.backbones.loading import resolve_name
+    from comb.cli.doctor import random_model
+
+    made = random_model(AutoConfig.from_pretrained(resolve_name(model)))
+    return made.to(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _show_verdict(verdict: Any) -> None:
+    name = f"{escape(verdict.method):<14}"
+    if verdict.refused is not None:
+        console.print(f"[yellow]refused[/]  {name} {escape(verdict.refused)}", soft_wrap=True)
+        return
+    mark = "[green]safe[/]   " if verdict.passed else "[bold red]FAILED[/] "
+    held = ", ".join(check.name for check in verdict.checks if check.passed)
+    console.print(f"{mark}  {name} [dim]{escape(held)}[/]", soft_wrap=True)
+    for check in verdict.checks:
+        if not check.passed:
+            console.print(f"         [bold red]{escape(check.name)}[/]: {escape(check.detail)}", soft_wrap=True)
+
+
+def _as_comb(model: Any, encoder_layers: int) -> Any:
+    from comb.model.modeling import CombForCausalLM
+
+    if isinstance(model, CombForCausalLM):
+        return model
+    return CombForCausalLM.from_backbone(model, num_encoder_layers=encoder_layers)
+
+
+def _gate(model: Any) -> bool:
+    from comb.cli.doctor import run_checks
+
+    checks = run_checks(model)
+    for item in checks:
+        mark = "[green]ok  [/]" if item.passed else "[bold red]FAIL[/]"
+        console.print(f"{mark} {escape(item.name)}  [dim]{escape(item.detail)}[/]", soft_wrap=True)
+    return all(item.passed for item in checks)
+
+
+@app.command()
+def ask(
+    model: ModelArgument,
+    question: Annotated[str, typer.Argument(help="the question")],
+    doc: Annotated[list[Path] | None, typer.Option("--doc", help="a text file to answer from; repeatable")] = None,
+    method: Annotated[
+        str, typer.Option(help="comb, full, legolink:16, ...; comb where there is an encoder, else full")
+    ] = "",
+    splitter: Annotated[str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")] = "whole",
+    encoder: Annotated[str, typer.Option(help="on or off; off puts the documents into the prompt")] = "on",
+    max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = 64,
+    repeat: Annotated[int, typer.Option(min=1, help="ask again: the second time documents come from the cache")] = 1,
+    cache: Annotated[Path | None, typer.Option(help="folder that keeps compiled documents between runs")] = None,
+    mac: Annotated[
+        str | None, typer.Option(help="reuse attention while decoding: context, generation, generation:band=128, ...")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="processes that compile new documents side by side")] = 0,
+    backbone: BackboneOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Asks a question about documents, and says what was cached, compiled and recomputed."""
+    from comb.backbones.tokenizer import load_tokenizer
+    from comb.cache.store import PICacheStore
+    from comb.documents.document import Document
+    from comb.engine.engine import PICEngine
+    from comb.model.modeling import CombForCausalLM
+    from comb.model.source import ModelSource, load_named
+
+    if encoder not in ("on", "off"):
+        raise ValueError(f"--encoder is on or off, not {encoder!r}")
+    documents = [Document(_read(path), id=path.name) for path in doc or []]
+    loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
+    method = method or ("comb" if isinstance(loaded, CombForCausalLM) else "full")
+    store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
+    tokenizer = load_tokenizer(model, loaded)
+    source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))
+    with PICEngine(
+        loaded, tokenizer, method=method, store=store, splitter=splitter, mac=mac, workers=workers, source=source
+    ) as engine:
+        for _ in range(repeat):
+            answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
+            console.print(f"[bold]{escape(answer.text)}[/]")
+            console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
+        if engine.executor is not None:
+            console.print(f"[dim]{escape(f'workers {workers}: {engine.executor.stats}')}[/]", soft_wrap=True)
+    if store is not None:
+        store.flush()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="folder of a published COMB checkpoint (model_type combllama)")],
+    target: Annotated[Path, typer.Argument(help="where the adapter goes; its backbone goes to TARGET/backbone")],
+    backbone: Annotated[str | None, typer.Option(help="Hub id to record as the adapter's backbone")] = None,
+) -> None:
+    """Turns a checkpoint of the published COMB release into an adapter and a plain backbone."""
+    from comb.model.conversion import convert_release
+
+    model = convert_release(source, target, backbone_name=backbone)
+    trainable, total = model.num_trainable_parameters()
+    console.print(f"adapter ({trainable:,d} parameters) -> {target}")
+    console.print(f"backbone ({total - trainable:,d} parameters) -> {target / 'backbone'}")
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="adapter folder")],
+    repo: Annotated[str, typer.Argument(help="owner/name on the Hub")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the files and the card, upload nothing")] = False,
+    private: Annotated[bool, typer.Option("--private", help="create the repository as private")] = False,
+    card: Annotated[
+        str | None, typer.Option(help="folder or hub: whose edits hold where both edited the card since the last push")
+    ] = None,
+) -> None:
+    """Publishes an adapter to the Hugging Face Hub."""
+    from huggingface_hub import HfApi
+
+    from comb.hub.push import plan_push
+    from comb.hub.push import push as upload
+    from comb.hub.upload import UploadFailedError
+
+    if card not in (None, "folder", "hub"):
+        raise ValueError(f"--card is folder or hub, not {card!r}")
+    try:
+        plan = plan_push(folder, repo, api=HfApi(), private=private, prefer_card=card)
+    except UploadFailedError as error:
+        plan = plan_push(folder, repo, private=private, prefer_card=card)
+        errors.print(f"[yellow]warning:[/] {escape(str(error))}; what was edited there is not shown here")
+    for name, size in plan.files:
+        console.print(f"  {size:15,d} bytes  {escape(name)}")
+    for name, files in Counter(name.partition("/")[0] for name in plan.left_out).items():
+        many = "" if name in plan.left_out else f"/ ({files} {'file' if files == 1 else 'files'})"
+        console.print(f"         [dim]stays here[/]      {escape(name)}{many}")
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    if dry_run:
+        console.print(f"\n{plan.card}", markup=False, highlight=False, soft_wrap=True)
+        size = sum(size for _, size in plan.files)
+        console.print(f"dry run: nothing was uploaded to {repo} ({len(plan.files)} files, {size:,d} bytes)")
+        return
+    console.print(upload(folder, repo, private=private, prefer_card=card), soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `comb`, with the process's own arguments by default.
+
+    Errors a user can act on are one line, not a traceback (``COMB_TRACEBACK=1`` shows it).
+    """
+    import os
+
+    for entry_point in metadata.entry_points(group=COMMANDS_GROUP):
+        entry_point.load()(app)
+    try:
+        app(None if arguments is None else list(arguments), prog_name="comb")
+    except (ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("COMB_TRACEBACK") == "1":
+            raise
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(1)

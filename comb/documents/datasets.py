@@ -1,0 +1,137 @@
+"""The dataset registry: a reader turns a file (or nothing, for generated data) into examples and an account of them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+from comb.documents.document import Example
+from comb.registry import Registry, load_plugins
+
+HUB = "hf://"
+"""How a path to a set on the Hugging Face Hub begins: ``hf://org/name?config=...&split=...``."""
+
+
+@dataclass
+class Counts:
+    """What happened to the rows of a dataset: read, and per reason dropped or changed. Nothing disappears silently."""
+
+    read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    truncated: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def kept(self) -> int:
+        """Rows that became examples."""
+        return self.read - sum(self.dropped.values())
+
+    def drop(self, reason: str, n: int = 1) -> None:
+        """Counts `n` rows that gave no example."""
+        if n:
+            self.dropped[reason] += n
+
+    def truncate(self, reason: str, n: int = 1) -> None:
+        """Counts `n` things that were shortened (the reason says which)."""
+        if n:
+            self.truncated[reason] += n
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "read": self.read,
+            "kept": self.kept,
+            "dropped": dict(self.dropped),
+            "truncated": dict(self.truncated),
+        }
+
+    def __str__(self) -> str:
+        parts = [f"{self.kept} of {self.read} rows kept"]
+        parts += [f"{n} dropped: {reason}" for reason, n in sorted(self.dropped.items())]
+        parts += [f"{n} truncated: {reason}" for reason, n in sorted(self.truncated.items())]
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Dataset(Sequence[Example]):
+    """Examples in a fixed order, with the account of how they came about."""
+
+    examples: tuple[Example, ...]
+    counts: Counts = field(default_factory=Counts)
+    name: str = ""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        return self.examples[index]
+
+    def __iter__(self) -> Iterator[Example]:
+        return iter(self.examples)
+
+
+DatasetReader = Callable[..., Dataset]
+"""``reader(path=None, *, split, seed, limit, ...) -> Dataset``; readers of generated data take no path.
+
+Every reader has the options ``split`` ("train", "heldout" or "all"), ``seed`` and ``limit`` (examples at most); those
+that put documents together have ``num_documents``.
+"""
+
+
+class MissingDataError(ValueError):
+    """What a dataset is read from was not named, or is not there."""
+
+
+datasets: Registry[DatasetReader] = Registry("dataset")
+
+hub_ids: dict[str, tuple[tuple[str, str], ...]] = {}
+"""Of registered datasets that the Hub has: (a part of the path, id) pairs, the first that fits a path holds."""
+
+
+def hub_id(name: str, path: str | Path | None = None) -> str | None:
+    """The id on the Hub of a registered dataset, or of the one that `path` names; None if the Hub doesn't have it."""
+    load_plugins()
+    text = str(path or "")
+    named = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(\?.*)?", text)
+    if named is not None:
+        return named[1]
+    return next((found for part, found in hub_ids.get(name, ()) if part in text.lower()), None)
+
+
+def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> Dataset:
+    """Reads the registered dataset `name`.
+
+    `name` may also be a ``.jsonl`` file with documents, query and answer in each line.
+
+    Raises:
+        ValueError: for an unknown name, an option the reader doesn't have, a missing or malformed file, or when
+            no example is left.
+    """
+    if name not in datasets and path is None and Path(name).suffix == ".jsonl":
+        name, path = "jsonl", name
+    reader = datasets.get(name)
+    _check_options(name, reader, options)
+    if path is not None and not str(path).startswith(HUB) and not Path(path).exists():
+        raise MissingDataError(f"dataset {name!r}: there is no file or folder {str(path)!r}")
+    dataset = reader(path, **options)
+    if not dataset.examples:
+        raise ValueError(f"dataset {name!r} gives no example ({dataset.counts})")
+    return dataset
+
+
+def _check_options(name: str, reader: DatasetReader, options: dict[str, Any]) -> None:
+    parameters = inspect.signature(reader).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = {parameter.name for parameter in parameters} - {"path"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"dataset {name!r} has no option {unknown[0]!r}; it knows: {', '.join(sorted(known))}")

@@ -1,0 +1,205 @@
+"""Conversations: each turn goes on from the cache of the turn before, documents are linked only where they are new."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from comb.documents.document import Document, Generated, Message, referenced_documents
+from comb.engine.decoding import AnswerStream, check_wanted
+from comb.engine.library import Segment
+from comb.engine.report import Answer
+from comb.engine.turns import Left, Turn
+
+RunTurn = Callable[[Any, threading.Event | None], Answer]
+"""Makes the answer, given a streamer (or None) and the event that tells it to stop (or None)."""
+
+
+class Engine(Protocol):
+    """What a conversation asks of its engine."""
+
+    tokenizer: Any
+
+    def segments_of(self, documents: Sequence[str | Document], document_ids: Sequence[str]) -> list[Segment]: ...
+
+    def prepare_turn(
+        self,
+        messages: Sequence[Message],
+        segments: Mapping[str, Sequence[Segment]],
+        turn: Turn,
+        encoder: bool | None,
+        generate_kwargs: Mapping[str, Any],
+    ) -> RunTurn: ...
+
+
+@dataclass(frozen=True)
+class _History:
+    """What is known after so many turns; replaced as a whole once a turn has succeeded.
+
+    `texts` is `messages` as others see them, `first` the documents that the first question brings.
+    """
+
+    messages: tuple[Message, ...]
+    texts: tuple[dict[str, Any], ...]
+    segments: Mapping[str, Sequence[Segment]]
+    first: Sequence[Segment] = ()
+    left: Left | None = None
+    relinked: int = 0
+
+
+class Conversation:
+    """Questions that follow each other, each with documents of its own; made by `PICEngine.conversation`.
+
+    A turn goes on from the cache behind the last answer, and links only the documents that it brings. Where that
+    can't be done, it is linked from its start: `relinked` in its report says why, and `relinked` here counts. A turn
+    that fails, or whose stream is closed before its answer is whole, leaves everything as it was. Safe under threads:
+    turns wait for each other.
+
+    Args:
+        documents, document_ids: the first question brings them.
+        messages: what came before the first question, such as a system message.
+        encoder: as in `PICEngine.ask`, for all turns.
+        remember: what later turns see of an answer's text, for example without its thinking; by default all of it,
+            token by token. Behind a changed answer a hybrid goes on from the question in front of it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        documents: Sequence[str | Document] = (),
+        *,
+        document_ids: Sequence[str] = (),
+        messages: Sequence[Message] = (),
+        encoder: bool | None = None,
+        remember: Callable[[str], str] | None = None,
+    ) -> None:
+        if not engine.tokenizer.chat_template:
+            raise ValueError(
+                "a conversation needs a tokenizer with a chat_template, and this one has none: set one, or use ask() "
+                "with the text so far in the question"
+            )
+        self._engine, self._encoder, self._remember = engine, encoder, remember
+        first = engine.segments_of(documents, document_ids)
+        self._lock = threading.Lock()
+        given = tuple(dict(message) for message in messages)
+        named = referenced_documents(given)
+        segments = {name: engine.segments_of((), [name]) for name in (*named.before, *named.after)}
+        self._history = _History(given, given, segments, first)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far as chat messages of text, without the documents that questions brought."""
+        return [dict(message) for message in self._history.texts]
+
+    @property
+    def relinked(self) -> int:
+        """Turns that were linked from their start although there was one before."""
+        return self._history.relinked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache that the next turn goes on from."""
+        left = self._history.left
+        return 0 if left is None or left.held is None else left.held.nbytes
+
+    def release(self) -> None:
+        """Gives the cache's memory back; the next turn is linked from its start."""
+        with self._lock:
+            left = self._history.left
+            if left is not None:
+                self._history = replace(self._history, left=replace(left, held=None))
+
+    def ask(
+        self,
+        question: str,
+        documents: Sequence[str | Document] = (),
+        *,
+        document_ids: Sequence[str] = (),
+        **generate_kwargs: Any,
+    ) -> Answer:
+        """The next turn's answer; arguments and errors as in `PICEngine.ask`.
+
+        Args:
+            documents, document_ids: new ones, in front of this question; those of earlier turns stay.
+        """
+        with self._lock:
+            return self._next(question, documents, document_ids, generate_kwargs)(None, None)
+
+    def stream(
+        self,
+        question: str,
+        documents: Sequence[str | Document] = (),
+        *,
+        document_ids: Sequence[str] = (),
+        **generate_kwargs: Any,
+    ) -> AnswerStream:
+        """Like `ask`, as pieces of text. The turn belongs to the conversation once the answer is whole.
+
+        Closing the stream before that drops the turn; behind it, `stream.answer` is there whether or not it was read.
+        """
+        if "streamer" in generate_kwargs:
+            raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
+        self._lock.acquire()
+        try:
+            answer = self._next(question, documents, document_ids, generate_kwargs)
+
+            def work(streamer: Any, stop: threading.Event) -> Answer:
+                try:
+                    return answer(streamer, stop)
+                finally:
+                    self._lock.release()
+
+            return AnswerStream(work, self._engine.tokenizer)
+        except BaseException:  # the worker hasn't started
+            self._lock.release()
+            raise
+
+    def _next(
+        self,
+        question: str,
+        documents: Sequence[str | Document],
+        document_ids: Sequence[str],
+        generate_kwargs: Mapping[str, Any],
+    ) -> RunTurn:
+        """Checks the next turn; what it returns answers it and takes it into the history. The lock is held for both."""
+        asked, turn = self._asked(question, documents, document_ids), Turn(self._history.left)
+        run = self._engine.prepare_turn(asked.messages, asked.segments, turn, self._encoder, generate_kwargs)
+
+        def answer(streamer: Any, stop: threading.Event | None) -> Answer:
+            found = run(streamer, stop)
+            check_wanted(stop)
+            self._history = self._behind(asked, turn, found)
+            return found
+
+        return answer
+
+    def _asked(self, question: str, documents: Sequence[str | Document], document_ids: Sequence[str]) -> _History:
+        """The history with the question in it."""
+        now = self._history
+        new = [*now.first, *self._engine.segments_of(documents, document_ids)]
+        # a name that no document of the messages can have by chance
+        name = f"turn-{secrets.token_hex(8)}"
+        content = [{"type": "document", "id": name}, {"type": "text", "text": question}]
+        return replace(
+            now,
+            messages=(*now.messages, {"role": "user", "content": content[0 if new else 1 :]}),
+            texts=(*now.texts, {"role": "user", "content": question}),
+            segments={**now.segments, name: new} if new else now.segments,
+            first=(),
+        )
+
+    def _behind(self, asked: _History, turn: Turn, answer: Answer) -> _History:
+        """The history with the answer in it."""
+        text = answer.text if self._remember is None else self._remember(answer.text)
+        rewritten = text != answer.text
+        content: Any = text if rewritten else [Generated(turn.answer_ids)]
+        return replace(
+            asked,
+            messages=(*asked.messages, {"role": "assistant", "content": content}),
+            texts=(*asked.texts, {"role": "assistant", "content": text}),
+            left=turn.leave(rewritten=rewritten),
+            relinked=asked.relinked + bool(answer.report.relinked),
+        )

@@ -1,0 +1,229 @@
+"""Settings of Hugging Face ``generate`` as the engine means them, the clock of an answer, and answers as streams."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, TextIteratorStreamer
+
+from comb.engine.report import Answer, Report
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_NEW_TOKENS = 256
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: Any) -> dict[str, Any]:
+    """Keyword arguments for ``generate``: greedy unless sampling is asked for, with end and padding tokens.
+
+    Sampling is asked for by ``do_sample=True`` or by giving any of its parameters; ``temperature=0`` is greedy.
+    The end token is the backbone's ``generation_config``'s, else the tokenizer's.
+
+    Raises:
+        ValueError: max_new_tokens below 1, a negative temperature, or more than one answer per question.
+    """
+    settings = dict(arguments)
+    given = settings.pop("generation_config", None)
+    if given is not None:
+        whole = {key: value for key, value in given.to_diff_dict().items() if key != "transformers_version"}
+        settings = {**whole, **settings}
+    _check_count(settings)
+    _choose_sampling(settings)
+    own = backbone.generation_config
+    eos = _first(settings.get("eos_token_id"), own.eos_token_id, tokenizer.eos_token_id)
+    pad = _first(settings.get("pad_token_id"), own.pad_token_id, tokenizer.pad_token_id)
+    if pad is None:
+        pad = 0 if eos is None else (eos[0] if isinstance(eos, list | tuple) else eos)
+    # a generation config that asks for several answers can't mean this: a question has one
+    return {"num_return_sequences": 1, **settings, "eos_token_id": eos, "pad_token_id": int(pad)}
+
+
+def with_length(settings: Mapping[str, Any], backbone: Any, prompt_tokens: int, limit: int | None) -> dict[str, Any]:
+    """`settings` with a max_new_tokens that fits the backbone's positions behind a prompt.
+
+    Raises:
+        ValueError: when the caller asks for more tokens than there are positions left.
+    """
+    wanted = settings.get("max_new_tokens")
+    room = None if limit is None else limit - prompt_tokens
+    if wanted is None and settings.get("max_length") is not None:
+        return dict(settings)
+    if wanted is not None and room is not None and wanted > room:
+        raise ValueError(
+            f"prompt ({prompt_tokens} tokens) and max_new_tokens={wanted} need {prompt_tokens + wanted} positions, "
+            f"the backbone has {limit}: ask for at most {room} tokens"
+        )
+    if wanted is None:
+        wanted = _first(backbone.generation_config.max_new_tokens, DEFAULT_MAX_NEW_TOKENS)
+        wanted = wanted if room is None else min(wanted, room)
+    return {**settings, "max_new_tokens": wanted}
+
+
+def trim(token_ids: list[int], settings: Mapping[str, Any], rows: int) -> tuple[int, ...]:
+    """One row's new tokens up to and including its end token, without what pads it to the batch's longest row."""
+    eos = settings["eos_token_id"]
+    ends = set(eos) if isinstance(eos, list | tuple) else {eos}
+    for position, token in enumerate(token_ids):
+        if token in ends:
+            return tuple(token_ids[: position + 1])
+    end = len(token_ids)
+    while rows > 1 and end > 1 and token_ids[end - 1] == settings["pad_token_id"]:
+        end -= 1
+    return tuple(token_ids[:end])
+
+
+def _check_count(settings: Mapping[str, Any]) -> None:
+    count = settings.get("max_new_tokens")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {count!r}")
+    sequences = settings.get("num_return_sequences")
+    if sequences not in (None, 1):
+        raise ValueError(
+            f"num_return_sequences={sequences}: the engine gives one answer per question; use ask_batch with the "
+            "question repeated"
+        )
+
+
+def _choose_sampling(settings: dict[str, Any]) -> None:
+    given = [key for key in _SAMPLING if settings.get(key) is not None]
+    temperature = settings.get("temperature")
+    # NaN fails this comparison too
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be a number of at least 0 (0 is greedy), got {temperature!r}")
+    sample = settings.get("do_sample")
+    if temperature == 0:
+        sample = False
+    elif sample is None:
+        sample = bool(given)
+    elif not sample and given:
+        logger.warning("%s has no effect with do_sample=False", ", ".join(given))
+    settings["do_sample"] = sample
+    if not sample:
+        # None also overrides sampling parameters in the model's own generation_config
+        settings.update(dict.fromkeys(_SAMPLING))
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+class Abandoned(Exception):  # noqa: N818  a signal, not an error
+    """Nobody waits for this answer any more."""
+
+
+def check_wanted(stop: threading.Event | None) -> None:
+    """Raises Abandoned if `stop` is set."""
+    if stop is not None and stop.is_set():
+        raise Abandoned
+
+
+class Clock(StoppingCriteria):
+    """Notes when the first token is there, and stops generation when `stop` is set."""
+
+    def __init__(self, start: float, stop: threading.Event | None = None) -> None:
+        self.start = start
+        self.stop = stop
+        self.ttft_s: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.ttft_s is None:
+            input_ids[:, -1].cpu()  # on an accelerator the token is there only once it can be read
+            self.ttft_s = time.perf_counter() - self.start
+        stopped = self.stop is not None and self.stop.is_set()
+        return torch.full((len(input_ids),), stopped, dtype=torch.bool, device=input_ids.device)
+
+
+class AnswerStream(Iterator[str]):
+    """Pieces of an answer's text as they are generated; afterwards `answer` and `report`.
+
+    Generation runs in a worker thread. An exception there is raised by the iterator. Dropping or closing the stream
+    stops generation at the next token and gives back its documents.
+
+    Args:
+        run: makes the answer, given a streamer and the event that tells it to stop. It must not refer to the stream.
+        tokenizer: decodes the pieces.
+    """
+
+    def __init__(self, run: Callable[[Any, threading.Event], Answer], tokenizer: Any) -> None:
+        self._outcome = _Outcome()
+        self._streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._thread = threading.Thread(
+            target=_work, args=(run, self._streamer, self._outcome), name="comb-stream", daemon=True
+        )
+        # the worker knows the outcome, not the stream, so a stream that nobody holds is collected and stops it
+        weakref.finalize(self, self._outcome.stop.set)
+        # a thread that is inside torch when the interpreter goes away takes the process down with it
+        self._outcome.thread = self._thread
+        atexit.register(self._outcome.finish)
+        self._thread.start()
+
+    def __next__(self) -> str:
+        for piece in self._streamer:
+            if piece:
+                return str(piece)
+        self._thread.join()
+        self._streamer.text_queue.put(None)  # so that another next() ends as well
+        error, self._outcome.error = self._outcome.error, None
+        if error is not None and not isinstance(error, Abandoned):
+            raise error
+        raise StopIteration
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer. Raises RuntimeError while the stream is running, or if it has failed."""
+        answer = None if self._thread.is_alive() else self._outcome.answer
+        if answer is None:
+            raise RuntimeError("this stream has no answer yet: read it to its end, or close() it")
+        return answer
+
+    @property
+    def report(self) -> Report:
+        """The answer's report; see `answer`."""
+        return self.answer.report
+
+    def close(self) -> None:
+        """Stops generation and waits until its documents are given back."""
+        self._outcome.finish()
+
+    def __enter__(self) -> AnswerStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Outcome:
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.answer: Answer | None = None
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def finish(self) -> None:
+        self.stop.set()
+        if self.thread is not None:
+            self.thread.join()
+
+
+def _work(run: Callable[[Any, threading.Event], Answer], streamer: Any, outcome: _Outcome) -> None:
+    try:
+        outcome.answer = run(streamer, outcome.stop)
+    except BaseException as error:  # raised again where the stream is read
+        outcome.error = error
+        if outcome.stop.is_set() and not isinstance(error, Abandoned):
+            logger.warning("a stream that nobody reads any more failed: %s: %s", type(error).__name__, error)
+    finally:
+        atexit.unregister(outcome.finish)
+        streamer.text_queue.put(None)

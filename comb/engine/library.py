@@ -1,0 +1,166 @@
+"""The documents an engine knows by id: what `add_documents` took, until it is removed or its time is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+
+class UnknownDocumentError(ValueError):
+    """A document id that was never added, has been removed, or has expired."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A tokenised document, or one part of it where a splitter made several.
+
+    Args:
+        id: the document's label in reports.
+        token_ids: of this part.
+        key: of its PICache.
+        part: 0 for the first part; a document's parts follow each other.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    key: str
+    part: int = 0
+
+
+def by_document(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments in order, those of one document together."""
+    documents: list[list[Segment]] = []
+    for segment in segments:
+        if segment.part == 0:
+            documents.append([])
+        documents[-1].append(segment)
+    return documents
+
+
+@dataclass(frozen=True)
+class _Entry:
+    segments: tuple[Segment, ...]
+    pinned: bool
+    expires_at: float | None
+
+    @property
+    def id(self) -> str:
+        return self.segments[0].id
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        return frozenset(segment.key for segment in self.segments)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+
+class Store(Protocol):
+    """What a library asks of the store that keeps the PICaches, see `comb.cache.index.Directory`."""
+
+    def pin(self, key: str) -> bool: ...
+
+    def unpin(self, key: str) -> bool: ...
+
+    def set_expiry(self, key: str, ttl_s: float | None) -> bool: ...
+
+    def remove(self, key: str) -> bool: ...
+
+
+@dataclass
+class Library:
+    """Ids to segments. Token ids stay here, so an evicted PICache is compiled again, never missed.
+
+    Thread-safe. The store's pins follow the ids: each pinned id holds one.
+    """
+
+    store: Store
+    clock: Callable[[], float] = time.monotonic
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self, documents: Sequence[Sequence[Segment]]) -> None:
+        """Raises ValueError if an id stands for another text, here or within `documents`."""
+        with self._lock:
+            self._forget_expired()
+            asked = [_Entry(tuple(segments), False, None) for segments in documents]
+            known = self._entries.keys() & {entry.id for entry in asked}  # not all: there may be very many
+            meaning = {name: self._entries[name].token_ids for name in known}
+        for entry in asked:
+            if meaning.setdefault(entry.id, entry.token_ids) != entry.token_ids:
+                raise ValueError(
+                    f"document id {entry.id!r} stands for another text already: "
+                    f"remove_documents([{entry.id!r}]) first, or choose another id"
+                )
+
+    def add(self, segments: Sequence[Segment], *, pin: bool, ttl: float | None) -> None:
+        """Adds or renews one document, whose PICaches the caller holds. `ttl` in seconds; None is for ever."""
+        entry = _Entry(tuple(segments), pin, None if ttl is None else self.clock() + ttl)
+        with self._lock:
+            before = self._entries.get(entry.id)
+            self._entries[entry.id] = entry
+            for key in entry.keys:
+                self.store.set_expiry(key, self._longest_left(key))
+                if pin:
+                    self.store.pin(key)
+            if before is not None:
+                self._unpin(before)
+
+    def find(self, ids: Iterable[str]) -> list[Segment]:
+        """The segments of `ids`, in order. Raises UnknownDocumentError naming the first that isn't here."""
+        with self._lock:
+            return [segment for entry in self._find(ids) for segment in entry.segments]
+
+    def ids(self) -> list[str]:
+        """All ids, in the order in which they were added."""
+        with self._lock:
+            self._forget_expired()
+            return list(self._entries)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Forgets `ids`, and the PICaches that no other id stands for. Raises UnknownDocumentError, removing none."""
+        with self._lock:
+            found = self._find(ids)
+            for entry in found:
+                if self._entries.pop(entry.id, None) is not None:
+                    self._unpin(entry)
+            kept = {key for entry in self._entries.values() for key in entry.keys}
+            for key in {key for entry in found for key in entry.keys} - kept:
+                self.store.remove(key)
+
+    def _longest_left(self, key: str) -> float | None:
+        """Seconds until the last id of a content expires; None if one never does."""
+        ends = [entry.expires_at for entry in self._entries.values() if key in entry.keys]
+        now = self.clock()
+        return None if None in ends else max(end - now for end in ends if end is not None)
+
+    def _find(self, ids: Iterable[str]) -> list[_Entry]:
+        if isinstance(ids, str):
+            raise ValueError(f"document ids come as a list: write [{ids!r}]")
+        self._forget_expired()
+        found = []
+        for name in ids:
+            entry = self._entries.get(name)
+            if entry is None:
+                raise UnknownDocumentError(
+                    f"unknown document id {name!r}: it was never added, was removed, or its ttl has passed; "
+                    "add_documents() gives ids, and text goes into documents="
+                )
+            found.append(entry)
+        return found
+
+    def _forget_expired(self) -> None:
+        now = self.clock()
+        expired = [e for e in self._entries.values() if e.expires_at is not None and e.expires_at <= now]
+        for entry in expired:
+            del self._entries[entry.id]
+            self._unpin(entry)
+
+    def _unpin(self, entry: _Entry) -> None:
+        for key in entry.keys if entry.pinned else ():
+            self.store.unpin(key)

@@ -1,0 +1,160 @@
+"""What an answer says about itself: per document hit or compiled, times, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from comb.cache.store import Handle
+from comb.engine.library import Segment, by_document
+from comb.mac.accounting import MacReport
+from comb.methods.base import SegmentState, SegmentUse
+
+
+@dataclass(frozen=True)
+class DocumentReport:
+    """How one document reached the model.
+
+    Args:
+        id: the caller's id, or ``doc-`` and the start of its content key.
+        state: ``hit`` (reused), ``compiled`` (computed in this request and stored), ``inlined`` (prefilled as part of
+            the prompt, nothing reused) or ``continued`` (part of the cache that a conversation's turn went on from).
+        tokens: of the document.
+        tier: of the store in which a hit was found; None otherwise.
+        nbytes: of its PICache; 0 for an inlined document.
+        segments: how many parts it was split into, each with a PICache of its own.
+    """
+
+    id: str
+    state: SegmentState
+    tokens: int
+    tier: str | None = None
+    nbytes: int = 0
+    segments: int = 1
+
+    def __str__(self) -> str:
+        where = f" ({self.tier})" if self.tier is not None and self.state == "hit" else ""
+        size = f", {format_bytes(self.nbytes)}" if self.nbytes else ""
+        parts = f" in {self.segments} segments" if self.segments > 1 else ""
+        return f"{self.id}: {self.state}{where}, {self.tokens} tokens{parts}{size}"
+
+    @classmethod
+    def merged(cls, parts: Sequence[DocumentReport]) -> DocumentReport:
+        """One report for all parts of a document: a hit only if every part was one."""
+        first = parts[0]
+        states = {part.state for part in parts}
+        tiers = {part.tier for part in parts}
+        state: SegmentState = states.pop() if len(states) == 1 else "compiled"
+        return cls(
+            first.id, state, sum(part.tokens for part in parts),
+            tier=tiers.pop() if state == "hit" and len(tiers) == 1 else None,
+            nbytes=sum(part.nbytes for part in parts), segments=len(parts),
+        )  # fmt: skip
+
+
+def document_reports(
+    segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, Handle]
+) -> tuple[DocumentReport, ...]:
+    """One report per document of a row, from the method's word on its segments, or, where it has none, the store's."""
+    words: Sequence[SegmentUse | None] = [None] * len(segments) if uses is None else uses
+    reports = iter([_segment_report(segment, use, handles) for segment, use in zip(segments, words, strict=True)])
+    return tuple(DocumentReport.merged([next(reports) for _ in parts]) for parts in by_document(segments))
+
+
+def _segment_report(segment: Segment, use: SegmentUse | None, handles: Mapping[str, Handle]) -> DocumentReport:
+    tokens, handle = len(segment.token_ids), handles.get(segment.key)
+    if use is None and handle is None:
+        return DocumentReport(segment.id, "inlined", tokens)
+    if use is None and handle is not None:
+        use = SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes)
+    assert use is not None
+    return DocumentReport(segment.id, use.state, tokens, use.tier if use.state == "hit" else None, use.nbytes)
+
+
+def cache_bytes(segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, Handle]) -> int:
+    """Bytes of the PICaches that a row is read from; arguments as for `document_reports`."""
+    if uses is not None:
+        return sum(use.nbytes for use in uses)
+    # a document given twice is one PICache
+    return sum(handles[key].picache.nbytes for key in {segment.key for segment in segments} if key in handles)
+
+
+def continued_reports(segments: Sequence[Segment]) -> list[DocumentReport]:
+    """One report per document of the turns before."""
+    return [
+        DocumentReport.merged([DocumentReport(part.id, "continued", len(part.token_ids)) for part in parts])
+        for parts in by_document(segments)
+    ]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report that comes with every answer.
+
+    Args:
+        method: name of the method.
+        encoder: whether COMB's encoder took part; False for other methods and with the encoder switched off.
+        documents: one entry per document, in order.
+        prompt_tokens: that the decoder held as its prompt, without padding; with ``comb`` that is the query alone.
+        recomputed_tokens: document tokens that the backbone prefilled for this answer.
+        answer_tokens: tokens generated, the end-of-turn token included.
+        cache_bytes: bytes of the PICaches this answer was read from.
+        ttft_s: seconds from the call to the first token, compilation included; in a batch, of the whole batch.
+        total_s: seconds from the call to the last token.
+        mac: what MAC attention reused, of the whole batch; None without it.
+        continued_tokens: of the prompt, taken over from the turn before in a conversation.
+        relinked: why a conversation's turn was linked from its start although there was one before; else empty.
+    """
+
+    method: str
+    encoder: bool
+    documents: tuple[DocumentReport, ...]
+    prompt_tokens: int
+    recomputed_tokens: int
+    answer_tokens: int
+    cache_bytes: int
+    ttft_s: float
+    total_s: float
+    mac: MacReport | None = None
+    continued_tokens: int = 0
+    relinked: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """One line in all, and one line per document."""
+        off = ", encoder off" if self.method == "comb" and not self.encoder else ""
+        continued = f" ({self.continued_tokens} continued)" if self.continued_tokens else ""
+        head = (
+            f"method {self.method}{off}: first token {1000 * self.ttft_s:.1f} ms, all {self.answer_tokens} tokens "
+            f"{1000 * self.total_s:.1f} ms, prompt {self.prompt_tokens} tokens{continued}, "
+            f"{self.recomputed_tokens} document tokens recomputed, cache {format_bytes(self.cache_bytes)}"
+        )
+        reused = [] if self.mac is None else [f"  {self.mac}"]
+        relinked = [f"  linked from the start: {self.relinked}"] if self.relinked else []
+        return "\n".join([head, *relinked, *(f"  {document}" for document in self.documents), *reused])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated text, its token ids (the end-of-turn token included, no padding), and the report."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    report: Report
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def format_bytes(count: int) -> str:
+    """``1536`` -> ``1.5 KiB``."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

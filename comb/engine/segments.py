@@ -1,0 +1,73 @@
+"""Documents to the segments that a method compiles, each under its content key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from comb.cache.picache import content_key
+from comb.documents.document import Document, PromptBuilder, as_document
+from comb.documents.splitting import Splitter, split_document
+from comb.engine.library import Segment
+from comb.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Segmenter:
+    """How one engine cuts, names and keys documents.
+
+    Args:
+        method: what compiles the segments; keys follow its model, adapter and dtype of the moment.
+        tokenizer: the model's, by which `splitter` finds its places.
+        builder: writes a document as tokens.
+        splitter: KVSplit.
+        salt: separates tenants.
+    """
+
+    method: Method
+    tokenizer: Any
+    builder: PromptBuilder
+    splitter: Splitter
+    salt: str = ""
+
+    def segments(self, documents: Sequence[str | Document]) -> list[Segment]:
+        """All documents' segments, in order. Raises ValueError for empty ones, and for one that isn't in a list."""
+        if isinstance(documents, str | Document):
+            raise ValueError("documents is a list: write documents=[...] around a single one")
+        checked = [as_document(document) for document in documents]
+        split = [split_document(self.tokenizer, self.builder.segment(each), self.splitter) for each in checked]
+        keys = iter(self._keys([part for parts in split for part in parts]))
+        segments = []
+        for document, parts in zip(checked, split, strict=True):
+            own = [next(keys) for _ in parts]
+            # a document in one part is called after its key; more parts are called after all of them
+            digest = own[0] if len(own) == 1 else sha256("".join(own).encode()).hexdigest()
+            name = document.name(digest)
+            segments += [Segment(name, ids, key, part) for part, (ids, key) in enumerate(zip(parts, own, strict=True))]
+        return segments
+
+    def keyed_anew(self, segments: Sequence[Segment]) -> list[Segment]:
+        """The same segments under today's keys: an adapter may have been trained since they were made."""
+        keys = self._keys([segment.token_ids for segment in segments])
+        return [replace(segment, key=key) for segment, key in zip(segments, keys, strict=True)]
+
+    def check_lengths(self, segments: Sequence[Segment]) -> None:
+        """Raises ValueError for a segment that is longer than the method compiles."""
+        limit, compiler = self.method.max_segment_tokens, "encoder" if self.method.uses_encoder else "backbone"
+        for segment in segments:
+            if limit is not None and len(segment.token_ids) > limit:
+                raise ValueError(
+                    f"document {segment.id!r} has {len(segment.token_ids)} tokens, but this model's {compiler} takes "
+                    f"at most {limit} at once: split it into parts of at most {limit} tokens, for example with "
+                    f"splitter='paragraphs:{min(limit, 512)}'"
+                )
+
+    def _keys(self, token_ids: Sequence[tuple[int, ...]]) -> list[str]:
+        if not token_ids:
+            return []
+        method = self.method
+        made_by = method.compile_name or method.name
+        fields = {"fingerprint": method.fingerprint, "method": made_by, "dtype": method.dtype, "salt": self.salt}
+        return [content_key(ids, **fields) for ids in token_ids]

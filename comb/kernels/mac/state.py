@@ -1,0 +1,109 @@
+"""The rings of MAC attention: the latest queries and the summaries that they left, per request row and query head.
+
+Layout (B rows of the batch, K window, H query heads, D query channels, V value channels):
+
+    query  [B, K, H, D]  queries before their rotary embedding, ring dtype
+    o      [B, K, H, V]  summary of the keys [F, E(p)) as a query saw them, ring dtype
+    lse    [B, K, H]     its log-sum-exp, 32 bits or more; -inf: nothing to reuse
+    pos    [B, K]        position p of the slot's query in its row, padding not counted; -1: empty
+    chain  [B, K, H]     matches between this summary and the query that read its keys; 0: it read them itself
+    drift  [B, K, H]     distances between queries, added up along that chain
+
+The query at position p lies in slot p mod K, and E(p) = max(p + 1 - r, 0). A slot is valid for p only if ``pos`` says
+p, so positions may be missing anywhere. Position m searches [m - K, m): the oldest of these shares m's own slot, so a
+step must read before it writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comb.kernels.mac.algebra import EMPTY, accumulator
+from comb.kernels.mac.config import MacConfig
+
+
+@dataclass
+class Rows:
+    """What queries leave behind, ready to be written: [B, N, ...] for N positions of every row.
+
+    Shapes: query [B, N, H, D], o [B, N, H, V], lse, chain and drift [B, N, H], pos [B, N] (negative: not written).
+    Positions of a row must lie within one window.
+    """
+
+    query: Tensor
+    o: Tensor
+    lse: Tensor
+    chain: Tensor
+    drift: Tensor
+    pos: Tensor
+
+
+@dataclass
+class MacState:
+    """The rings of one layer; see the module's text for their layout. Made by `MacState.empty`."""
+
+    query: Tensor
+    o: Tensor
+    lse: Tensor
+    pos: Tensor
+    chain: Tensor
+    drift: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, width: int, value_width: int, config: MacConfig, like: Tensor) -> MacState:
+        """Rings without entries, on the device of `like`, whose dtype decides what `auto` means."""
+        kind = accumulator(like.dtype)
+        ring = kind if config.ring_dtype == "auto" else getattr(torch, config.ring_dtype)
+        size, device = (rows, config.window, heads), like.device
+        return cls(
+            query=torch.zeros(*size, width, dtype=ring, device=device),
+            o=torch.zeros(*size, value_width, dtype=ring, device=device),
+            lse=torch.full(size, EMPTY, dtype=kind, device=device),
+            pos=torch.full(size[:2], -1, dtype=torch.long, device=device),
+            chain=torch.zeros(size, dtype=torch.int32, device=device),
+            drift=torch.zeros(size, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def window(self) -> int:
+        """K."""
+        return self.pos.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rings."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+
+    def reset(self) -> None:
+        """Forgets every row; the memory stays."""
+        self.pos.fill_(-1)
+
+    def invalidate(self, rows: Tensor) -> None:
+        """Forgets the rows [B] that are True."""
+        self.pos.masked_fill_(rows[:, None], -1)
+
+    def crop(self, length: Tensor | int) -> None:
+        """Forgets all positions from `length` on: one number, or one per row [B]."""
+        bound = torch.as_tensor(length, device=self.pos.device).reshape(-1, 1)
+        self.pos.masked_fill_(self.pos >= bound, -1)
+
+    def reorder(self, order: Tensor) -> None:
+        """Row i becomes what row ``order[i]`` was, as beam search reorders a cache."""
+        for name in ("query", "o", "lse", "pos", "chain", "drift"):
+            setattr(self, name, getattr(self, name).index_select(0, order.to(self.pos.device)))
+
+    def write(self, rows: Rows) -> None:
+        """Puts `rows` into their slots, over whatever was there."""
+        row, number = (rows.pos >= 0).nonzero(as_tuple=True)
+        pos = rows.pos[row, number]
+        slot = pos % self.window
+        for name in ("query", "o", "lse", "chain", "drift"):
+            ring = getattr(self, name)
+            ring[row, slot] = getattr(rows, name)[row, number].to(ring.dtype)
+        self.pos[row, slot] = pos
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.query, self.o, self.lse, self.pos, self.chain, self.drift

@@ -1,0 +1,207 @@
+"""Turns a checkpoint in the layout of the published COMB release into an adapter folder and a plain backbone.
+
+The release keeps everything in one file: ``chunk_model.*`` is the encoder with its K/V projections,
+``language_model.model.layers.*`` the backbone, ``language_model.model.cross_layers.*`` the cross blocks. Its
+`num_hidden_layers` counts cross layers too; `cross_attention_layers` does not: it holds indices of backbone layers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from comb.backbones.fingerprint import fingerprint
+from comb.model.config import CombConfig, CombEncoderConfig
+from comb.model.modeling import CombForCausalLM
+
+logger = logging.getLogger(__name__)
+
+RELEASE_MODEL_TYPE = re.compile(r"^comb(?P<backbone>[a-z0-9_]+)$")
+
+_CROSS = r"^language_model\.model\.cross_layers\."
+ENCODER_RENAMES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^chunk_model\.layers\.", "encoder.layers."),
+        (r"^chunk_model\.([kv])_proj\.(\d+)\.", r"encoder.key_value_heads.\2.\1_proj."),
+        (_CROSS + r"(\d+)\.cross_attn\.k_norm\.", r"encoder.key_value_heads.\1.k_norm."),
+        (_CROSS + r"(\d+)\.cross_attn_attn_gate$", r"cross_blocks.\1.attention_gate"),
+        (_CROSS + r"(\d+)\.cross_attn_mlp_gate$", r"cross_blocks.\1.mlp_gate"),
+        (_CROSS, "cross_blocks."),
+    )
+)
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
+BACKBONE_PREFIX = "language_model."
+SHARED_EMBEDDING = "chunk_model.embed_tokens.weight"
+
+
+def convert_release(source: str | Path, target: str | Path, *, backbone_name: str | None = None) -> CombForCausalLM:
+    """Converts `source` into ``target/`` (the adapter) and ``target/backbone/`` (the plain backbone).
+
+    Args:
+        backbone_name: Hub id or folder to name as the backbone in the adapter's configuration (the same weights,
+            already published); the folder written here otherwise.
+
+    Returns:
+        the converted model, loaded.
+
+    Raises:
+        ValueError: if `source` isn't in the release's layout, naming what differs.
+    """
+    source, target = Path(source), Path(target)
+    if source.resolve() == target.resolve():
+        raise ValueError(f"source and target are the same folder ({source}): the checkpoint would be overwritten")
+    release = _read_config(source)
+    weights = _read_weights(source)
+    adapter, backbone_weights = split_weights(weights)
+    positions = list(release["cross_attention_layers"])
+    if positions != sorted(set(positions)):
+        raise ValueError(f"cross_attention_layers {positions} don't ascend; which weights belong where isn't certain")
+    backbone = _build_backbone(release, backbone_weights, len(positions))
+    config = CombConfig(
+        backbone_name_or_path=backbone_name or "./backbone",  # relative to the adapter's folder
+        backbone_config=AutoConfig.for_model(**backbone.config.to_dict()),
+        backbone_fingerprint=fingerprint(backbone),
+        encoder_config=_encoder_config(backbone.config, adapter),
+        cross_attention_layers=positions,
+    )
+    model = CombForCausalLM(config, backbone)
+    _load_exactly(model, adapter)
+    model.eval()
+    if (source / "generation_config.json").exists():
+        model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
+    backbone.save_pretrained(target / "backbone")
+    model.save_pretrained(target)
+    for file in source.iterdir():
+        if any(fnmatch.fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES):
+            for folder in (target, target / "backbone"):
+                shutil.copy(file, folder)
+    logger.info("wrote the adapter to %s and its backbone to %s", target, target / "backbone")
+    return model
+
+
+def split_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(adapter weights under our names, backbone weights under the backbone's own names).
+
+    Raises:
+        ValueError: for a weight that belongs to neither, and when the encoder's embedding isn't the backbone's.
+    """
+    adapter: dict[str, Tensor] = {}
+    backbone: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if name == SHARED_EMBEDDING:
+            continue
+        renamed = next((p.sub(to, name) for p, to in ENCODER_RENAMES if p.match(name)), None)
+        if renamed is not None:
+            adapter[renamed] = tensor
+        elif name.startswith(BACKBONE_PREFIX):
+            backbone[name.removeprefix(BACKBONE_PREFIX)] = tensor
+        else:
+            raise ValueError(f"weight {name!r} is neither encoder, cross layer nor backbone: not the release's layout")
+    shared = weights.get(SHARED_EMBEDDING)
+    if shared is not None:  # one tensor under two names may have been saved under either
+        backbone.setdefault("model.embed_tokens.weight", shared)
+    if shared is not None and not torch.equal(shared, backbone["model.embed_tokens.weight"]):
+        raise ValueError("the encoder's embedding differs from the backbone's; this format shares one table")
+    return adapter, backbone
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    path = source / "config.json"
+    if not path.exists():
+        raise ValueError(f"{source} has no config.json: give the folder of a published COMB checkpoint")
+    release: dict[str, Any] = json.loads(path.read_text())
+    text = release.get("text_config") or {}
+    named = RELEASE_MODEL_TYPE.match(str(release.get("model_type")))
+    if not named or "model_type" not in text or "cross_attention_layers" not in release:
+        raise ValueError(
+            f"{path} has model_type {release.get('model_type')!r}; `comb convert` reads the published COMB layout "
+            "(model_type 'combllama', with cross_attention_layers and a text_config that names its model_type)"
+        )
+    return release
+
+
+def _read_weights(source: Path) -> dict[str, Tensor]:
+    index = source / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({source / name for name in json.loads(index.read_text())["weight_map"].values()})
+        absent = [file.name for file in files if not file.exists()]
+        if absent:
+            raise ValueError(f"{source} lacks {', '.join(absent)}, which its index names")
+    else:
+        files = sorted(source.glob("model*.safetensors"))
+    if not files:
+        raise ValueError(f"{source} has no model*.safetensors")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights.update(load_file(file))
+    return weights
+
+
+def _build_backbone(release: dict[str, Any], weights: dict[str, Tensor], num_cross: int) -> PreTrainedModel:
+    text = dict(release["text_config"])
+    text["num_hidden_layers"] = text["num_hidden_layers"] - num_cross
+    tied = text.get("tie_word_embeddings", release.get("tie_word_embeddings"))
+    if "lm_head.weight" not in weights and tied is False:
+        raise ValueError("language_model.lm_head.weight is missing, and the configuration says it isn't tied")
+    text["tie_word_embeddings"] = "lm_head.weight" not in weights
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if text.get(token) is None and release.get(token) is not None:
+            text[token] = release[token]
+    config: PreTrainedConfig = AutoConfig.for_model(**text)
+    dtype = next(iter(weights.values())).dtype
+    backbone: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    missing, unexpected = backbone.load_state_dict(weights, strict=False)
+    missing = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
+    if missing or unexpected:
+        raise ValueError(f"the backbone's weights don't fit {config.model_type}: missing {missing[:3]}, "
+                         f"unexpected {unexpected[:3]}")  # fmt: skip
+    backbone.tie_weights()
+    return backbone.eval()
+
+
+def _encoder_config(text: PreTrainedConfig, adapter: dict[str, Tensor]) -> CombEncoderConfig:
+    layers = {int(name.split(".")[2]) for name in adapter if name.startswith("encoder.layers.")}
+    head_dim = adapter["encoder.key_value_heads.0.k_norm.weight"].shape[0]
+    return CombEncoderConfig(
+        hidden_size=text.hidden_size,
+        intermediate_size=adapter["encoder.layers.0.mlp.gate_proj.weight"].shape[0],
+        num_hidden_layers=len(layers),
+        num_attention_heads=adapter["encoder.layers.0.self_attn.q_proj.weight"].shape[0] // head_dim,
+        num_key_value_heads=adapter["encoder.layers.0.self_attn.k_proj.weight"].shape[0] // head_dim,
+        head_dim=head_dim,
+        hidden_act=text.hidden_act,
+        rms_norm_eps=text.rms_norm_eps,
+        max_position_embeddings=text.max_position_embeddings,
+        rope_parameters=dict(text.rope_parameters),
+        attention_bias="encoder.layers.0.self_attn.q_proj.bias" in adapter,
+        attention_output_bias="encoder.layers.0.self_attn.o_proj.bias" in adapter,
+        cross_attention_bias="cross_blocks.0.cross_attn.q_proj.bias" in adapter,
+        mlp_bias="encoder.layers.0.mlp.gate_proj.bias" in adapter,
+        kv_input_norm=False,
+    )
+
+
+def _load_exactly(model: CombForCausalLM, adapter: dict[str, Tensor]) -> None:
+    own = {name for name in model.state_dict() if not name.startswith("backbone.")}
+    if own != adapter.keys():
+        raise ValueError(
+            f"the adapter's weights don't fit: missing {sorted(own - adapter.keys())[:3]}, "
+            f"unexpected {sorted(adapter.keys() - own)[:3]}"
+        )
+    damaged = next((name for name, tensor in adapter.items() if not bool(torch.isfinite(tensor).all())), None)
+    if damaged is not None:
+        raise ValueError(f"{damaged} holds NaN or infinity: the checkpoint is damaged")
+    model.load_state_dict(adapter, strict=False)
+    for part in (model.encoder, model.cross_blocks):
+        part.to(next(iter(adapter.values())).dtype)

@@ -1,0 +1,183 @@
+"""Gated cross-attention from decoder tokens to linked documents (COMB sec. 4.2, eq. 4-8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from comb.model.attention import Lengths, attend, uses_packing
+from comb.model.config import CombEncoderConfig
+
+KeyValues = tuple[Tensor, Tensor]  # each [cross_layers, tokens, kv_heads, head_dim]
+
+
+class LinkedDocuments:
+    """The documents of every row of a batch, laid out for the cross blocks: the result of COMB's link.
+
+    Documents of a row are concatenated; as keys carry no position, their order doesn't matter (COMB sec. 4.2).
+
+    Args:
+        rows: for each row of the batch its documents' keys and values; a row may have none.
+        implementation: the attention implementation the blocks will use.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[KeyValues]], implementation: str | None) -> None:
+        self.num_rows = len(rows)
+        self.with_documents = [index for index, documents in enumerate(rows) if documents]
+        self.implementation = implementation
+        self.was_read = False
+        self._expanded: dict[int, Tensor] = {}
+        if not self.with_documents:
+            return
+        given = [rows[index] for index in self.with_documents]
+        self.lengths = Lengths(torch.tensor([sum(keys.shape[1] for keys, _ in row) for row in given]))
+        self.device = given[0][0][0].device
+        self.packed = uses_packing(implementation)
+        self.key_mask = None if self.packed else self.lengths.mask(self.device)
+        # each document once, however many rows read it, and where in that table each row's tokens are
+        unique = list({id(keys): (keys, values) for row in given for keys, values in row}.values())
+        table = _token_table(unique, given, longest=None if self.packed else self.lengths.longest)
+        self.keys, self.values = (self._layout(documents, table) for documents in zip(*unique, strict=True))
+
+    def _layout(self, documents: Sequence[Tensor], table: Tensor) -> tuple[Tensor, ...]:
+        """Documents [cross_layers, tokens, kv_heads, head_dim] -> per cross layer [rows, kv_heads, longest, head_dim],
+        or, packed, [1, kv_heads, all tokens, head_dim]."""
+        tokens = torch.cat([document.transpose(0, 1) for document in documents])
+        # an embedding look-up is the gather with the cheapest gradient, and rows share documents in training
+        rows = nn.functional.embedding(table.to(tokens.device), tokens.flatten(1))
+        laid_out: Tensor = rows.unflatten(-1, tokens.shape[1:]).permute(2, 0, 3, 1, 4).contiguous()
+        return laid_out.unbind()  # at once: an index per layer would have a gradient as large as all of them
+
+    def rows_of(self, batch: int) -> Tensor | None:
+        """Which rows of a batch of hidden states have documents; None for all of them. [rows_with_documents]
+
+        Generation may repeat every row (beams, several returned sequences): row r of the prompt is then rows
+        ``r * repeats ... (r + 1) * repeats - 1``. Raises ValueError if `batch` is no multiple of the prompt rows.
+        """
+        if batch % self.num_rows:
+            raise ValueError(
+                f"documents were given for {self.num_rows} rows, but the batch has {batch}: "
+                "give one list of documents (possibly empty) per row of input_ids"
+            )
+        if len(self.with_documents) == self.num_rows:
+            return None
+        if batch not in self._expanded:
+            repeats = batch // self.num_rows
+            rows = [row * repeats + copy for row in self.with_documents for copy in range(repeats)]
+            self._expanded[batch] = torch.tensor(rows, device=self.device)
+        return self._expanded[batch]
+
+    def attention_inputs(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Query, keys, values and mask arguments of cross layer `layer` for `attend`.
+
+        query [rows_with_documents * repeats, heads, queries, head_dim]
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        repeats = query.shape[0] // len(self.with_documents)
+        if not self.packed:
+            mask = self.key_mask
+            if repeats > 1:
+                keys, values = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
+                mask = None if mask is None else mask.repeat_interleave(repeats, 0)
+            return query, keys, values, {"key_mask": None if mask is None else mask.to(query.device)}
+        rows, heads, queries, head_dim = query.shape
+        if repeats > 1:  # a prompt row's beams ask the same documents: one longer row of queries
+            rows, queries = rows // repeats, queries * repeats
+        packed = query.transpose(1, 2).reshape(1, rows * queries, heads, head_dim).transpose(1, 2)
+        offsets = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * queries
+        return packed, keys, values, {
+            "cu_seq_lens_q": offsets, "cu_seq_lens_k": self.lengths.offsets(query.device),
+            "max_length_q": queries, "max_length_k": self.lengths.longest,
+        }  # fmt: skip
+
+
+def _token_table(documents: Sequence[KeyValues], rows: Sequence[Sequence[KeyValues]], *, longest: int | None) -> Tensor:
+    """Positions of each row's tokens among those of `documents` laid end to end.
+
+    Returns:
+        [rows, longest], padded with 0; or, without `longest`, all rows behind one another: [1, tokens]. int64
+    """
+    starts: dict[int, int] = {}
+    total = 0
+    for keys, _ in documents:
+        starts[id(keys)] = total
+        total += keys.shape[1]
+    positions = [
+        torch.cat([torch.arange(keys.shape[1]) + starts[id(keys)] for keys, _ in documents_of_row])
+        for documents_of_row in rows
+    ]
+    if longest is None:
+        return torch.cat(positions)[None]
+    return nn.utils.rnn.pad_sequence(positions, batch_first=True)
+
+
+class CrossAttention(nn.Module):
+    """Query side of the cross-attention; keys and values come ready from the encoder. No positions, no mask."""
+
+    def __init__(self, config: CombEncoderConfig) -> None:
+        super().__init__()
+        self.config = config  # transformers' attention functions ask for it
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        width = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, documents: LinkedDocuments, layer: int) -> Tensor:
+        """[rows_with_documents, tokens, hidden] -> the same shape."""
+        query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        query, keys, values, mask = documents.attention_inputs(layer, query)
+        mixed = attend(
+            self,
+            query,
+            keys.to(query),
+            values.to(query),
+            implementation=documents.implementation,
+            scaling=self.scaling,
+            **mask,
+        )
+        return self.o_proj(mixed.reshape(*hidden.shape[:2], -1))  # type: ignore[no-any-return]
+
+
+class CrossBlock(nn.Module):
+    """Cross-attention and gated MLP in front of one decoder layer, each behind a tanh gate that starts at zero.
+
+    Args:
+        config: shape of the encoder, shared by the block.
+        layer: which of the PICache's cross layers it reads.
+    """
+
+    def __init__(self, config: CombEncoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.cross_attn = CrossAttention(config)
+        self.attention_gate = nn.Parameter(torch.zeros(1))
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+        self.mlp_gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
+        """[batch, tokens, hidden] -> the same; rows without documents come back untouched, bit for bit."""
+        if not documents.with_documents:
+            return hidden
+        rows = documents.rows_of(hidden.shape[0])
+        if rows is None:
+            return self._mix(hidden, documents)
+        rows = rows.to(hidden.device)
+        return hidden.index_copy(0, rows, self._mix(hidden.index_select(0, rows), documents))
+
+    def _mix(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
+        # the block may be kept in higher precision than a bf16 backbone
+        x = hidden.to(self.attention_gate)
+        attended = self.cross_attn(self.input_layernorm(x), documents, self.layer)
+        x = x + self.attention_gate.tanh() * attended
+        x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
+        result: Tensor = x.to(hidden)
+        return result

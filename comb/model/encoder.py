@@ -1,0 +1,234 @@
+"""The chunk encoder: one segment in, cross-attention keys and values out (COMB sec. 4.1-4.2)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+
+from comb.model.attention import Lengths, attend, uses_packing
+from comb.model.config import CombEncoderConfig
+
+
+def rotary_frequencies(config: CombEncoderConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies of the rotary embedding, and the factor on its cosine and sine.
+
+    Fixed once: types that change with the length of the text (dynamic NTK, longrope) take their values for
+    short text, so that a document's encoding depends on nothing but the document.
+
+    Returns:
+        ([rotary_dim / 2] float32, attention factor)
+    """
+    rope = dict(config.rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0})
+    if rope["rope_type"] in ("default", "dynamic"):
+        dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+    shim = SimpleNamespace(
+        rope_parameters=rope,
+        standardize_rope_params=lambda: None,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](shim, torch.device("cpu"))
+    return frequencies.float(), float(factor)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding with fixed frequencies; the first `rotary_dim` of each head are rotated."""
+
+    def __init__(self, config: CombEncoderConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._cached: Tensor | None = None
+        self._factor = 1.0
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, float32. positions [rows, tokens] -> 2 x [rows, tokens, rotary_dim]"""
+        # made at first use, not in __init__: there the module may still be on the meta device
+        if self._cached is None or self._cached.device != positions.device:
+            frequencies, self._factor = rotary_frequencies(self._config)
+            self._cached = frequencies.to(positions.device)
+        angles = positions[..., None].float() * self._cached
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self._factor, angles.sin() * self._factor
+
+
+def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotates the first `rotary_dim` of each head. x [rows, heads, tokens, head_dim]"""
+    dim = cosine.shape[-1]
+    cosine, sine = cosine[:, None].to(x.dtype), sine[:, None].to(x.dtype)
+    turned = x[..., :dim] * cosine + rotate_half(x[..., :dim]) * sine
+    return torch.cat((turned, x[..., dim:]), dim=-1) if dim < x.shape[-1] else turned
+
+
+class EncoderAttention(nn.Module):
+    """Self-attention over one segment, with the backbone's head geometry."""
+
+    def __init__(self, config: CombEncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.num_key_value_groups = heads // kv_heads
+        self.scaling = self.head_dim**-0.5
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_output_bias)
+        if config.qk_norm != "none":
+            flat = config.qk_norm == "flat"
+            self.q_norm = LlamaRMSNorm(heads * self.head_dim if flat else self.head_dim, config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(kv_heads * self.head_dim if flat else self.head_dim, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **mask: Any) -> Tensor:
+        """[rows, tokens, hidden] -> the same shape."""
+        query = self._heads(self.q_proj(hidden), getattr(self, "q_norm", None))
+        key = self._heads(self.k_proj(hidden), getattr(self, "k_norm", None))
+        value = self._heads(self.v_proj(hidden), None)
+        mixed = attend(
+            self,
+            apply_rotary(query, *rotary),
+            apply_rotary(key, *rotary),
+            value,
+            implementation=self.config._attn_implementation,
+            scaling=self.scaling,
+            causal=self.config.causal,
+            **mask,
+        )
+        return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]
+
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        if norm is not None and self.config.qk_norm == "flat":
+            x = norm(x)
+        x = x.unflatten(-1, (-1, self.head_dim))
+        if norm is not None and self.config.qk_norm == "head":
+            x = norm(x)
+        return x.transpose(1, 2)
+
+
+class EncoderLayer(GradientCheckpointingLayer):
+    """One transformer layer: attention and gated MLP, with norms before, after or around each of them."""
+
+    def __init__(self, config: CombEncoderConfig) -> None:
+        super().__init__()
+        before, after = config.norm_placement != "post", config.norm_placement != "pre"
+
+        def norm(wanted: bool) -> nn.Module:
+            return LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if wanted else nn.Identity()
+
+        self.self_attn = EncoderAttention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm, self.attention_output_norm = norm(before), norm(after)
+        self.post_attention_layernorm, self.mlp_output_norm = norm(before), norm(after)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **mask: Any) -> Tensor:
+        """[rows, tokens, hidden] -> the same shape."""
+        mixed = self.self_attn(self.input_layernorm(hidden), rotary, **mask)
+        hidden = hidden + self.attention_output_norm(mixed)
+        return hidden + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(hidden)))  # type: ignore[no-any-return]
+
+
+class KeyValueHead(nn.Module):
+    """Projects one encoder layer's output to the keys and values of one cross block (COMB eq. 5, 6).
+
+    Keys leave it normalised, so that reading a PICache costs nothing per step.
+    """
+
+    def __init__(self, config: CombEncoderConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.num_key_value_heads * config.head_dim
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if config.kv_input_norm else nn.Identity()
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
+        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, tokens, hidden] -> keys, values, each [rows, tokens, kv_heads, head_dim]"""
+        hidden = self.norm(hidden)
+        keys = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
+        return keys, self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
+
+
+class CombEncoder(nn.Module):
+    """`num_hidden_layers` transformer layers and one K/V head per cross block.
+
+    Args:
+        config: its shape.
+        sources: for each cross block, the encoder layer it reads.
+    """
+
+    def __init__(self, config: CombEncoderConfig, sources: list[int]) -> None:
+        super().__init__()
+        self.config = config
+        self.sources = list(sources)
+        self.rotary = Rotary(config)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.key_value_heads = nn.ModuleList(KeyValueHead(config) for _ in sources)
+
+    def encode(self, embeddings: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Encodes segments, each alone and from position zero, in one batch.
+
+        Args:
+            embeddings: one [tokens, hidden] per segment.
+
+        Returns:
+            per segment, keys and values, each [cross_layers, tokens, kv_heads, head_dim]
+        """
+        keys, values = self(embeddings)
+        counts = [len(segment) for segment in embeddings]
+        if uses_packing(self.config._attn_implementation):
+            return list(zip(keys[0].split(counts, dim=1), values[0].split(counts, dim=1), strict=True))
+        # taken apart at once: an index per segment would have a gradient as large as the batch
+        rows = zip(keys.unbind(), values.unbind(), counts, strict=True)
+        return [(key[:, :count], value[:, :count]) for key, value, count in rows]
+
+    def forward(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of a batch of segments, padded or (flash attention) packed in one row.
+
+        `encode` takes them apart, outside the module: ZeRO-3 counts a module's output tensors, which must be the same
+        number on every rank.
+
+        Returns:
+            keys, values: [rows, cross_layers, tokens, kv_heads, head_dim]
+        """
+        lengths = Lengths(torch.tensor([len(segment) for segment in embeddings]))
+        packed = uses_packing(self.config._attn_implementation)
+        device = embeddings[0].device
+        if packed:
+            hidden = torch.cat(embeddings)[None]
+            positions = torch.cat([torch.arange(len(segment), device=device) for segment in embeddings])[None]
+            offsets = lengths.offsets(device)
+            mask: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
+                                    "max_length_q": lengths.longest, "max_length_k": lengths.longest}  # fmt: skip
+        else:
+            hidden = nn.utils.rnn.pad_sequence(embeddings, batch_first=True)
+            positions = torch.arange(lengths.longest, device=device)[None]
+            # behind a causal mask no token sees the padding on its right
+            mask = {"key_mask": None if self.config.causal else lengths.mask(device)}
+        outputs = self._run(hidden.to(self.dtype), positions, mask)
+        pairs = [head(outputs[source]) for head, source in zip(self.key_value_heads, self.sources, strict=True)]
+        keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))
+        return keys, values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the encoder's parameters."""
+        return next(self.parameters()).dtype
+
+    def _run(self, hidden: Tensor, positions: Tensor, mask: dict[str, Any]) -> list[Tensor]:
+        rotary = self.rotary(positions)
+        outputs = []
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, **mask)
+            outputs.append(hidden)
+        return outputs

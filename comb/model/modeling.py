@@ -1,0 +1,441 @@
+"""A frozen backbone with an encoder plugged in: COMB for any Hugging Face causal language model."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from comb.backbones.discovery import BackboneInfo, inspect_backbone
+from comb.backbones.fingerprint import backbone_fingerprint
+from comb.backbones.hooks import LayerHooks
+from comb.cache.picache import CrossPICache
+from comb.model.config import CombConfig, CombEncoderConfig
+from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
+from comb.model.encoder import CombEncoder
+from comb.model.pretrained import CombPreTrainedModel
+
+Segment = Sequence[int] | Tensor
+Documents = Sequence[Sequence[CrossPICache | Segment]]
+
+ENCODE_BATCH_TOKENS = 16_384
+
+# per thread or task: what is linked to which model, the innermost last, and which models have their encoder off
+_linked: ContextVar[tuple[tuple[Any, LinkedDocuments], ...]] = ContextVar("comb_linked", default=())
+_disabled: ContextVar[tuple[Any, ...]] = ContextVar("comb_disabled", default=())
+
+
+class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
+    """COMB: documents are encoded once, alone; the frozen backbone reads them through gated cross blocks.
+
+    Without documents, or with the encoder disabled, it is the plain backbone, bit for bit: cross blocks hang on
+    the decoder layers as hooks only while documents are linked.
+
+    Args:
+        config: what the adapter looks like.
+        backbone: a loaded causal language model; made from `config.backbone_config` with random weights if None.
+    """
+
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _no_split_modules: ClassVar[list[str]] = ["EncoderLayer", "CrossBlock"]
+
+    def __init__(self, config: CombConfig, backbone: PreTrainedModel | None = None) -> None:
+        if backbone is None:
+            backbone = AutoModelForCausalLM.from_config(config.backbone_config)
+        if config._attn_implementation is None:
+            config._attn_implementation = backbone.config._attn_implementation
+        super().__init__(config)
+        self.backbone = backbone.requires_grad_(False)
+        self.info: BackboneInfo = inspect_backbone(backbone)
+        encoder_config: CombEncoderConfig = config.encoder_config  # type: ignore[assignment]  # a dict only before init
+        encoder_config._attn_implementation = config._attn_implementation
+        layers: list[int] = config.cross_attention_layers or []
+        if layers and layers[-1] >= self.info.num_layers:
+            raise ValueError(f"cross_attention_layers {layers} exceed the backbone's {self.info.num_layers} layers")
+        self.encoder = CombEncoder(encoder_config, config.cross_encoder_layers or [])
+        self.cross_blocks = nn.ModuleList(CrossBlock(encoder_config, index) for index in range(len(layers)))
+        functions: dict[int, Callable[[Tensor], Tensor]] = {
+            layer: functools.partial(self._cross, block) for layer, block in zip(layers, self.cross_blocks, strict=True)
+        }
+        self._hooks = LayerHooks(backbone.get_submodule(self.info.layers_path), functions)
+        self._fingerprint: tuple[tuple[int, ...], str] | None = None
+        self.agree_on_passes: Callable[[int, int], int] | None = None
+        """``agree(passes wanted, most possible) -> passes`` of the encoder per training batch, for runs whose ranks
+        must call the same modules (ZeRO-3 gathers weights at each call); None: as many as suit this rank."""
+
+    # --- compile -------------------------------------------------------------------------------------------
+
+    @property
+    def max_document_tokens(self) -> int:
+        """The longest document the encoder takes, in tokens."""
+        return int(self.config.encoder_config.max_position_embeddings)
+
+    @torch.no_grad()
+    def encode(self, segments: Sequence[Segment]) -> list[CrossPICache]:
+        """Compiles segments (token ids), each on its own. Returns one PICache per segment, in order.
+
+        Raises:
+            ValueError: for an empty segment, one longer than `max_document_tokens`, or unknown token ids.
+        """
+        was_training = self.encoder.training
+        self.encoder.eval()
+        try:
+            encoded = self._encode([_ids(segment) for segment in segments])
+        finally:
+            self.encoder.train(was_training)
+        # clones: a slice of the padded batch would keep the whole batch in memory
+        return [CrossPICache(self.fingerprint, k.clone(), v.clone()) for k, v in encoded]
+
+    def _encode(self, segments: list[tuple[int, ...]]) -> list[KeyValues]:
+        """Keys and values per segment; the same segment twice is encoded once."""
+        unique = sorted(set(segments), key=len)
+        for segment in unique:
+            self._check_segment(segment)
+        encoded: dict[tuple[int, ...], KeyValues] = {}
+        batches = list(_batches(unique, ENCODE_BATCH_TOKENS))
+        if self.agree_on_passes is not None and torch.is_grad_enabled():
+            batches = _parts(unique, self.agree_on_passes(len(batches), len(unique)))
+        for batch in batches:
+            encoded.update(zip(batch, self.encoder.encode(self._embed(batch)), strict=True))
+        return [encoded[segment] for segment in segments]
+
+    def _embed(self, segments: list[tuple[int, ...]]) -> list[Tensor]:
+        """[tokens, hidden] per segment, from one look into the table."""
+        table = self.backbone.get_input_embeddings()
+        ids = torch.tensor([token for segment in segments for token in segment], device=table.weight.device)
+        embedded: Tensor = table(ids[None])[0]
+        if self.config.embedding_scale != 1.0:
+            embedded = embedded * self.config.embedding_scale
+        return list(embedded.split([len(segment) for segment in segments]))
+
+    def _check_segment(self, segment: tuple[int, ...]) -> None:
+        if not segment:
+            raise ValueError("empty document: it has no tokens")
+        if len(segment) > self.max_document_tokens:
+            raise ValueError(
+                f"a document of {len(segment)} tokens is longer than the encoder's {self.max_document_tokens}: "
+                "split it into several documents"
+            )
+        unknown = next((token for token in segment if not 0 <= token < self.info.vocab_size), None)
+        if unknown is not None:
+            raise ValueError(
+                f"a document holds token id {unknown}, the backbone's are 0 to {self.info.vocab_size - 1}: "
+                "it was tokenised for another model"
+            )
+
+    # --- link ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def linked(self, documents: Documents | None) -> Iterator[LinkedDocuments | None]:
+        """Links documents to the rows of the batches that this thread runs inside the ``with`` block.
+
+        Args:
+            documents: one list per row, of PICaches or (to train through the encoder) token ids.
+
+        Raises:
+            ValueError: if the encoder is disabled, or a PICache was made by other weights.
+        """
+        rows = _rows(documents)
+        if not any(rows):
+            yield None
+            return
+        if not self.encoder_enabled:
+            raise ValueError("documents were given while the encoder is disabled; put them into the prompt as text")
+        link = LinkedDocuments(self._key_values(rows), self.config._attn_implementation)
+        with _Attached(self, link):
+            yield link
+
+    def _key_values(self, rows: list[list[CrossPICache | Segment]]) -> list[list[KeyValues]]:
+        segments = [_ids(item) for row in rows for item in row if not isinstance(item, CrossPICache)]
+        encoded = iter(self._encode(segments))
+        return [
+            [self._checked(item) if isinstance(item, CrossPICache) else next(encoded) for item in row] for row in rows
+        ]
+
+    def check_picache(self, picache: CrossPICache) -> None:
+        """Raises ValueError if a PICache was compiled by other weights than this model's."""
+        if picache.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"this PICache was compiled by another model or adapter ({picache.fingerprint}; this one is "
+                f"{self.fingerprint}): compile the document again"
+            )
+
+    def _checked(self, picache: CrossPICache) -> KeyValues:
+        self.check_picache(picache)
+        device = self.device
+        return picache.keys.to(device), picache.values.to(device)
+
+    def _current_link(self) -> LinkedDocuments | None:
+        return next((link for model, link in reversed(_linked.get()) if model is self), None)
+
+    def _cross(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        link = self._current_link()
+        if link is None:
+            return hidden
+        link.was_read = True
+        crossed: Tensor = block(hidden, link)
+        return crossed
+
+    # --- running -------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        documents: Documents | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The backbone's forward over the query, with documents linked to its rows.
+
+        Args:
+            input_ids: the queries (no document text). [rows, tokens]
+            documents: one list per row, of any length; None when no row has documents.
+            labels, kwargs: as for the backbone.
+
+        Returns:
+            the backbone's output.
+        """
+        _check_rows(documents, input_ids, kwargs.get("inputs_embeds"))
+        with self.linked(documents) as link:
+            output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        if link is not None:
+            _check_read(link)
+        return output
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *, documents: Documents | None = None, **kwargs: Any) -> Any:
+        """`GenerationMixin.generate` of the backbone, with documents linked to the rows of the prompt.
+
+        Takes everything that transformers' `generate` takes (sampling, beams, streamers, batches padded on the
+        left with an attention mask).
+        """
+        _check_rows(documents, inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        with self.linked(documents) as link:
+            if link is not None:
+                given = kwargs.get("stopping_criteria") or ()
+                kwargs["stopping_criteria"] = StoppingCriteriaList([*given, _ReadAtEveryStep(link)])
+            return self.backbone.generate(inputs, **kwargs)
+
+    # --- the switch ----------------------------------------------------------------------------------------
+
+    @property
+    def encoder_enabled(self) -> bool:
+        """Whether this thread may link documents."""
+        return not any(model is self for model in _disabled.get())
+
+    @contextmanager
+    def encoder_disabled(self) -> Iterator[None]:
+        """Inside the ``with`` block, for this thread, the model is the plain backbone; giving it documents is an
+        error. Requests that other threads have under way keep theirs."""
+        token = _disabled.set((*_disabled.get(), self))
+        try:
+            yield
+        finally:
+            _disabled.reset(token)
+
+    # --- training ------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> CombForCausalLM:
+        """As in torch. Optimizers may write weights behind torch's back, so PICaches of before are not trusted."""
+        if mode:
+            self._fingerprint = None
+        super().train(mode)
+        return self
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """As in transformers; each recomputation sees the documents that its forward saw."""
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
+            raise ValueError("reentrant checkpointing loses the gradients of linked documents: use_reentrant=False")
+        super().gradient_checkpointing_enable({**options, "context_fn": self._recompute_contexts}, **kwargs)
+
+    def enable_input_require_grads(self) -> None:
+        """Nothing to do: non-reentrant checkpointing needs no gradient at the (frozen) embeddings."""
+
+    def _recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For one checkpointed call: nothing around its forward, and its documents linked again for its backward."""
+        link = self._current_link()
+        return nullcontext(), (nullcontext() if link is None else _Attached(self, link))
+
+    def num_trainable_parameters(self) -> tuple[int, int]:
+        """(trainable, all) parameter counts."""
+        trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        return trainable, sum(parameter.numel() for parameter in self.parameters())
+
+    def print_trainable_parameters(self) -> None:
+        """Prints how many parameters train, as peft does."""
+        trainable, total = self.num_trainable_parameters()
+        share = 100 * trainable / total
+        print(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {share:.4f}")  # noqa: T201
+
+    # --- identity ------------------------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what PICaches depend on: the backbone's embedding, and the whole encoder.
+
+        Kept until a weight is written to or training mode is entered. Writes through ``.data`` outside training
+        mode are not noticed: call ``model.train()`` and ``model.eval()`` after them.
+        """
+        parameters = [*self.encoder.parameters(), self.get_input_embeddings().weight]
+        versions = tuple(value for parameter in parameters for value in (parameter.data_ptr(), parameter._version))
+        if self._fingerprint is None or self._fingerprint[0] != versions:
+            config: Any = self.encoder.config
+            shape = {field.name: getattr(config, field.name) for field in fields(CombEncoderConfig)
+                     if field.name in CombEncoderConfig.__annotations__}  # fmt: skip
+            digest = hashlib.sha256(backbone_fingerprint(self.backbone).encode())
+            digest.update(repr((sorted(shape.items()), self.encoder.sources, self.config.embedding_scale)).encode())
+            for parameter in self.encoder.parameters():
+                digest.update(str(parameter.dtype).encode())
+                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            self._fingerprint = (versions, digest.hexdigest()[:16])
+        return self._fingerprint[1]
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """The backbone's, which is what generation uses."""
+        return self.backbone.generation_config if "backbone" in self._modules else None
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig) -> None:
+        if "backbone" in self._modules:  # transformers sets a default before there is one
+            self.backbone.generation_config = value
+
+    def get_input_embeddings(self) -> Any:
+        """The backbone's embedding table, which the encoder shares."""
+        return self.backbone.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        """The backbone's head."""
+        return self.backbone.get_output_embeddings()
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: the adapter belongs to the backbone's vocabulary as it is."""
+        raise ValueError("resize the backbone's embeddings before CombForCausalLM.from_backbone, not afterwards")
+
+
+class _Attached:
+    """Documents linked to a model for this thread, its hooks on the layers. May be entered again and again."""
+
+    def __init__(self, model: CombForCausalLM, link: LinkedDocuments) -> None:
+        self._model, self._link = model, link
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._model._hooks.attached())
+            token = _linked.set((*_linked.get(), (self._model, self._link)))
+            stack.callback(_linked.reset, token)
+            self._stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> None:
+        self._stacks.pop().close()
+
+
+def _check_read(link: LinkedDocuments) -> None:
+    """Raises RuntimeError if nothing read the documents since the last check: never an answer without its document."""
+    if not link.was_read:
+        raise RuntimeError(
+            "the backbone ran without its cross blocks, so the documents were not read. torch.compile on the whole "
+            "model ignores hooks that come later: set torch._dynamo.config.skip_nnmodule_hook_guards = False before "
+            "compiling, or compile the decoder layers one by one"
+        )
+    link.was_read = False
+
+
+class _ReadAtEveryStep(StoppingCriteria):
+    """Never stops; called between the steps of a generation, it checks that each of them read the documents."""
+
+    def __init__(self, link: LinkedDocuments) -> None:
+        self._link = link
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        _check_read(self._link)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _rows(documents: Documents | None) -> list[list[CrossPICache | Segment]]:
+    """Checks the nesting of `documents`: a list per row, of PICaches or token ids."""
+    if documents is None:
+        return []
+    wanted = "documents takes one list per row, each of PICaches (from model.encode) or of token-id lists"
+    if isinstance(documents, CrossPICache | str | Tensor):
+        raise ValueError(f"{wanted}; got a single {type(documents).__name__}: write documents=[[...]]")
+    for row in documents:
+        if not isinstance(row, list | tuple):
+            raise ValueError(f"{wanted}; got a row that is a {type(row).__name__}: write documents=[[...]]")
+    return [list(row) for row in documents]
+
+
+def _check_rows(documents: Documents | None, *inputs: Tensor | None) -> None:
+    given = next((tensor for tensor in inputs if tensor is not None), None)
+    if documents is not None and given is not None and len(_rows(documents)) != given.shape[0]:
+        raise ValueError(
+            f"documents has {len(documents)} lists for {given.shape[0]} rows of input_ids: "
+            "give one list (possibly empty) per row"
+        )
+
+
+def _ids(segment: Segment) -> tuple[int, ...]:
+    """Token ids as a tuple. Raises ValueError for anything but a flat sequence of integers."""
+    ids: Any = segment.tolist() if isinstance(segment, Tensor) else segment
+    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(token, int) for token in ids):
+        raise ValueError(
+            f"a segment is a flat list of token ids, not {type(segment).__name__} {str(segment)[:40]!r}: tokenise "
+            "text first, or use PICEngine"
+        )
+    return tuple(ids)
+
+
+def _batches(segments: list[tuple[int, ...]], budget: int) -> Iterator[list[tuple[int, ...]]]:
+    """Runs of segments (sorted by length) whose padded size stays under `budget` tokens."""
+    batch: list[tuple[int, ...]] = []
+    for segment in segments:
+        if batch and (len(batch) + 1) * len(segment) > budget:
+            yield batch
+            batch = []
+        batch.append(segment)
+    if batch:
+        yield batch
+
+
+def _parts(segments: list[tuple[int, ...]], parts: int) -> list[list[tuple[int, ...]]]:
+    """Segments (sorted by length) in so many runs of about as many tokens each, none empty."""
+    cuts: list[int] = []
+    total, done = sum(map(len, segments)), 0
+    for place, segment in enumerate(segments):
+        left = parts - 1 - len(cuts)
+        # cut where a share of the tokens is full, and in time for the rest to be one each
+        if place and left and (done >= total * (len(cuts) + 1) / parts or len(segments) - place == left):
+            cuts.append(place)
+        done += len(segment)
+    return [segments[start:end] for start, end in zip([0, *cuts], [*cuts, len(segments)], strict=True)]
+
+
+AutoConfig.register("comb", CombConfig)
+AutoModelForCausalLM.register(CombConfig, CombForCausalLM)

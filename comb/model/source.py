@@ -1,0 +1,91 @@
+"""Where a worker loads its model from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from comb.backbones.loading import resolve_name
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model by name, so that another process can load the same one.
+
+    Args:
+        name: folder of an adapter or a plain model, Hub id, or registered name.
+        options: of ``from_pretrained``, plain values only; `backbone` loads an adapter's backbone from there.
+        device: where the model goes after loading; "" leaves it where `options` put it.
+
+    Raises:
+        ValueError: options that aren't plain values.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        plain = {key: _plain(value) for key, value in self.options.items()}
+        try:
+            json.dumps(plain)
+        except TypeError as error:
+            raise ValueError(
+                f"a worker loads the model by name and plain options (texts, numbers, lists), got {plain}: {error}"
+            ) from error
+        object.__setattr__(self, "options", plain)
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """The place that a loaded model names as its own.
+
+        Raises:
+            ValueError: the model was made in memory.
+        """
+        name = str(getattr(model, "name_or_path", "") or "")
+        if not name:
+            raise ValueError(
+                "workers load the model by name, and this one was made in memory: save it with save_pretrained() and "
+                "load it from there, or give an executor with its ModelSource (executor=...)"
+            )
+        # an adapter may have another dtype than its backbone: then each is loaded as it was saved
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+        return cls(name, {"dtype": model.dtype} if len(dtypes) == 1 else {}, str(model.device))
+
+    def load(self) -> Any:
+        """The model, in eval mode. Raises OSError or ValueError as ``from_pretrained`` does."""
+        from comb.model.modeling import CombForCausalLM
+
+        folder, options = resolve_name(self.name), dict(self.options)
+        if options.get("backbone") is None:
+            options.pop("backbone", None)
+            model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        else:
+            options["backbone"] = resolve_name(options["backbone"])
+            model = CombForCausalLM.from_pretrained(folder, **options)
+        return (model.to(self.device) if self.device else model).eval()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value).removeprefix("torch.")
+    return str(value) if isinstance(value, Path) else value
+
+
+def load_named(model: str, *, backbone: str | None = None, dtype: str = "auto", device: str = "auto") -> Any:
+    """A model as a command line names it: an adapter with its backbone, or a plain causal language model.
+
+    Raises:
+        ValueError: for a dtype that torch doesn't have.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
+    return ModelSource(model, {"backbone": backbone, "dtype": dtype}, device).load()

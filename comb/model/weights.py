@@ -1,0 +1,62 @@
+"""An adapter's trained parameters, read from a checkpoint folder or the Hub."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.utils.hub import cached_file
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def load_adapter(model: nn.Module, name_or_path: str | Path, **hub: Any) -> torch.dtype:
+    """Reads the trained parameters of an adapter into `model`. Returns the dtype they were saved in.
+
+    Raises:
+        OSError: if the checkpoint has no weights.
+        ValueError: if weights are missing, have other shapes, or are not finite.
+    """
+    weights = _read_weights(str(name_or_path), **hub)
+    own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
+    missing = sorted(own.keys() - weights.keys())
+    if missing:
+        raise ValueError(f"the adapter {str(name_or_path)!r} lacks {len(missing)} weights, among them {missing[:3]}")
+    unknown = sorted(weights.keys() - own.keys())
+    if unknown:
+        logger.warning("the adapter has %d weights this version does not know, ignored: %s", len(unknown), unknown[:5])
+    for name, tensor in own.items():
+        value = weights[name]
+        if value.shape != tensor.shape:
+            raise ValueError(
+                f"adapter weight {name} has shape {tuple(value.shape)}, its configuration says {tuple(tensor.shape)}"
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(
+                f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged or training diverged"
+            )
+    model.load_state_dict({name: weights[name] for name in own}, strict=False, assign=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in own)
+    return weights[next(iter(own))].dtype
+
+
+def _read_weights(name_or_path: str, **hub: Any) -> dict[str, Tensor]:
+    single = cached_file(name_or_path, WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
+    if single is not None:
+        return load_file(single)
+    index = cached_file(name_or_path, WEIGHTS_INDEX, _raise_exceptions_for_missing_entries=False, **hub)
+    if index is None:
+        raise OSError(f"{name_or_path!r} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: not an adapter checkpoint")
+    shards = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    weights: dict[str, Tensor] = {}
+    for shard in shards:
+        weights.update(load_file(str(cached_file(name_or_path, shard, **hub))))
+    return weights

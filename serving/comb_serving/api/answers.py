@@ -1,0 +1,132 @@
+"""Adds to vLLM's answers what became of the documents: to the JSON object, or to the first chunk of a stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from comb_serving.api.body import Message, Send
+from comb_serving.api.front import Prepared
+from comb_serving.manager.leases import Lease
+
+logger = logging.getLogger(__name__)
+
+
+def report(prepared: Prepared, lease: Lease | None) -> dict[str, Any]:
+    """The `comb` object of an answer."""
+    documents = []
+    for place, segment in enumerate(prepared.segments):
+        document: dict[str, Any] = {"id": segment.id, "state": "inlined", "tokens": len(segment.token_ids)}
+        if lease is not None:
+            held = lease.documents[place]
+            # what came from a lower tier was computed for an earlier request
+            document["state"] = "encoded" if held.tier == "encoded" else "hit"
+            if held.tier != "encoded":
+                document["tier"] = held.tier
+        documents.append(document)
+    return {"encoder": prepared.encoder, "documents": documents}
+
+
+class AnswerWriter:
+    """A `send` for vLLM that passes its answer on with the report in it.
+
+    Args:
+        tokens: of linked documents, which count as prompt tokens; cached: those of them that were hits.
+        expected: prompt tokens that vLLM must have seen; None where it rendered the messages.
+    """
+
+    def __init__(self, send: Send, comb: dict[str, Any], tokens: int, cached: int, expected: int | None) -> None:
+        self.send, self.comb, self.tokens, self.cached, self.expected = send, comb, tokens, cached, expected
+        self.finished = False
+        self._start: Message | None = None
+        self._streams = self._passes = False
+        self._body = bytearray()
+        self._reported = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
+            kind = headers.get(b"content-type", b"")
+            self._streams = kind.startswith(b"text/event-stream")
+            self._passes = (
+                message["status"] != 200
+                or b"content-encoding" in headers
+                or not (self._streams or kind.startswith(b"application/json"))
+            )
+            if self._passes or self._streams:
+                await self.send(message)
+            else:
+                self._start = message
+        elif self._passes or message["type"] != "http.response.body":
+            self.finished |= message["type"] == "http.response.body" and not message.get("more_body", False)
+            await self.send(message)
+        elif self._streams:
+            await self._stream(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                self.finished = True
+                await self._whole()
+
+    async def _whole(self) -> None:
+        assert self._start is not None
+        body = bytes(self._body)
+        try:
+            payload = json.loads(body)
+        except ValueError:
+            payload = None
+        if isinstance(payload, dict):
+            self._amend_usage(payload)
+            body = json.dumps({**payload, "comb": self.comb}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        headers = [(name, value) for name, value in self._start.get("headers", ()) if name.lower() != b"content-length"]
+        await self.send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, message: Message) -> None:
+        self._body += message.get("body", b"")
+        more = message.get("more_body", False)
+        *events, rest = bytes(self._body).split(b"\n\n")
+        self._body = bytearray(rest)
+        out = b"".join(self._event(event) + b"\n\n" for event in events)
+        if not more:
+            self.finished = True
+            out += rest
+            self._body.clear()
+        if out or not more:
+            await self.send({"type": "http.response.body", "body": out, "more_body": more})
+
+    def _event(self, event: bytes) -> bytes:
+        """The event with what is ours in it: the report in the first one, our tokens where there is a usage."""
+        data = event.removeprefix(b"data:").strip()
+        if not event.startswith(b"data:") or (self._reported and b'"usage"' not in data):
+            return event
+        try:
+            payload = json.loads(data)
+        except ValueError:  # [DONE]
+            return event
+        if not isinstance(payload, dict):
+            return event
+        self._amend_usage(payload)
+        if not self._reported and "error" not in payload:
+            self._reported, payload = True, {**payload, "comb": self.comb}
+        text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+        return b"data: " + text.encode("utf-8", "surrogatepass")
+
+    def _amend_usage(self, payload: dict[str, Any]) -> None:
+        usage = payload.get("usage")
+        if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+            return
+        if self.expected is not None and usage["prompt_tokens"] != self.expected:
+            # the client must not take this for an answer over its documents
+            logger.error("vLLM read a prompt of %d tokens instead of %d", usage["prompt_tokens"], self.expected)
+            raise RuntimeError("the prompt that vLLM read is not the one with the documents")
+        usage["prompt_tokens"] += self.tokens
+        if isinstance(usage.get("total_tokens"), int):
+            usage["total_tokens"] += self.tokens
+        if self.tokens:
+            details = usage.get("prompt_tokens_details") or {}
+            usage["prompt_tokens_details"] = {
+                **details,
+                "cached_tokens": (details.get("cached_tokens") or 0) + self.cached,
+            }

@@ -1,0 +1,128 @@
+"""Requests and answers of an ASGI server, as much of them as the middleware needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from comb_serving.api.errors import RequestError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class ClientLeftError(Exception):
+    """The client went away before its answer was complete."""
+
+
+def header(scope: Scope, name: str) -> str | None:
+    """A header's value (the last one), or None."""
+    wanted = name.lower().encode()
+    values = [value for key, value in scope.get("headers", ()) if key.lower() == wanted]
+    return values[-1].decode("latin-1") if values else None
+
+
+def path_of(scope: Scope) -> str:
+    """The path below the application's root."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestError: 413 if it is longer than `limit` bytes.
+        ClientLeftError: if the client leaves meanwhile.
+    """
+    parts = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        parts += message.get("body", b"")
+        if len(parts) > limit:
+            raise RequestError(413, f"the body has more than {limit} bytes")
+        if not message.get("more_body", False):
+            return bytes(parts)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A body that must be a JSON object. Raises RequestError (400)."""
+    try:
+        value = json.loads(body)
+        if b"\\ud" in body.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(400, f"the body holds half of a surrogate pair: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RequestError(400, f"the body must be a JSON object, not a {type(value).__name__}")
+    return value
+
+
+class Connection:
+    """The `receive` of a request whose body has been read: it can be watched, and gives out another body first.
+
+    Attributes:
+        left: whether the client went away before its answer was whole (`answered` says whether it is).
+    """
+
+    def __init__(self, receive: Receive, body: bytes = b"") -> None:
+        self.left = False
+        self.body: bytes | None = body
+        self.answered: Callable[[], bool] = lambda: False
+        self._receive = receive
+        self._pending: asyncio.Future[Message] | None = None
+
+    async def __call__(self) -> Message:
+        body, self.body = self.body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        pending, self._pending = self._pending, None
+        message = await (self._receive() if pending is None else pending)
+        # servers say so after every whole answer too
+        self.left |= message["type"] == "http.disconnect" and not self.answered()
+        return message
+
+    async def unless_left(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`, which is cancelled if the client leaves first (ClientLeftError)."""
+        task = asyncio.ensure_future(work)
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._receive())
+        try:
+            await asyncio.wait([task, self._pending], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self._pending.result()["type"] == "http.disconnect":
+                self.left = True
+                raise ClientLeftError
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def close(self) -> None:
+        """Stops watching."""
+        if self._pending is not None:
+            self._pending.cancel()
+
+
+def with_body(scope: Scope, body: bytes) -> Scope:
+    """The scope with the content length of another body."""
+    headers = [
+        (k, v) for k, v in scope.get("headers", ()) if k.lower() not in (b"content-length", b"transfer-encoding")
+    ]
+    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    """A whole answer."""
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    pairs = [(name.encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,87 @@
+"""/v1/documents: documents that a tenant registers, to name them by id in requests."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from comb.engine.library import Segment, UnknownDocumentError
+from comb_serving.api.errors import RequestError
+from comb_serving.api.front import Front
+
+DOCUMENTS = "/v1/documents"
+_FIELDS = {"id", "title", "text", "token_ids", "pin", "ttl_s"}
+
+
+def handles_path(path: str) -> bool:
+    """Whether a path is one of these routes."""
+    return path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/")
+
+
+async def answer(front: Front, method: str, path: str, body: dict[str, Any], tenant: str) -> tuple[int, dict[str, Any]]:
+    """Status and body for one request. Raises RequestError, and what `PICManager.acquire` raises."""
+    name = path.removeprefix(DOCUMENTS).removeprefix("/")
+    if method == "POST" and not name:
+        return 200, await _add(front, body, tenant)
+    if method == "GET":
+        if name:
+            return 200, _describe(front, _find(front, tenant, name))
+        library = front.library(tenant)
+        data = [_describe(front, segment) for segment in library.find(library.ids())]
+        return 200, {"object": "list", "data": data}
+    if method == "DELETE" and name:
+        segment = _find(front, tenant, name)
+        front.library(tenant).remove([name])
+        return 200, {"id": segment.id, "object": "document", "deleted": True}
+    raise RequestError(405, f"{method} {path} is no route: there are GET and POST {DOCUMENTS}, GET and DELETE of an id")
+
+
+async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any]:
+    unknown = sorted(body.keys() - _FIELDS)
+    if unknown:
+        raise RequestError(400, f"unknown field {unknown[0]!r}; there are {sorted(_FIELDS)}", param=unknown[0])
+    pin, ttl = body.pop("pin", False), body.pop("ttl_s", None)
+    if not isinstance(pin, bool):
+        raise RequestError(400, "pin is true or false", param="pin")
+    if ttl is not None and (type(ttl) not in (int, float) or not 0 < ttl < math.inf):
+        raise RequestError(400, "ttl_s is a positive number of seconds", param="ttl_s")
+    if body.get("text") is None and body.get("token_ids") is None:
+        raise RequestError(400, "a document needs text or token_ids", param="text")
+    # while the encoder is switched off too: the key must name the weights, for the time when it is on again
+    (segment,) = await front.tokenize([body], tenant, encoder=True)
+    library = front.library(tenant, keep=True)
+    known = library.ids()
+    if segment.id not in known and len(known) >= front.max_documents:
+        raise RequestError(429, f"{len(known)} documents are registered: delete some", retry_after=60)
+    try:
+        library.check([[segment]])
+    except ValueError as error:
+        raise RequestError(400, str(error), param="id") from error
+    if not front.linking:
+        library.add([segment], pin=pin, ttl=ttl)
+        return {**_describe(front, segment), "state": "inlined"}
+    lease = await front.acquire([segment])
+    try:
+        library.add([segment], pin=pin, ttl=ttl)
+        state = "encoded" if lease.documents[0].tier == "encoded" else "hit"
+    finally:
+        lease.release()
+    return {**_describe(front, segment), "state": state}
+
+
+def _find(front: Front, tenant: str, name: str) -> Segment:
+    try:
+        return front.library(tenant).find([name])[0]
+    except UnknownDocumentError:
+        raise RequestError(404, f"unknown document {name!r}", param="id") from None
+
+
+def _describe(front: Front, segment: Segment) -> dict[str, Any]:
+    cached = front.manager is not None and front.manager.lookup(segment.key)
+    return {"id": segment.id, "object": "document", "tokens": len(segment.token_ids), "cached": cached}
+
+
+def dump(body: dict[str, Any]) -> bytes:
+    """JSON bytes; ids may hold lone surrogates, which stay escaped."""
+    return json.dumps(body).encode()

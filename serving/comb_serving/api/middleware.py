@@ -1,0 +1,304 @@
+"""The ASGI middleware of `comb serve`: documents go in here, and references are dropped here.
+
+It is the outermost layer of vLLM's server (``--middleware``), so it looks at the API key itself before it does
+anything for a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from comb.documents.document import PromptBuilder
+from comb_serving.api import documents as documents_api
+from comb_serving.api import encoder_switch as switch
+from comb_serving.api import request_log
+from comb_serving.api.answers import AnswerWriter, report
+from comb_serving.api.body import (
+    ClientLeftError,
+    Connection,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    header,
+    parse_object,
+    path_of,
+    read_body,
+    send_json,
+    with_body,
+)
+from comb_serving.api.errors import RequestError
+from comb_serving.api.front import CHAT, COMPLETIONS, Front, link, tokenizer_of, without_handles
+from comb_serving.api.request_log import Seen
+from comb_serving.config.logs import configure
+from comb_serving.config.options import ServeOptions, instance_dir, pool_path
+from comb_serving.config.tenants import authorized, tenant_of
+from comb_serving.encoding.supervisor import EncoderError, EncoderProcesses
+from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError
+from comb_serving.manager.manager import PICManager
+from comb_serving.pool.handles import KEY
+from comb_serving.pool.pool import PoolLayout, manifest_of
+
+logger = logging.getLogger(__name__)
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+RETRY_AFTER_S, RETRY_AFTER_PINNED_S = 2, 60
+DRAIN_SECONDS = 60.0
+
+
+class CombMiddleware:
+    """``--middleware comb_serving.api.middleware.CombMiddleware``.
+
+    Args:
+        app: vLLM's server.
+        options: of `comb serve`; from the environment by default.
+        front, encoders: for tests; made from the options by default.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        options: ServeOptions | None = None,
+        front: Front | None = None,
+        encoders: EncoderProcesses | None = None,
+    ) -> None:
+        self.app = app
+        self.options = ServeOptions.from_environment() if options is None else options
+        self._front, self._encoders = front, encoders
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+        elif scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif path_of(scope) == "/health":
+            await self._health(scope, receive, send)
+        elif scope["method"] == "POST" or _ours(path_of(scope)):
+            await self._guarded(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    # ---- start and end ----
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                self.front()
+            elif message["type"] == "lifespan.shutdown":
+                await self.stop()
+            return message
+
+        await self.app(scope, watched, send)
+
+    def front(self) -> Front:
+        """Starts what the options ask for, the first time. Raises ValueError if vLLM's worker has made no pool."""
+        if self._front is None:
+            configure(self.options.log_format, "front")
+            manager = None
+            if self.options.encoder:
+                folder = instance_dir()
+                manifest = manifest_of(pool_path(folder, 0))
+                if not manifest.exists():
+                    raise ValueError(
+                        f"vLLM has made no pool in {folder}: does {self.options.checkpoint} hold an adapter?"
+                    )
+                self._encoders = EncoderProcesses(
+                    folder,
+                    dict(os.environ),
+                    count=self.options.encoders,
+                    start_seconds=self.options.start_seconds,
+                )
+                self._encoders.start()
+                manager = PICManager(
+                    PoolLayout(**json.loads(manifest.read_text())),
+                    self._encoders,
+                    wait_seconds=self.options.wait_seconds,
+                )
+            self._front = Front(PromptBuilder(tokenizer_of(self.options)), manager, self.options.max_documents)
+            self._show_metrics(self._front)
+        return self._front
+
+    def _show_metrics(self, front: Front) -> None:
+        from prometheus_client import REGISTRY  # comes with vLLM
+
+        from comb_serving.api.metrics import CombCollector
+
+        REGISTRY.register(CombCollector(front, self._encoders, self.options))
+
+    async def stop(self) -> None:
+        """Ends encoder processes."""
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._encoders is not None:
+            await self._encoders.stop()
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """vLLM's answer, unless documents can't be encoded and won't be soon."""
+        needed = self._front is not None and self._front.linking
+        fault = None if self._encoders is None or not needed else self._encoders.fault()
+        if fault is None:
+            await self.app(scope, receive, send)
+            return
+        error = RequestError(503, f"the encoder is not available: {fault}")
+        await send_json(send, error.status, error.body)
+
+    # ---- requests ----
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whatever goes wrong before vLLM has the request is an error object, and never silence."""
+        seen = Seen.of(scope)
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen.status = message["status"]
+            await send(message)
+
+        try:
+            await self._request(scope, receive, watched, seen)
+        except ClientLeftError:
+            seen.status = request_log.LEFT
+        except Exception as error:
+            found = _as_request_error(error)
+            seen.error = type(error).__name__
+            if found.status >= 500:
+                logger.exception("request %s failed", seen.id)
+            if seen.status is not None:
+                raise  # the server closes the connection: the client sees that the answer is not whole
+            seen.status = found.status
+            await send_json(send, found.status, found.body, found.headers)
+        finally:
+            seen.log()
+
+    async def _request(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
+        path = path_of(scope)
+        ours = path in (CHAT, COMPLETIONS) or _ours(path)
+        authorization = header(scope, "authorization")
+        if path == switch.SWITCH:
+            raw = await read_body(receive, self.options.max_body_bytes)
+            state = switch.answer(self.front(), self.options, scope["method"], raw, authorization)
+            await send_json(send, 200, json.dumps(state).encode())
+            return
+        if ours and not authorized(authorization, self.options.key_hashes):
+            raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
+        if not ours and (header(scope, "content-type") or "").startswith("multipart/"):
+            await self.app(scope, receive, send)
+            return
+        raw = await read_body(receive, self.options.max_body_bytes)
+        if not ours:
+            body = _stripped(raw)
+            await self.app(with_body(scope, body), Connection(receive, body), send)
+            return
+        connection = Connection(receive)
+        try:
+            if documents_api.handles_path(path):
+                await self._documents(scope, connection, send, raw, tenant_of(authorization))
+            else:
+                seen.tenant = tenant_of(authorization)
+                await self._generation(scope, connection, send, raw, seen)
+            if connection.left:
+                seen.status = request_log.LEFT
+        finally:
+            connection.close()
+
+    async def _documents(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
+        body = parse_object(raw) if scope["method"] == "POST" else {}
+        work = documents_api.answer(self.front(), scope["method"], path_of(scope), body, tenant)
+        status, found = await connection.unless_left(work)
+        await send_json(send, status, documents_api.dump(found))
+
+    async def _generation(self, scope: Scope, connection: Connection, send: Send, raw: bytes, seen: Seen) -> None:
+        front = self.front()
+        asked = parse_object(raw)
+        seen.documents = bool(asked.get("documents"))
+        prepared = await connection.unless_left(front.prepare(path_of(scope), asked, seen.tenant))
+        seen.prepared = prepared
+        lease: Lease | None = None
+        body = prepared.body
+        writer: AnswerWriter | None = None
+        try:
+            if prepared.segments and prepared.encoder:
+                lease = seen.lease = await connection.unless_left(front.acquire(prepared.segments))
+                body = link(prepared, lease)
+            connection.body = json.dumps(body).encode()
+            if prepared.segments:
+                answer = writer = _writer(send, prepared, lease)
+                connection.answered = lambda: answer.finished
+            scope = seen.named(scope) if prepared.segments else scope
+            await self.app(with_body(scope, connection.body), connection, writer or send)
+        finally:
+            if lease is not None:
+                in_engine = writer is not None and (connection.left or not writer.finished or bool(body.get("stop")))
+                self._release(lease, scope, wait=in_engine)
+
+    def _release(self, lease: Lease, scope: Scope, *, wait: bool) -> None:
+        """Drops a lease; an aborted request may be in a step of the engine still, so its blocks wait for that."""
+        engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        if not wait or engine is None:
+            lease.release()
+            return
+        task = asyncio.create_task(_release_after(lease, engine))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+def _ours(path: str) -> bool:
+    return path == switch.SWITCH or documents_api.handles_path(path)
+
+
+def _writer(send: Send, prepared: Any, lease: Lease | None) -> AnswerWriter:
+    held = () if lease is None else lease.documents
+    tokens = prepared.prompts * sum(document.handle.tokens for document in held)
+    cached = prepared.prompts * sum(document.handle.tokens for document in held if document.tier != "encoded")
+    return AnswerWriter(send, report(prepared, lease), tokens, cached, prepared.prompt_tokens)
+
+
+async def _release_after(lease: Lease, engine: Any) -> None:
+    """Releases when the engine core has answered twice: it reads messages between steps, so the abort came first."""
+    try:
+        start = time.monotonic()
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await engine.is_sleeping()
+                await engine.is_sleeping()
+        logger.debug("an aborted request left the engine after %.3f s", time.monotonic() - start)
+    finally:
+        lease.release()
+
+
+def _stripped(raw: bytes) -> bytes:
+    """A body without handles, whatever route it is for; the same bytes if there were none."""
+    try:
+        value = json.loads(raw)
+    except RecursionError:
+        raise RequestError(400, "the body is nested too deeply") from None
+    except ValueError:
+        if KEY.encode() in raw:
+            raise RequestError(400, f"{KEY} is not a field of requests") from None
+        return raw  # no JSON: nothing that vLLM could take for a request
+    clean = without_handles(value)
+    return raw if clean == value else json.dumps(clean).encode()
+
+
+def _as_request_error(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, PoolFullError):
+        return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_S)
+    if isinstance(error, PoolPinnedError):
+        return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_PINNED_S)
+    if isinstance(error, EncoderError):
+        return RequestError(503, f"the documents could not be encoded: {error}", param="documents", retry_after=10)
+    if isinstance(error, ValueError):
+        return RequestError(400, str(error))
+    return RequestError(500, f"{type(error).__name__} in the server; see its log")

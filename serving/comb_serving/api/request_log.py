@@ -1,0 +1,91 @@
+"""One log line per request with documents: never a document's text, never a key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from comb_serving.api.answers import report
+from comb_serving.api.body import Scope, header, path_of
+from comb_serving.api.front import Prepared
+from comb_serving.manager.leases import Lease
+
+logger = logging.getLogger(__name__)
+
+LEFT = 499  # as other servers write for a client that left before its answer was whole
+HEADER = "x-request-id"
+
+
+@dataclass
+class Seen:
+    """What is known of a request by its end.
+
+    Args:
+        id: from the header X-Request-Id, else a new one; vLLM's own id of the request ends with it.
+    """
+
+    id: str
+    path: str
+    tenant: str = ""
+    documents: bool = False
+    prepared: Prepared | None = None
+    lease: Lease | None = None
+    status: int | None = None
+    error: str | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, scope: Scope) -> Seen:
+        """The record of a request that has just come."""
+        return cls((header(scope, HEADER) or uuid.uuid4().hex)[:128], path_of(scope))
+
+    def named(self, scope: Scope) -> Scope:
+        """The scope with the id in the header that vLLM takes its own from."""
+        if header(scope, HEADER):
+            return scope
+        return {**scope, "headers": [*scope.get("headers", ()), (HEADER.encode(), self.id.encode())]}
+
+    def fields(self) -> dict[str, Any]:
+        """The line as values; seconds are from reading the body to the last byte of the answer."""
+        states: Counter[str] = Counter()
+        tokens = 0
+        if self.prepared is not None and (self.lease is not None or not self.prepared.encoder):
+            for document in report(self.prepared, self.lease)["documents"]:
+                states[document["state"]] += 1
+                tokens += document["tokens"]
+        waited = (0.0, 0.0) if self.lease is None else (self.lease.room_seconds, self.lease.encode_seconds)
+        return {
+            "request_id": self.id,
+            "path": self.path,
+            "tenant": self.tenant[:8] or None,
+            "status": self.status,
+            "error": self.error,
+            "encoder": None if self.prepared is None else self.prepared.encoder,
+            "documents": dict(sorted(states.items())),
+            "document_tokens": tokens,
+            "room_seconds": round(waited[0], 6),
+            "encode_seconds": round(waited[1], 6),
+            "seconds": round(time.monotonic() - self.started, 6),
+        }
+
+    def log(self) -> None:
+        """Writes the line, if the request had documents."""
+        if self.documents or (self.prepared is not None and self.prepared.segments):
+            fields = self.fields()
+            logger.info(
+                "request %s",
+                " ".join(f"{name}={_text(value)}" for name, value in fields.items()),
+                extra={"comb": fields},
+            )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{name}:{count}" for name, count in value.items()) or "-"
+    # a header's value is the client's: quoted, so that it can't look like another field
+    return "-" if value is None else json.dumps(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,294 @@
+"""`scripts/bench-serving-gpu`: what of serving a CPU can't show, checked on a GPU and then timed.
+
+In one process and the writers that it starts: the kernels of paged attention against the plain way; a pool handed to
+another process, which is killed; the kernels' time, and their bandwidth against a device copy, over rows, length of the
+documents and dtype of the pool; how fast documents are written. No kernel is timed if its check fails.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comb.bench.gpu_run import GpuRun, chosen_device, parser_for
+from comb.cache.quantization import quantize
+from comb.evaluation.table import environment, write_json
+from comb.kernels.interpreter import INTERPRETED
+from comb.kernels.launch import Launch
+from comb.kernels.paged.attention import FP8, BlockTable, PagedBatch, PagedLayer, attend_plain, why_plain
+from comb.kernels.paged.kernel import attend_paged, run_plan
+from comb.kernels.paged.plan import Sizes, make_plan, sizes_for
+from comb_serving.bench.gpu_handover import HandOver, blocks_needed, hand_over
+from comb_serving.pool.pool import PoolLayout
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured: (rows, documents of a row, tokens of a document), query tokens of a row, heads."""
+
+    requests: tuple[tuple[int, int, int], ...] = (
+        (1, 8, 500), (1, 64, 500), (8, 8, 500), (8, 8, 4000), (32, 8, 500), (32, 8, 4000), (128, 8, 500),
+    )  # fmt: skip
+    queries: tuple[int, ...] = (1, 256)
+    heads: int = 32
+    groups: int = 8
+    width: int = 128
+    block: int = 16
+    repeats: int = 15
+    copied: int = 2**30
+    handed_over: tuple[int, ...] = (512, 8192)
+    cross_layers: int = 8
+
+
+TINY = Measured(((1, 2, 20), (3, 2, 9)), (1, 5), 4, 2, 16, 4, 1, 2**16, (9,), 2)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One layer's attention for the rows of one step.
+
+    Args:
+        stored: dtype of the pool. queries: tokens of each row.
+        kernel_s, plain_s: medians of the kernels and of the plain way on the same device.
+        plan_s: that the host needs for the plan, once per step.
+        bytes_read: keys, values and scales of the rows' documents, each once.
+        share_of_copy: of a device copy's bytes per second, read and written counted; None for several query tiles.
+    """
+
+    rows: int
+    documents: int
+    tokens: int
+    queries: int
+    stored: str
+    kernel_s: float
+    plain_s: float
+    plan_s: float
+    bytes_read: int
+    bytes_per_second: float
+    share_of_copy: float | None
+
+
+class Bench(GpuRun):
+    """What is checked and timed."""
+
+    def __init__(self, device: torch.device, measured: Measured, seconds: float) -> None:
+        super().__init__(device, measured.repeats, seconds)
+        self.measured = measured
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def step(
+        self, rows: int, documents: int, tokens: int, queries: Sequence[int], *, fp8: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, PagedLayer, PagedBatch]:  # fmt: skip
+        """Queries, a pool in which every slot that no row may read is NaN, and the rows' shuffled blocks."""
+        sizes, block = self.measured, self.measured.block
+        count = -(-tokens // block)
+        source = torch.Generator(self.device).manual_seed(0)
+        order = torch.randperm(rows * documents * count, generator=torch.Generator().manual_seed(1)).tolist()
+        taken = iter(order)
+        tables = tuple(
+            BlockTable([(tokens, [next(taken) for _ in range(count)]) for _ in range(documents)], block)
+            for _ in range(rows)
+        )
+        slots, channels = len(order) * block, (sizes.groups, sizes.width)
+        made = torch.empty(2, slots, *channels, dtype=dtype, device=self.device)
+        made.normal_(generator=source)
+        hole = torch.ones(slots, dtype=torch.bool, device=self.device)
+        for table in tables:
+            hole[table.slots(self.device)] = False
+        keys, values = made.masked_fill_(hole[:, None, None], 0 if fp8 else float("nan"))
+        layer = PagedLayer(keys, values, block)
+        if fp8:
+            layer = _in_fp8(layer, hole)
+        query = torch.randn(
+            sum(queries), sizes.heads, sizes.width, generator=source, device=self.device, dtype=torch.float32
+        )
+        return query.to(dtype), layer, PagedBatch(tuple(queries), tables)
+
+    def checks(self) -> Iterator[dict[str, Any]]:
+        """The kernels against the plain way in float64: last blocks filled in part, rows with few and many tokens."""
+        rows, documents, tokens = self.measured.requests[-1 if INTERPRETED else 2]
+        rows = min(rows, 4)
+        usual = sizes_for(self.dtype, self.measured.width)
+        split = replace(usual, least_keys=self.measured.block)
+        cases = [(self.dtype, fp8, sizes) for fp8 in (False, True) for sizes in (usual, split)]
+        if not INTERPRETED:
+            others = (torch.float16, torch.float32)
+            cases += [(dtype, fp8, sizes_for(dtype, self.measured.width)) for dtype in others for fp8 in (False, True)]
+        for dtype, fp8, sizes in cases:
+            queries = [1 if row % 2 else 37 for row in range(rows)]
+            query, layer, batch = self.step(rows, documents, tokens - 3, queries, fp8=fp8, dtype=dtype)
+            name = f"{str(dtype).removeprefix('torch.')}{' fp8 pool' if fp8 else ''}, least {sizes.least_keys} keys"
+            failed = why_plain(query, layer)
+            if failed:  # not the kernels' fault, and said
+                self.left_out[name] = failed
+                continue
+            found, wanted = attend_paged(query, layer, batch, sizes), attend_plain(query.double(), layer, batch)
+            error = float((found.double() - wanted).abs().nan_to_num(nan=float("inf")).max())
+            # the negative control: rows in each other's place
+            other = float((found.double().roll(1, 0) - wanted).abs().max())
+            right = error < BOUNDS[dtype] < other / 4
+            yield {"case": name, "error": error, "of_another_row": other, "failed": "" if right else "differs"}
+
+    def handovers(self) -> Iterator[HandOver | str]:
+        """The pool between two processes, from the device and from host memory; why not, where it isn't possible."""
+        sizes = self.measured
+        sources = ["cpu"] if self.device.type == "cpu" else [str(self.device), "cpu"]
+        if self.device.type == "cuda" and torch.cuda.device_count() > 1:
+            sources.append("cuda:1")
+        for source in sources:
+            for stored in ("auto", "fp8"):
+                # starting a process takes seconds: the long document goes the usual way alone
+                for tokens in sizes.handed_over[: None if source == sources[0] else 1]:
+                    if self.late(f"handing over {tokens} tokens from {source}, {stored}"):
+                        continue
+                    layout = PoolLayout(
+                        sizes.cross_layers, sizes.groups, sizes.width, 1, sizes.block,
+                        dtype=str(self.dtype).removeprefix("torch."), stored=stored,
+                    )  # fmt: skip
+                    layout = replace(layout, num_blocks=blocks_needed(layout, tokens))
+                    with tempfile.TemporaryDirectory() as folder:
+                        try:
+                            yield hand_over(Path(folder), layout, self.device, source=source, tokens=tokens)
+                        except (RuntimeError, OSError) as error:  # this machine's processes are isolated, say
+                            yield f"{tokens} tokens, {stored}, from {source}: {type(error).__name__}: {error}"
+                            return
+
+    def copy_rate(self) -> float:
+        """Bytes per second of a device copy, read and written counted."""
+        source = torch.empty(self.measured.copied, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / self.clock.time(partial(target.copy_, source)).median_s
+
+    def points(self, copied: float) -> Iterator[Point]:
+        for fp8 in (False, True):
+            for queries in self.measured.queries:
+                for rows, documents, tokens in self.measured.requests:
+                    what = f"{rows} rows of {documents} x {tokens}, {queries} queries, {'fp8' if fp8 else 'plain'}"
+                    if self.late(what):
+                        continue
+                    try:
+                        yield self._point(rows, documents, tokens, queries, fp8, copied)
+                    except torch.OutOfMemoryError:
+                        self.left_out[what] = "no room"
+
+    def _point(self, rows: int, documents: int, tokens: int, queries: int, fp8: bool, copied: float) -> Point:
+        sizes = self.measured
+        query, layer, batch = self.step(rows, documents, tokens, [queries] * rows, fp8=fp8, dtype=self.dtype)
+        chosen = sizes_for(self.dtype, sizes.width)
+        begun = time.perf_counter()
+        for _ in range(3):
+            plan = make_plan(batch, heads=sizes.heads, groups=sizes.groups, device=self.device, sizes=chosen)
+        plan_s = (time.perf_counter() - begun) / 3
+        kernel_s = self.clock.time(partial(run_plan, query, layer, plan)).median_s
+        plain_s = self.clock.time(partial(attend_plain, query, layer, batch), graph=False).median_s
+        each = layer.keys.element_size() * sizes.width + (4 if fp8 else 0)
+        nbytes = 2 * each * sizes.groups * rows * documents * tokens
+        single = all(queries <= items.tokens for items in plan.launches)
+        rate = nbytes / kernel_s
+        return Point(
+            rows, documents, tokens, queries, "fp8" if fp8 else str(self.dtype).removeprefix("torch."), kernel_s,
+            plain_s, plan_s, nbytes, rate, rate / copied if single else None,
+        )  # fmt: skip
+
+    def candidates(self) -> dict[str, float]:
+        """Seconds of other sizes of the launches, by their description: one row of long documents, and many."""
+        if self.device.type != "cuda":
+            return {}
+        tried = [
+            Sizes(Launch(key_tile=keys, warps=warps, per_processor=per, stages=stages), least_keys=least)
+            for keys, warps, per, stages, least in (
+                (64, 4, 4, None, 256), (32, 4, 4, None, 256), (32, 4, 8, None, 256), (128, 4, 2, None, 256),
+                (128, 8, 2, None, 256), (64, 2, 8, None, 256), (64, 4, 8, 2, 256), (64, 4, 2, 4, 256),
+                (64, 4, 4, None, 128), (64, 4, 4, None, 1024), (64, 8, 2, None, 256),
+            )
+        ]  # fmt: skip
+        found = {}
+        for fp8 in (False, True):
+            for rows, documents, tokens in ((1, 8, 4000), (32, 8, 4000)):
+                query, layer, batch = self.step(rows, documents, tokens, [1] * rows, fp8=fp8, dtype=self.dtype)
+                for sizes in tried:
+                    name = f"{rows} rows, {'fp8' if fp8 else 'plain'}, {sizes.decode}, least_keys={sizes.least_keys}"
+                    if self.late(name):
+                        continue
+                    try:
+                        found[name] = self.clock.time(partial(attend_paged, query, layer, batch, sizes)).median_s
+                    except Exception as failure:  # more shared memory or registers than this device has
+                        self.left_out[name] = f"{type(failure).__name__}: {str(failure)[:200]}"
+        return found
+
+
+def _in_fp8(layer: PagedLayer, hole: Tensor) -> PagedLayer:
+    (keys, key_scales), (values, value_scales) = (quantize(part, "fp8") for part in (layer.keys, layer.values))
+    for data in (keys, values):
+        data.view(torch.uint8).masked_fill_(hole[:, None, None], 0x7F)  # NaN
+    scales = [part[..., 0].float().masked_fill_(hole[:, None], float("nan")) for part in (key_scales, value_scales)]
+    assert keys.dtype == FP8
+    return PagedLayer(keys, values, layer.block_size, *scales)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs everything; 1 if a check failed."""
+    parser = parser_for(__doc__, "serving-gpu.json", seconds=420)
+    chosen = parser.parse_args(arguments)
+    device, name = chosen_device(parser, chosen.device)
+    bench = Bench(device, TINY if chosen.tiny else Measured(), chosen.seconds)
+    content: dict[str, Any] = environment(device=name, sizes=asdict(bench.measured))
+    content |= {"checks": [], "handovers": [], "points": [], "left_out": bench.left_out}
+    try:
+        with torch.inference_mode():
+            _run(bench, content, lambda: write_json(chosen.out / "serving-gpu.json", content))
+    finally:
+        content["elapsed_s"] = bench.elapsed()
+        write_json(chosen.out / "serving-gpu.json", content)
+    bench.say_left_out()
+    return 1 if any(item["failed"] for item in content["checks"] + content["handovers"]) else 0
+
+
+def _run(bench: Bench, content: dict[str, Any], write: Any) -> None:
+    for done in bench.checks():
+        content["checks"].append(done)
+        bench.say(f"{done['case']}: {done['failed'] or 'ok'}, {done['error']:.2g}")
+    for over in bench.handovers():
+        if isinstance(over, str):
+            content["handovers"].append({"failed": over})
+            bench.say(f"the pool can't be handed over: {over}")
+            continue
+        content["handovers"].append(over.to_dict())
+        bench.say(
+            f"{over.tokens} tokens, {over.layout.stored}, {over.source} to {over.layout.memory} memory: "
+            f"{over.failed or 'ok'}, write {1e6 * over.write_s:.0f} us + event {1e6 * over.wait_s:.0f} us, "
+            f"{over.bytes_per_second / 1e9:.3g} GB/s, open {1e3 * over.attach_s:.3g} ms",
+        )
+        write()
+    if any(item["failed"] for item in content["checks"]):
+        bench.say("a check failed: no kernel is timed")
+        return
+    copied = content["copy_bytes_per_second"] = bench.copy_rate()
+    bench.say(f"device copy: {copied / 1e9:.4g} GB/s, read and written")
+    for point in bench.points(copied):
+        content["points"].append(asdict(point))
+        share = "" if point.share_of_copy is None else f", {point.share_of_copy:.0%} of a copy"
+        bench.say(
+            f"{point.rows} x {point.documents} x {point.tokens}, {point.queries} queries, {point.stored}: "
+            f"{1e6 * point.kernel_s:.0f} us ({point.bytes_per_second / 1e9:.4g} GB/s{share}), plain "
+            f"{1e6 * point.plain_s:.0f} us, plan {1e6 * point.plan_s:.0f} us",
+        )
+        write()
+    content["candidates"] = bench.candidates()
+    for name, seconds in content["candidates"].items():
+        bench.say(f"{name}: {1e6 * seconds:.0f} us")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""`comb serve`: makes the instance's folder, starts vLLM's server with the middleware in it, and ends with it.
+
+The server starts the encoder processes (`supervisor`), so everything below this process is one tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from comb.backbones.loading import resolve_name
+from comb_serving.config.instance import instance_folder
+from comb_serving.config.options import (
+    ADMIN_KEY,
+    INSTANCE_DIR,
+    OPTIONS,
+    POOL_BLOCK,
+    POOL_BYTES,
+    POOL_DTYPE,
+    ServeOptions,
+)
+from comb_serving.config.tenants import key_hash
+
+logger = logging.getLogger(__name__)
+
+MIDDLEWARE = "comb_serving.api.middleware.CombMiddleware"
+SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+PLUGIN = "comb"  # its name among vLLM's plug-ins, for who lists the allowed ones
+END_SECONDS, LEFTOVER_SECONDS = 60.0, 3.0
+
+# what would make two managers of one pool, or prompts that the front doesn't build
+_REFUSED = {
+    "model": "the checkpoint comes first: comb serve CHECKPOINT",
+    "config": "give its options on the command line",
+    "chat-template": "the front renders with the checkpoint's template: save it with the tokenizer",
+    "default-chat-template-kwargs": "send chat_template_kwargs with requests",
+    "headless": "all processes must run on this machine",
+}
+_ONLY_ONE = ("api-server-count", "data-parallel-size", "pipeline-parallel-size")
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """What of vLLM's own options matters here."""
+
+    host: str
+    port: int
+    uds: str | None
+    tls: bool
+    ranks: int
+    key_hashes: tuple[str, ...]
+
+    @property
+    def address(self) -> str:
+        """Where a client on this machine finds the server; it has none on a Unix socket."""
+        host = {"0.0.0.0": "localhost", "::": "localhost"}.get(self.host, self.host)
+        return f"http{'s' * self.tls}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def read_flags(arguments: Sequence[str], environment: dict[str, str]) -> ServerFlags:
+    """Looks through vLLM's options, which are all passed on.
+
+    Raises:
+        ValueError: for one that can't be combined with documents.
+    """
+    normal = [
+        head.replace("_", "-") + equals + value if item.startswith("--") else item
+        for item in arguments
+        for head, equals, value in [item.partition("=")]
+    ]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--host", default=None)
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--uds", default=None)
+    parser.add_argument("--ssl-certfile", default=None)
+    parser.add_argument("--ssl-keyfile", default=None)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--api-key", nargs="*", default=None)
+    for name, short in zip(_ONLY_ONE, ("-asc", "-dp", "-pp"), strict=True):
+        parser.add_argument(f"--{name}", short, type=int, default=1)
+    for name in _REFUSED:
+        parser.add_argument(f"--{name}", nargs="?", const=True, default=None)
+    try:
+        found, _ = parser.parse_known_args(normal)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    values = {name.replace("_", "-"): value for name, value in vars(found).items()}
+    for name, why in _REFUSED.items():
+        if values[name] is not None:
+            raise ValueError(f"comb serve doesn't take --{name}: {why}")
+    for name in _ONLY_ONE:
+        if values[name] != 1:
+            raise ValueError(f"comb serve has one manager of one pool: --{name} must be 1, not {values[name]}")
+    keys = [key for key in (found.api_key or [environment.get("VLLM_API_KEY", "")]) if key]
+    return ServerFlags(
+        found.host or "localhost",
+        found.port,
+        found.uds,
+        bool(found.ssl_certfile or found.ssl_keyfile),
+        found.tensor_parallel_size,
+        tuple(key_hash(key) for key in keys),
+    )
+
+
+def launch(
+    options: ServeOptions,
+    arguments: Sequence[str] = (),
+    *,
+    pool_bytes: int | str,
+    pool_block: int = 16,
+    pool_dtype: str = "auto",
+    root: Path | None = None,
+    server: Sequence[str] = SERVER,
+    on_ready: Callable[[str], Any] = logger.info,
+) -> int:
+    """Runs a server until it ends; returns its exit status.
+
+    Args:
+        arguments: of vLLM's server.
+        pool_bytes: of all pools together; or a share such as ``25%`` of the memory in which they are made.
+        pool_dtype: in which documents are kept, "auto" or "fp8".
+        root: where the instance's folder is made; shared memory by default.
+        server: the command, for tests.
+        on_ready: called with the server's address once it is healthy.
+    """
+    flags = read_flags(arguments, dict(os.environ))
+    if options.admin_hash in flags.key_hashes:
+        raise ValueError("the admin key is one of the API keys: choose another, or every client may switch the encoder")
+    options = replace(options, ranks=flags.ranks, key_hashes=flags.key_hashes)
+    with instance_folder(root) as folder:
+        environment = _environment(options, folder, pool_bytes, pool_block, pool_dtype)
+        command = [*server, "--model", resolve_name(options.checkpoint), *arguments, "--middleware", MIDDLEWARE]
+        # a session of its own: a terminal's Ctrl-C reaches it once, through us
+        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
+        try:
+            with _forwarding(process):
+                watcher = threading.Thread(target=_report_ready, args=(process, flags, on_ready), daemon=True)
+                watcher.start()
+                return process.wait()
+        finally:
+            _end(process)
+
+
+def _environment(
+    options: ServeOptions, folder: Path, pool_bytes: int | str, pool_block: int, dtype: str
+) -> dict[str, str]:
+    environment = {**os.environ, OPTIONS: options.to_json()}
+    pool = {INSTANCE_DIR: str(folder), POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block), POOL_DTYPE: dtype}
+    if options.encoder:
+        environment |= pool
+    else:  # the worker makes no pool then
+        environment = {name: value for name, value in environment.items() if name not in pool}
+    environment.pop(ADMIN_KEY, None)
+    # there is one API server; with this folder vLLM would show what is in its files, and not our counters
+    environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        environment["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])
+    return environment
+
+
+def end_with_parent() -> None:
+    """In a new process: SIGTERM to it when its parent dies, even by SIGKILL (Linux)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+@contextmanager
+def _forwarding(process: subprocess.Popen[bytes]) -> Any:
+    def forward(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+        # a server that doesn't end by itself is ended
+        timer = threading.Timer(END_SECONDS, _end, [process])
+        timer.daemon = True
+        timer.start()
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of the server's session, after a moment: workers and encoders of a server that crashed."""
+    deadline = time.monotonic() + (LEFTOVER_SECONDS if process.poll() is not None else 0)
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _report_ready(process: subprocess.Popen[bytes], flags: ServerFlags, on_ready: Callable[[str], Any]) -> None:
+    if flags.uds is not None:
+        return
+    url = f"{flags.address}/health"
+    trusting = ssl._create_unverified_context()  # our own process; its certificate may not name this host
+    while process.poll() is None:
+        with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=5, context=trusting) as answer:
+            if answer.status == 200:
+                on_ready(flags.address)
+                return
+        time.sleep(0.5)

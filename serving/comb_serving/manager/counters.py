@@ -1,0 +1,54 @@
+"""What the front and the manager have counted since the start; `comb_serving.api.metrics` shows it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+STATES = ("hit", "encoded", "copied", "failed", "inlined")
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass
+class Histogram:
+    """How many observations, in seconds, were at most each of `BOUNDS`; the last place counts those above."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Takes note of one."""
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    @property
+    def buckets(self) -> list[tuple[str, int]]:
+        """(upper bound, observations up to it), as Prometheus wants them."""
+        at, found = 0, []
+        for bound, count in zip((*map(str, BOUNDS), "+Inf"), list(self.counts), strict=True):
+            at += count
+            found.append((bound, at))
+        return found
+
+
+@dataclass
+class Counters:
+    """By document and request.
+
+    documents, tokens: by state. A document is counted for each request as hit (in the pool, or on its way there) or
+    inlined, and once for each way into the pool as encoded, copied (from a lower tier) or failed.
+    """
+
+    documents: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    encode_seconds: Histogram = field(default_factory=Histogram)
+    evictions: int = 0
+    expired: int = 0
+    refused: int = 0
+
+    def count(self, state: str, tokens: int) -> None:
+        """One document of `tokens` tokens."""
+        assert state in STATES
+        self.documents[state] += 1
+        self.tokens[state] += tokens

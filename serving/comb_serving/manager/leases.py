@@ -1,0 +1,91 @@
+"""What a request holds of the pool, and the errors for what it can't have."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from comb_serving.encoding.supervisor import Encoded
+from comb_serving.manager.queue import NotYetError
+from comb_serving.pool.handles import Handle
+
+
+class PoolFullError(NotYetError):
+    """No room: what is in the pool is in use or pinned. Worth trying again once requests have ended."""
+
+
+class PoolPinnedError(RuntimeError):
+    """No room, and no request that ends will give any: pinned documents are in the way."""
+
+
+class DocumentsTooLargeError(ValueError):
+    """Documents of one request that the encoder or the whole pool can't take; trying again won't help."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A document of a request: its key (`PICManager.keys`) and its token ids."""
+
+    key: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A document in the pool. `encoded` is the flight that fills its blocks; None once it has landed."""
+
+    key: str
+    handle: Handle
+    encoded: asyncio.Future[Encoded] | None
+    references: int = 0
+    pins: int = 0
+    expires_at: float = math.inf
+    removed: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """A document of a lease.
+
+    Args:
+        tier: where it came from: "pool" (it was there, or on its way there for someone else), "host", "disk" or
+            "encoded".
+    """
+
+    key: str
+    handle: Handle
+    tier: str
+
+    @property
+    def hit(self) -> bool:
+        """Whether nothing was done for it."""
+        return self.tier == "pool"
+
+
+class Lease:
+    """The documents of one request, in order, which stay in the pool until `release`. Release it in `finally`.
+
+    Args:
+        give_back: drops the references.
+        room_seconds, encode_seconds: how long it waited for room in the pool, and for encoders.
+    """
+
+    def __init__(
+        self, documents: Sequence[Held], give_back: Callable[[], None], *, room_seconds: float, encode_seconds: float
+    ) -> None:
+        self.documents = tuple(documents)
+        self.room_seconds, self.encode_seconds = room_seconds, encode_seconds
+        self._give_back: Callable[[], None] | None = give_back
+
+    @property
+    def handles(self) -> list[Handle]:
+        """What the worker needs."""
+        return [document.handle for document in self.documents]
+
+    def release(self) -> None:
+        """Drops the references; a second call does nothing."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()

@@ -1,0 +1,90 @@
+"""HotpotQA (Yang et al. 2018): two-hop questions over ten paragraphs.
+
+The official JSON (``context: [[title, [sentence, ...]], ...]``) and the Hub's form (``context: {title: [...],
+sentences: [[...], ...]}``).
+
+document: a paragraph's sentences joined, its title as title; query: ``question``; answer: ``answer``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from comb.documents.datasets import Counts, Dataset, datasets
+from comb.documents.document import Example
+from comb_training.data.grouping import Split
+from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
+
+
+@datasets.register("hotpotqa")
+def read_hotpotqa(
+    path: str | Path | None = None,
+    *,
+    split: Split = "all",
+    seed: int = 0,
+    limit: int | None = None,
+    num_documents: int | None = None,
+    heldout_share: float = 0.2,
+) -> Dataset:
+    """Reads HotpotQA from JSON, JSONL or the Hub.
+
+    Args:
+        num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
+
+    Raises:
+        ValueError: for a missing path or a malformed row, naming it.
+    """
+    return read_paragraphs(
+        "hotpotqa", path, split=split, seed=seed, limit=limit, num_documents=num_documents, heldout_share=heldout_share
+    )
+
+
+def read_paragraphs(
+    name: str,
+    path: str | Path | None,
+    *,
+    split: Split,
+    seed: int,
+    limit: int | None,
+    num_documents: int | None,
+    heldout_share: float,
+) -> Dataset:
+    """Reads a dataset with HotpotQA's rows. Raises ValueError for a missing path or a malformed row, naming it."""
+    check_num_documents(num_documents)
+    counts = Counts()
+    records = read_records(path, name)
+    example = partial(_example, num_documents=num_documents)
+    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, name)
+
+
+def _example(record: Record, num_documents: int | None) -> Example | str:
+    documents = record.documents(_paragraphs(record), num_documents)
+    question, answer = record.text("question"), record.text("answer")
+    name = record.row.get("_id", record.row.get("id"))
+    return record.example(documents, question, [answer], id=name, group=question)
+
+
+def _paragraphs(record: Record) -> list[tuple[str, str]]:
+    context: Any = record.row.get("context")
+    if isinstance(context, dict):
+        titles, sentences = context.get("title"), context.get("sentences")
+        pairs = (
+            list(zip(titles, sentences, strict=True))
+            if isinstance(titles, list) and isinstance(sentences, list) and len(titles) == len(sentences)
+            else None
+        )
+    else:
+        pairs = context if isinstance(context, list) else None
+    if pairs is None or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"{record.where}: 'context' is a list of [title, [sentence, ...]], got {str(context)[:80]!r}")
+    found = []
+    for title, sentences in pairs:
+        if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+            raise ValueError(f"{record.where}: a paragraph holds a list of sentences, got {str(sentences)[:80]!r}")
+        # official sentences mostly bring the space before them, but not all do
+        stripped = (sentence.strip() for sentence in sentences)
+        found.append((record.check_text(title, "title"), " ".join(sentence for sentence in stripped if sentence)))
+    return found

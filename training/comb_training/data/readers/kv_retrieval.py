@@ -1,0 +1,56 @@
+"""Key-value retrieval (Liu et al. 2023, Lost in the Middle): find the value of one UUID among many.
+
+Rows ``{ordered_kv_records: [[key, value], ...], key, value}``.
+
+document: a run of records, one ``"key": "value"`` per line; query: which value the key has; answer: ``value``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from comb.documents.datasets import Counts, Dataset, datasets
+from comb.documents.document import Document, Example
+from comb_training.data.grouping import Split
+from comb_training.data.records import Record, convert, limited, read_records
+
+QUERY = 'Which value belongs to the key "{key}"?'
+
+
+@datasets.register("kv_retrieval")
+def read_kv_retrieval(
+    path: str | Path | None = None,
+    *,
+    split: Split = "all",
+    seed: int = 0,
+    limit: int | None = None,
+    records_per_document: int = 15,
+    heldout_share: float = 0.2,
+) -> Dataset:
+    """Reads key-value retrieval from JSONL, gzipped or not.
+
+    Raises:
+        ValueError: for a missing path, a malformed row, naming it, or fewer than one record per document.
+    """
+    if records_per_document < 1:
+        raise ValueError(f"records_per_document must be at least 1, not {records_per_document}")
+    counts = Counts()
+    example = partial(_example, size=records_per_document)
+    records = read_records(path, "kv_retrieval")
+    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "kv_retrieval")
+
+
+def _example(record: Record, size: int) -> Example | str:
+    pairs = record.items("ordered_kv_records", list)
+    if not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
+        raise ValueError(f"{record.where}: 'ordered_kv_records' is a list of [key, value] texts")
+    key, value = record.text("key"), record.text("value")
+    if not pairs:
+        return "no documents"
+    if {held for name, held in pairs if name == key} != {value}:
+        return "records that don't give the value for the key"
+    lines = [f'"{name}": "{held}"' for name, held in pairs]
+    documents = tuple(Document("\n".join(lines[first : first + size])) for first in range(0, len(lines), size))
+    return record.example(documents, QUERY.format(key=key), [value], id=key, group=key)

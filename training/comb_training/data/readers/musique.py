@@ -1,0 +1,60 @@
+"""MuSiQue (Trivedi et al. 2022): multi-hop questions over retrieved paragraphs.
+
+Two schemas: a list of ``{ctxs: [{title, text}], question, answers}`` with ten retrieved documents each, and the
+official ``{id, paragraphs: [{title, paragraph_text}], question, answer, answer_aliases}`` in each line.
+
+document: a context or paragraph, in the file's order; query: ``question``; answer: the first of ``answers``, or
+``answer``; aliases are accepted too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from comb.documents.datasets import Counts, Dataset, datasets
+from comb.documents.document import Example
+from comb_training.data.grouping import Split
+from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
+
+
+@datasets.register("musique")
+def read_musique(
+    path: str | Path | None = None,
+    *,
+    split: Split = "all",
+    seed: int = 0,
+    limit: int | None = None,
+    num_documents: int | None = None,
+    heldout_share: float = 0.2,
+) -> Dataset:
+    """Reads MuSiQue from JSON, JSONL or the Hub.
+
+    Args:
+        num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
+
+    Raises:
+        ValueError: for a missing path or a malformed row, naming it.
+    """
+    check_num_documents(num_documents)
+    counts = Counts()
+    records = read_records(path, "musique")
+    example = partial(_example, num_documents=num_documents)
+    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "musique")
+
+
+def _example(record: Record, num_documents: int | None) -> Example | str:
+    official = "paragraphs" in record.row
+    if official and record.row.get("answerable") is False:
+        return "unanswerable question"
+    parts = [record.part(item) for item in record.items("paragraphs" if official else "ctxs", dict)]
+    pairs = ((part.title(), part.text("paragraph_text" if official else "text")) for part in parts)
+    documents = record.documents(pairs, num_documents)
+    if official:
+        aliases = record.items("answer_aliases", str) if record.row.get("answer_aliases") is not None else []
+        answers = [record.text("answer"), *aliases]
+    else:
+        answers = record.items("answers", str)
+    question = record.text("question")
+    return record.example(documents, question, answers, id=record.row.get("id"), group=question)

@@ -1,0 +1,59 @@
+"""WikiHop (QAngaroo, Welbl et al. 2018): which entity stands in a relation to a subject, over many short documents.
+
+Rows ``{id, query, answer, candidates, supports}``.
+
+document: one of ``supports``; query: ``query`` with the underscores of its relation as spaces ("participant_of juan
+rossell" is asked as "participant of juan rossell"), and the candidates behind it if wanted; answer: ``answer``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from comb.documents.datasets import Counts, Dataset, datasets
+from comb.documents.document import Example
+from comb_training.data.grouping import Split
+from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
+
+
+@datasets.register("wikihop")
+def read_wikihop(
+    path: str | Path | None = None,
+    *,
+    split: Split = "all",
+    seed: int = 0,
+    limit: int | None = None,
+    num_documents: int | None = None,
+    with_candidates: bool = False,
+    heldout_share: float = 0.2,
+) -> Dataset:
+    """Reads WikiHop from JSON, JSONL or the Hub.
+
+    Args:
+        num_documents: keep only the first so many documents of a row (counted); None keeps all, up to some sixty.
+        with_candidates: name the candidates in the query.
+
+    Raises:
+        ValueError: for a missing path or a malformed row, naming it.
+    """
+    check_num_documents(num_documents)
+    counts = Counts()
+    example = partial(_example, num_documents=num_documents, with_candidates=with_candidates)
+    records = read_records(path, "wikihop")
+    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
+    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "wikihop")
+
+
+def _example(record: Record, num_documents: int | None, with_candidates: bool) -> Example | str:
+    documents = record.documents(((None, text) for text in record.items("supports", str)), num_documents)
+    relation, _, subject = record.text("query", "question").strip().partition(" ")
+    query = f"{relation.replace('_', ' ')} {subject}".strip()
+    answer = record.text("answer")
+    if with_candidates:
+        candidates = record.items("candidates", str)
+        if answer not in candidates:
+            return "answer is not among the candidates"
+        query += f"? One of: {', '.join(candidates)}"
+    # questions about one subject share supports
+    return record.example(documents, query, [answer], id=record.row.get("id"), group=subject or query)

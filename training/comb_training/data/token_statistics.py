@@ -1,0 +1,101 @@
+"""How long the examples of a run are, in tokens: overall, and for a mixture set by set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Table
+
+from comb.evaluation.table import text_table
+from comb_training.data.batches import TrainingExample
+from comb_training.data.mixture import set_name
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How values lie: the least, half and nine tenths of them are not over, the most; and their sum."""
+
+    min: int
+    median: float
+    p90: float
+    max: int
+    total: int
+
+    @classmethod
+    def of(cls, values: Iterable[int]) -> Spread:
+        """All zero where there is none."""
+        array = np.fromiter(values, dtype=np.int64)
+        if not len(array):
+            return cls(0, 0.0, 0.0, 0, 0)
+        median, p90 = np.percentile(array, [50, 90])
+        return cls(int(array.min()), round(float(median), 1), round(float(p90), 1), int(array.max()), int(array.sum()))
+
+    def __str__(self) -> str:
+        return f"{self.min} / {self.median:g} / {self.p90:g} / {self.max}"
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Examples, different documents, and lengths: documents count once, the other lengths once per example."""
+
+    examples: int
+    different_documents: int
+    documents_per_example: Spread
+    document_tokens: Spread
+    query_tokens: Spread
+    target_tokens: Spread
+    prompt_tokens: Spread
+
+    @classmethod
+    def of(cls, examples: Sequence[TrainingExample]) -> TokenStatistics:
+        """Raises ValueError if there is no example."""
+        if not examples:
+            raise ValueError("no example left to train on; see the counts of what was dropped")
+        different: set[Sequence[int]] = set()
+        rows = np.empty((4, len(examples)), dtype=np.int64)
+        for index, example in enumerate(examples):
+            different.update(example.segments)
+            query = len(example.prompt.query)
+            tokens = query + sum(map(len, example.segments))
+            rows[:, index] = len(example.segments), query, len(example.target), tokens
+        documents, queries, targets, prompts = map(Spread.of, rows)
+        lengths = Spread.of(map(len, different))
+        return cls(len(examples), len(different), documents, lengths, queries, targets, prompts)
+
+
+def statistics_by_set(examples: Sequence[TrainingExample]) -> dict[str, TokenStatistics]:
+    """The statistics of each set of a mixture, by name."""
+    sets: dict[str, list[TrainingExample]] = {}
+    for example in examples:
+        sets.setdefault(set_name(example.id), []).append(example)
+    return {name: TokenStatistics.of(own) for name, own in sets.items()}
+
+
+HEADS = ("set", "", "min", "median", "p90", "max", "sum")
+_LENGTHS = {
+    "per example": "documents_per_example",
+    "document tokens": "document_tokens",
+    "query tokens": "query_tokens",
+    "target tokens": "target_tokens",
+    "prompt tokens": "prompt_tokens",
+}
+
+
+def statistics_lines(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> list[list[str]]:
+    """Lines under `HEADS`: all examples, and then each set of a mixture. Its documents are the different ones."""
+    lines = []
+    for name, own in ({"all": statistics} | dict(sets)).items():
+        lines.append([name, "examples", "", "", "", "", f"{own.examples:,}"])
+        lines.append(["", "documents", "", "", "", "", f"{own.different_documents:,}"])
+        for what, key in _LENGTHS.items():
+            spread: Spread = getattr(own, key)
+            values = (spread.min, spread.median, spread.p90, spread.max, spread.total)
+            lines.append(["", what, *(f"{int(v):,}" if v == int(v) else f"{v:,.1f}" for v in values)])
+    return lines
+
+
+def data_table(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> Table:
+    """`statistics_lines` to print."""
+    return text_table(HEADS, statistics_lines(statistics, sets), left=HEADS[:2])

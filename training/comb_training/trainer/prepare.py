@@ -1,0 +1,70 @@
+"""Backbone and data of a run, loaded and tokenised before anything is answered or trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import set_seed
+
+from comb.backbones.tokenizer import load_tokenizer
+from comb.documents.datasets import Counts
+from comb.documents.document import PromptBuilder
+from comb_training.config import Config
+from comb_training.data.batches import TrainingExample
+from comb_training.data.mixture import read_tokenized
+from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
+from comb_training.models.loading import set_threads
+from comb_training.models.recipe import WAYS
+from comb_training.trainer.schedule import total_steps
+from comb_training.trainer.trainer import batch_sampler
+
+
+@dataclass
+class Prepared:
+    """Everything a run needs, before anything is answered or trained."""
+
+    config: Config
+    model: Any
+    tokenizer: Any
+    builder: PromptBuilder
+    examples: Sequence[TrainingExample]
+    counts: Counts
+    statistics: TokenStatistics
+    sets: dict[str, TokenStatistics] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Parameter counts: trainable, and all."""
+        trainable, total = self.model.num_trainable_parameters()
+        return {"trainable": trainable, "all": total}
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps at most."""
+        return total_steps(self.config.train, batch_sampler(self.examples, self.config.train).steps_per_epoch)
+
+
+def prepare(config: Config) -> Prepared:
+    """Loads backbone and data and tokenises them; nothing is trained.
+
+    Raises:
+        ValueError: for data that is missing, malformed or empty, or a backbone without a tokenizer it fits.
+    """
+    set_threads(config)
+    set_seed(config.train.seed)
+    model = WAYS[config.train.method].load(config)
+    tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
+    builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
+    examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
+    sets = statistics_by_set(examples) if config.data.mixture else {}
+    return Prepared(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)
+
+
+def tokenized(
+    config: Config, builder: PromptBuilder, model: Any, *, split: str, limit: int | None
+) -> tuple[Sequence[TrainingExample], Counts]:
+    """One side of the data, and what happened to the rows."""
+    examples, counts = read_tokenized(config.data, builder, model.max_document_tokens, split=split, limit=limit)
+    return WAYS[config.train.method].fitting(examples, model, config, counts), counts

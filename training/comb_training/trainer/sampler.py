@@ -1,0 +1,242 @@
+"""Which examples make a forward pass, in which order, on which rank: the same number of passes for everybody.
+
+Documents and queries are budgeted apart, because they cost differently: a document token passes the encoder once per
+batch however many questions are about it, a query token passes the backbone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator
+from torch.utils.data import Sampler
+
+from comb_training.data.batches import TrainingExample
+
+WINDOW = 64
+"""Batches whose examples are sorted by length together: much less padding, and still an order that chance decides."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one forward pass may hold.
+
+    Args:
+        rows: questions.
+        document_tokens: tokens of different documents (each is encoded once per pass); None: no limit.
+        query_tokens: questions times tokens of the longest one, query and answer; None: no limit.
+    """
+
+    rows: int
+    document_tokens: int | None = None
+    query_tokens: int | None = None
+
+    @property
+    def buckets(self) -> bool:
+        """Whether lengths matter."""
+        return self.document_tokens is not None or self.query_tokens is not None
+
+    def check(self, example: TrainingExample) -> None:
+        """Raises ValueError for an example that fits into no pass."""
+        for name, limit, tokens in (
+            ("document", self.document_tokens, sum(map(len, set(example.segments)))),
+            ("query", self.query_tokens, row_length(example)),
+        ):
+            if limit is not None and tokens > limit:
+                raise ValueError(
+                    f"example {example.id} alone has {tokens} {name} tokens, more than train.batch_{name}_tokens="
+                    f"{limit} of a whole batch: raise that, or shorten the data (data.num_documents, "
+                    "data.max_document_tokens, data.max_query_tokens)"
+                )
+
+
+def row_length(example: TrainingExample) -> int:
+    """Tokens of the decoder's row: the prompt without documents, and the answer."""
+    return len(example.prompt.query) + len(example.target)
+
+
+class BatchSampler(Sampler[list[int]]):
+    """Batches of example indices within a `Budget`; every example comes once per epoch (but see `left_out`).
+
+    - Questions over the same documents stand together (at most `together` of them), so that documents are encoded once.
+    - With token budgets, examples of like length share a batch (sorted within windows of `WINDOW` batches).
+    - There is the same number of batches in every epoch, a multiple of `ranks` * `accumulation`: large batches are
+      halved until it is. Rank r takes batches r, r + ranks, ... (accelerate does that); those that run at the same time
+      are of like length.
+    - The order is a function of seed and epoch alone, so that resuming in the middle of an epoch is exact.
+
+    Raises:
+        ValueError: for an example over the budget, or fewer examples than one step needs.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[TrainingExample],
+        budget: Budget,
+        *,
+        seed: int = 0,
+        together: int = 8,
+        ranks: int = 1,
+        accumulation: int = 1,
+    ) -> None:
+        if together < 1:
+            raise ValueError(f"together must be at least 1, not {together}")
+        for example in examples:
+            budget.check(example)
+        if len(examples) < ranks * accumulation:
+            raise ValueError(
+                f"{len(examples)} examples are too few: each optimizer step takes {ranks} rank(s) x {accumulation} "
+                "forward passes with at least one example; lower train.gradient_accumulation_steps"
+            )
+        self.budget = budget
+        self._examples = examples
+        groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for index, example in enumerate(examples):
+            groups.setdefault(example.segments, []).append(index)
+        self._groups = list(groups.values())
+        self._seed = seed
+        self._together = together
+        self._ranks = ranks
+        self._unit = ranks * accumulation
+        self._epoch = 0
+        batches = len(self._pack(self._generator(0)))
+        self._length = -(-batches // self._unit) * self._unit
+        self.left_out = 0
+        """Batches that each epoch leaves out, chosen by chance: only where batches are too small to be halved."""
+        if self._length > len(examples):
+            self._length -= self._unit
+            self.left_out = batches - self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iteration."""
+        self._epoch = epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in which every example comes once."""
+        return self._length // self._unit
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.batches(self._epoch)
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """All batches of an epoch, in order."""
+        generator = self._generator(epoch)
+        packed = self._pack(generator)
+        if len(packed) > self._length + self.left_out:
+            # chance packed this epoch worse than the first: take the first one's batches, in an order of their own
+            packed = self._pack(self._generator(0))
+        if len(packed) > self._length:
+            kept = torch.randperm(len(packed), generator=generator)[: self._length].sort().values
+            packed = [packed[place] for place in kept.tolist()]
+        packed = self._split(packed)
+        if not self.budget.buckets:
+            return packed
+        # what the ranks do at the same time costs alike; which rank gets what, and when, is chance
+        packed.sort(key=self._cost)
+        rounds = [packed[start : start + self._ranks] for start in range(0, len(packed), self._ranks)]
+        return [
+            rounds[place][rank]
+            for place in torch.randperm(len(rounds), generator=generator).tolist()
+            for rank in torch.randperm(self._ranks, generator=generator).tolist()
+        ]
+
+    def _generator(self, epoch: int) -> Generator:
+        return torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+
+    def _pack(self, generator: Generator) -> list[list[int]]:
+        """The examples in batches within the budget, as few as come of themselves."""
+        blocks = []
+        for group in self._groups:
+            order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
+            blocks += [order[start : start + self._together] for start in range(0, len(order), self._together)]
+        blocks = [blocks[place] for place in torch.randperm(len(blocks), generator=generator).tolist()]
+        if self.budget.buckets:
+            size = max(1, WINDOW * self.budget.rows // self._together)
+            windows = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+            blocks = [block for window in windows for block in sorted(window, key=self._longest)]
+        batches: list[list[int]] = []
+        room = _Room(self.budget)
+        for index in (index for block in blocks for index in block):
+            if not batches or not room.add(self._examples[index]):
+                batches.append([])
+                room = _Room(self.budget)
+                room.add(self._examples[index])
+            batches[-1].append(index)
+        return batches
+
+    def _split(self, batches: list[list[int]]) -> list[list[int]]:
+        """Halves the costliest batches, in place, until there are as many as there must be."""
+        batches = list(batches)
+        while len(batches) < self._length:
+            place = max(range(len(batches)), key=lambda place: (len(batches[place]) > 1, self._cost(batches[place])))
+            batch = batches[place]
+            batches[place : place + 1] = [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+        return batches
+
+    def _longest(self, block: Sequence[int]) -> tuple[int, int]:
+        examples = [self._examples[index] for index in block]
+        return max(map(row_length, examples)), sum(map(len, examples[0].segments))
+
+    def _cost(self, batch: Sequence[int]) -> int:
+        examples = [self._examples[index] for index in batch]
+        documents = {segment for example in examples for segment in example.segments}
+        return sum(map(len, documents)) + len(batch) * max(map(row_length, examples))
+
+
+class _Room:
+    """What is left of the budget of one batch."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.rows = 0
+        self.longest = 0
+        self.documents: set[tuple[int, ...]] = set()
+        self.document_tokens = 0
+
+    def add(self, example: TrainingExample) -> bool:
+        """Takes the example, if it fits."""
+        budget = self.budget
+        new = set(example.segments) - self.documents
+        tokens = self.document_tokens + sum(map(len, new))
+        longest = max(self.longest, row_length(example))
+        if (
+            self.rows + 1 > budget.rows
+            or (budget.document_tokens is not None and tokens > budget.document_tokens)
+            or (budget.query_tokens is not None and (self.rows + 1) * longest > budget.query_tokens)
+        ):
+            return False
+        self.rows, self.longest, self.document_tokens = self.rows + 1, longest, tokens
+        self.documents |= new
+        return True
+
+
+def bucket_rows(sampler: BatchSampler, examples: Sequence[TrainingExample], buckets: int = 6) -> list[dict[str, Any]]:
+    """The first epoch's batches by length of the longest row, for a table: batches, rows, tokens and padding."""
+    batches = sorted(sampler.batches(0), key=lambda batch: max(row_length(examples[index]) for index in batch))
+    size = -(-len(batches) // buckets)
+    rows = []
+    for start in range(0, len(batches), size):
+        part = batches[start : start + size]
+        lengths = [[row_length(examples[index]) for index in batch] for batch in part]
+        padded = sum(len(batch) * max(batch) for batch in lengths)
+        documents = [
+            sum(map(len, {segment for index in batch for segment in examples[index].segments})) for batch in part
+        ]
+        rows.append(
+            {
+                "longest_row": (max(lengths[0]), max(lengths[-1])),
+                "batches": len(part),
+                "rows": sum(map(len, part)) / len(part),
+                "document_tokens": (min(documents), max(documents)),
+                "query_tokens": padded / len(part),
+                "padding": 1 - sum(map(sum, lengths)) / padded,
+            }
+        )
+    return rows
