@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from comb import CombForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from families import open_gates, tiny
+from tests.helpers.families import open_gates, tiny
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from families import BASE, FAMILIES, tiny
 from torch import nn
 
 from comb.backbones.discovery import UnsupportedBackboneError, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint, check_fingerprint, fingerprint
 from comb.backbones.hooks import LayerHooks
+from tests.helpers.families import BASE, FAMILIES, tiny
 
 
 @pytest.mark.parametrize("family", FAMILIES)

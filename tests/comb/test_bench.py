@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import open_gates
-from test_documents import byte_tokenizer
-from test_hybrid_methods import text_model
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example
@@ -36,6 +33,9 @@ from comb.documents.document import PromptBuilder
 from comb.evaluation.plot import plot_results, styles
 from comb.evaluation.run import MethodResult, Setting, Timing
 from comb.evaluation.table import COLUMNS, columns, markdown_table, rows
+from tests.comb.test_documents import byte_tokenizer
+from tests.comb.test_hybrid_methods import text_model
+from tests.helpers.families import open_gates
 
 runner = CliRunner()
 
@@ -44,7 +44,8 @@ runner = CliRunner()
 def model() -> CombForCausalLM:
     """A tiny Llama of strong attention with an untrained encoder, gates open."""
     import transformers as tf
-    from families import BASE
+
+    from tests.helpers.families import BASE
 
     torch.manual_seed(1)
     config = tf.LlamaConfig(**{**BASE, "vocab_size": 300, "num_hidden_layers": 2, "initializer_range": 0.2})

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, open_gates, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb import CombConfig, CombForCausalLM
 from comb.backbones.loading import resolve_name
+from tests.helpers.families import FAMILIES, open_gates, tiny
 
 
 @pytest.fixture

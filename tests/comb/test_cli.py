@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import open_gates, tiny
-from test_documents import byte_tokenizer
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM
 from comb.cli import main as cli
+from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.families import open_gates, tiny
 
 runner = CliRunner()
 
@@ -20,7 +20,8 @@ runner = CliRunner()
 def adapter(tmp_path: Path) -> Path:
     """An adapter with a byte tokenizer, its backbone beside it."""
     import transformers as tf
-    from families import BASE
+
+    from tests.helpers.families import BASE
 
     backbone = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "vocab_size": 300})).eval()
     backbone.save_pretrained(tmp_path / "backbone")
@@ -93,7 +94,7 @@ def test_ask_keeps_documents_on_disk(adapter: Path, tmp_path: Path) -> None:
 
 
 def test_convert_and_push_dry_run(tmp_path: Path, adapter: Path) -> None:
-    from test_conversion import write_release
+    from tests.comb.test_conversion import write_release
 
     result = run("convert", write_release(tmp_path / "release"), tmp_path / "out")
     assert result.exit_code == 0, result.output

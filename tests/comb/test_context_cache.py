@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import open_gates, tiny
-from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM, Document, PICEngine
 from comb.cache.store import PICacheStore
 from comb.documents.document import PromptBuilder, referenced_documents
 from comb.engine.engine import UnknownDocumentError
+from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.families import open_gates, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

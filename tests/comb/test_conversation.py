@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import FAMILIES, open_gates
-from test_documents import byte_tokenizer
-from test_hybrid_methods import text_model
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from comb import CombForCausalLM, PICEngine
 from comb.engine.conversation import Conversation
 from comb.engine.decoding import AnswerStream
+from tests.comb.test_documents import byte_tokenizer
+from tests.comb.test_hybrid_methods import text_model
+from tests.helpers.families import FAMILIES, open_gates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

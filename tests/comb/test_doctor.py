@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from comb.doctor import check_methods
-from families import FAMILIES, LINK_FAMILIES, tiny
-from test_linking import LINKABLE, REFUSED
+from comb.cli.doctor import check_methods
 
 from comb import methods
 from comb.cli.doctor import random_model
 from comb.methods import split_specs
+from tests.comb.test_linking import LINKABLE, REFUSED
+from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny
 
 
 @pytest.mark.parametrize("family", LINKABLE)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, open_gates, tiny
 from torch import nn
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -17,6 +16,7 @@ from comb.model.config import spread_cross_layers, spread_encoder_layers
 from comb.model.encoder import EncoderLayer, Rotary
 from comb.model.initialization import copy_parts, encoder_config_for, read_layer
 from comb.model.modeling import _parts
+from tests.helpers.families import FAMILIES, open_gates, tiny
 
 LENGTHS = (3, 17, 1, 8, 17, 30)
 

@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_hub import Failure, Hub, fake_hub
-from families import open_gates, tiny
 from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
-from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM
 from comb.backbones.loading import is_hub_id
@@ -25,6 +22,9 @@ from comb.cli.main import main
 from comb.hub.card.render import TEMPLATE
 from comb.hub.push import plan_push, push
 from comb.hub.upload import UploadFailedError
+from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.fake_hub import Failure, Hub, fake_hub
+from tests.helpers.families import open_gates, tiny
 
 
 @pytest.fixture
@@ -383,5 +383,5 @@ def test_a_wheel_has_the_template() -> None:
     root = Path(__file__).parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    (source,) = (source for source, target in included.items() if target == "comb/model_card/template.md")
+    (source,) = (source for source, target in included.items() if target == "comb/hub/card/template.md")
     assert (root / source).resolve() == TEMPLATE.resolve()

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from hybrids import BASE, HYBRIDS, slow_decays, tiny_hybrid
-from ring_model import tiny_ring
 from torch import Tensor
 
 from comb import methods
@@ -28,6 +26,8 @@ from comb.hybrid.probe import Probe
 from comb.hybrid.scalar import ScalarTransition
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, record, transition_of
+from tests.helpers.hybrids import BASE, HYBRIDS, slow_decays, tiny_hybrid
+from tests.helpers.ring_model import tiny_ring
 
 MODELS = (*HYBRIDS, "ring", "ring_dense")
 RECURRENT = tuple(name for name in MODELS if name != "lfm2")

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import open_gates, tiny
-from hybrids import BASE, GDN, HYBRIDS, MAMBA2, slow_decays, tiny_hybrid
-from test_documents import byte_tokenizer
-from test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits
 from torch import nn
 
 from comb import CombForCausalLM, PICEngine, methods
@@ -25,6 +21,10 @@ from comb.evaluation.drift import state_drift
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.methods.base import LinkRow
+from tests.comb.test_documents import byte_tokenizer
+from tests.comb.test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits
+from tests.helpers.families import open_gates, tiny
+from tests.helpers.hybrids import BASE, GDN, HYBRIDS, MAMBA2, slow_decays, tiny_hybrid
 
 
 @functools.cache
@@ -191,7 +191,7 @@ def test_models_that_it_is_not_for() -> None:
 
 def test_a_layer_that_is_not_affine_is_refused() -> None:
     """The probe's own control: a state that is squared on the way."""
-    from ring_model import tiny_ring
+    from tests.helpers.ring_model import tiny_ring
 
     model = tiny_ring()
     layer = model.model.layers[1].self_attn
@@ -365,7 +365,7 @@ def test_info_table() -> None:
 
 
 def _unknown() -> nn.Module:
-    from ring_model import tiny_ring
+    from tests.helpers.ring_model import tiny_ring
 
     model: nn.Module = tiny_ring("diagonal")
     return model

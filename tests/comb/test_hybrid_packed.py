@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_hybrid_link import EXACT, MODELS, QUERY, A, B, C, error, ids, model_of
 from torch import Tensor
 
 from comb import methods
@@ -20,6 +19,7 @@ from comb.hybrid.caches import attention_layers, read_state
 from comb.hybrid.link import Linker
 from comb.hybrid.packed import PackedLinker
 from comb.methods.base import DecodeState
+from tests.comb.test_hybrid_link import EXACT, MODELS, QUERY, A, B, C, error, ids, model_of
 
 PACKED = {
     "qwen3_next",

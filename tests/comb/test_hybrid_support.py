@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from hybrids import HYBRIDS, tiny_hybrid
-from test_hybrid_link import EXACT, A, B, error, logits
 
 from comb import methods
 from comb.backbones.exclusive import exclusive
@@ -24,6 +22,8 @@ from comb.hybrid.support import find_hybrid_support, read_states, record
 from comb.linking.cache import RoomyLayer
 from comb.linking.fork import fork_cache
 from comb.linking.positions import UnmovableError, explain_states, find_positions, states_by_position
+from tests.comb.test_hybrid_link import EXACT, A, B, error, logits
+from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
 SCAN = "torch_chunk_gated_delta_rule"
 

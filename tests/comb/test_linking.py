@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, LINK_FAMILIES, tiny
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
@@ -20,6 +19,7 @@ from comb.linking.passes import recompute, recompute_in_order, runs
 from comb.linking.positions import Rotation, Turns, UnmovableError, find_positions
 from comb.linking.support import find_support
 from comb.methods.decoder import Decoder
+from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

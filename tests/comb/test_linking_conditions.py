@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import tiny
 from torch import Tensor
 
 from comb import methods
@@ -20,6 +19,7 @@ from comb.documents.splitting import Splitter, split_document
 from comb.documents.splitting import create as create_splitter
 from comb.linking.support import find_support
 from comb_training.nano import CHECKPOINT
+from tests.helpers.families import tiny
 
 _generator = torch.Generator().manual_seed(1)
 DOCUMENTS = [torch.randint(3, 120, (n,), generator=_generator).tolist() for n in (11, 7, 13)]

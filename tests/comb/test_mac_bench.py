@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BASE
-from test_documents import byte_tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -26,6 +24,8 @@ from comb.mac import MacConfig
 from comb.mac.breakeven import AttentionShape
 from comb.mac.measure import at_length, reusing
 from comb.mac.rotation import LayerQueries
+from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.families import BASE
 
 SPEC = StreamSpec(200, 20, heads=2, kv_heads=1, width=32, drift=0.1)
 CONFIG = MacConfig.generation(window=32, band=16, min_length=0)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_process import compiled_kernels, needs_triton, run_interpreted
 
 from comb.kernels.mac.choice import why_plain
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.state import MacState
+from tests.helpers.kernel_process import compiled_kernels, needs_triton, run_interpreted
 
 HERE = Path(__file__).parent
 

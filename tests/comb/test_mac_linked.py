@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import BASE, open_gates, tiny
-from test_documents import byte_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -19,6 +17,8 @@ from comb.cache.store import PICacheStore
 from comb.cli import main as cli
 from comb.engine.engine import PICEngine
 from comb.mac import MacConfig, mac
+from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.families import BASE, open_gates, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import BASE, MLA, tiny
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -18,6 +17,7 @@ from comb.mac import MacConfig, MacSession, mac
 from comb.mac.breakeven import PAPER_H100, Costs
 from comb.mac.continuity import Seen
 from comb.mac.rotation import UnsupportedModelError, find_queries
+from tests.helpers.families import BASE, MLA, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

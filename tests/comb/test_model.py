@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import BASE, FAMILIES, MIXTURES, open_gates, tiny
 
 from comb import CombForCausalLM
 from comb.cli.doctor import run_checks
+from tests.helpers.families import BASE, FAMILIES, MIXTURES, open_gates, tiny
 
 SEGMENTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16, 17]]
 
@@ -249,7 +249,7 @@ def test_generation_config_is_the_backbones(model: CombForCausalLM, query: torch
 
 @torch.no_grad()
 def test_pipeline(model: CombForCausalLM) -> None:
-    from test_documents import byte_tokenizer
+    from tests.comb.test_documents import byte_tokenizer
 
     backbone = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "vocab_size": 300})).eval()
     comb = CombForCausalLM.from_backbone(backbone, num_encoder_layers=1)

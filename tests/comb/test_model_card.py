@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import open_gates, tiny
 from huggingface_hub import HfApi, ModelCard
 from transformers import LlamaConfig
 
@@ -19,6 +18,7 @@ from comb.hub.card.licence import inherited_licence
 from comb.hub.card.merge import CardConflictError, digest, header_text, merge_edits, parse_card
 from comb.hub.push import Remote, plan_push, refresh_card
 from comb.hub.redaction import holds_secret, redact_json
+from tests.helpers.families import open_gates, tiny
 
 ROW = {"method": "comb", "n": 400, "em": 0.96, "f1": 0.99, "rouge_l": 0.985, "intervals": {"em": [0.94, 0.98]},
        "ttft_cached_s": {"median": 0.012, "low": 0.01, "high": 0.02, "n": 5}}  # fmt: skip

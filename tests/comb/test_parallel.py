@@ -16,10 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from comb.parallel import CompileExecutor, Deadline, ModelSource
-from parallel_faults import FAULT_TOKEN, Fragile
-from processes import gone, wait_until_gone
-from test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
+from comb.engine.workers import CompileExecutor, Deadline, ModelSource
 
 from comb import methods
 from comb.cache.picache import PICache, serialize
@@ -30,6 +27,9 @@ from comb.engine.workers.processes import ProcessPool, process_executor
 from comb.engine.workers.worker import Compiler, WorkerSpec, decode_ids, encode_ids
 from comb.methods.base import Method
 from comb.methods.naive import Naive
+from tests.comb.test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
+from tests.helpers.parallel_faults import FAULT_TOKEN, Fragile
+from tests.helpers.processes import gone, wait_until_gone
 
 # sums are taken in the order of a worker, which has one thread
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,7 +67,7 @@ def model(source: ModelSource) -> Any:
 @pytest.fixture(scope="module")
 def executor(source: ModelSource) -> Iterator[CompileExecutor]:
     """Two processes for all tests of this file; those that a test has lost are back before the next one."""
-    with process_executor(source, 2, imports=("parallel_faults",), restarts=20) as executor:
+    with process_executor(source, 2, imports=("tests.helpers.parallel_faults",), restarts=20) as executor:
         yield executor
 
 

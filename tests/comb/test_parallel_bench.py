@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import make_backbone, make_tokenizer
 from typer.testing import CliRunner
 
 from comb.bench.parallel import measure_parallel, prompt, simulate_beyond
@@ -19,6 +18,7 @@ from comb.engine.workers import CompileExecutor, ModelSource
 from comb.engine.workers.pool import Reply, Task, WorkerLostError, WorkerPool
 from comb.engine.workers.scheduling import lpt, makespan
 from comb.engine.workers.worker import Compiler, WorkerSpec, encoded
+from tests.comb.test_engine import make_backbone, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

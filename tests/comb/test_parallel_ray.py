@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
-from test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, same
 
 from comb import methods
 from comb.engine.engine import PICEngine
 from comb.engine.workers import CompileExecutor, Deadline, ModelSource
+from tests.comb.test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
+from tests.comb.test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, same
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def executor(cluster: Any, folder: Path) -> Iterator[CompileExecutor]:
     from comb.engine.workers.ray_actors import ray_executor
 
-    with ray_executor(ModelSource(str(folder)), 2, imports=("parallel_faults",)) as executor:
+    with ray_executor(ModelSource(str(folder)), 2, imports=("tests.helpers.parallel_faults",)) as executor:
         yield executor
 
 

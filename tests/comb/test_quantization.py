@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import open_gates, tiny
-from test_documents import byte_tokenizer
 
 from comb import CombForCausalLM, PICEngine, methods
 from comb.cache.picache import CrossPICache, DecoderPICache, PICacheError, deserialize, serialize
 from comb.cache.quantization import SCHEMES, QuantizedPICache, dequantize, fidelity, quantize, quantize_picache
 from comb.cache.store import PICacheStore
+from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.families import open_gates, tiny
 
 DOCUMENTS = [list(range(3, 14)), list(range(50, 61))]
 QUERY = [90, 17, 33]

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_documents import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from comb import PICEngine, splitters
 from comb.documents.splitting import FunctionSplitter, Splitter, create, sentences, split_document, token_pieces
+from tests.comb.test_documents import byte_tokenizer
 
 BUDGETED = [name for name in splitters.names() if name != "whole"]
 SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "pretrain_text" / "wiki_passages_2wiki.jsonl.gz"

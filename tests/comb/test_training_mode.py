@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import open_gates, tiny
 
 from comb import CombForCausalLM
+from tests.helpers.families import open_gates, tiny
 
 DOCUMENTS = [[[5, 6, 7, 8], [9, 10]], [[11, 12, 13]], []]
 

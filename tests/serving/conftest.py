@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "comb")]
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +61,7 @@ def nano_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def served(plugin: None, nano_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One `comb serve` for all tests that ask over HTTP (`served.Served`); they leave it idle."""
-    from served import serve
+    from tests.helpers.served import serve
 
     with serve(nano_adapter, tmp_path_factory.mktemp("r")) as server:
         yield server

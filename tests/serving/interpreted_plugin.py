@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import checkpoint, served
+
+from tests.helpers.engines import checkpoint, served
 
 pytestmark = pytest.mark.usefixtures("plugin")
 STEPS: list[int] = []

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from front_server import Server, run
 
 from comb_serving.plugin import serve
+from tests.helpers.front_server import Server, run
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "serving" / "deploy"

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import wait_until_gone
 
 from comb_serving.config.instance import LOCK, PREFIX, instance_folder, remove_abandoned
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.sizes import parse_bytes, parse_pool_size
 from comb_serving.launch.launcher import launch, read_flags
+from tests.helpers.processes import wait_until_gone
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time

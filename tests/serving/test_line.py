@@ -6,8 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from fakes import FakeEncoders
-from front_server import Server, chat, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +15,8 @@ from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, W
 from comb_serving.manager.manager import PICManager
 from comb_serving.manager.queue import Line
 from comb_serving.pool.pool import PoolLayout
+from tests.helpers.fakes import FakeEncoders
+from tests.helpers.front_server import Server, chat, run
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
 SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}

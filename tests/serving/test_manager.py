@@ -7,7 +7,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from fakes import FakeEncoders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from comb_serving.encoding.supervisor import EncoderError
 from comb_serving.manager.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, Wanted
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.pool import PoolLayout
+from tests.helpers.fakes import FakeEncoders
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from front_server import Server, chat, run
 
 from comb_serving.api.front import CHAT
 from comb_serving.manager.counters import BOUNDS, Histogram
+from tests.helpers.front_server import Server, chat, run
 
 pytest.importorskip("prometheus_client", reason="comes with vLLM")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import SMALL, reference
 
 from comb import Document, PICEngine
 from comb_serving import LLM
 from comb_serving.config.options import INSTANCE_DIR
+from tests.helpers.engines import SMALL, reference
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

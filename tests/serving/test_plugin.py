@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import KEY, Served, answer, checkpoint, engine, greedy, served
 
 from comb.backbones.loading import resolve_name
+from tests.helpers.engines import KEY, Served, answer, checkpoint, engine, greedy, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import checkpoint
-from families import tiny
 from torch import nn
 
 from comb.backbones.fingerprint import fingerprint
+from tests.helpers.engines import checkpoint
+from tests.helpers.families import tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

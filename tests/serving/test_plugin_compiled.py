@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import Served, checkpoint, engine, served
 
 from comb.backbones.loading import resolve_name
+from tests.helpers.engines import Served, checkpoint, engine, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 

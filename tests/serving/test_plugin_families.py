@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from engines import answer, checkpoint, engine, greedy, reference, served, three_documents
-from families import BASE, LINEAR, MAMBA, MOE
+
+from tests.helpers.engines import answer, checkpoint, engine, greedy, reference, served, three_documents
+from tests.helpers.families import BASE, LINEAR, MAMBA, MOE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 

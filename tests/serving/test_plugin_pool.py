@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import checkpoint, served
+
+from tests.helpers.engines import checkpoint, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from engines import answer, checkpoint, engine, greedy, reference, served, three_documents
-from families import BASE
 from safetensors.torch import load_file, save_file
 
 from comb import CombForCausalLM
+from tests.helpers.engines import answer, checkpoint, engine, greedy, reference, served, three_documents
+from tests.helpers.families import BASE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 

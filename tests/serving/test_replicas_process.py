@@ -9,9 +9,9 @@ import sys
 import urllib.request
 
 import pytest
-from processes import gone, wait_until_gone
 
 from comb_serving.replicas.process import ServeProcess
+from tests.helpers.processes import gone, wait_until_gone
 
 PROGRAM = """
 import sys, time

@@ -155,7 +155,7 @@ def test_replicas_are_restarted_and_streams_pass() -> None:
 
 @pytest.mark.vllm
 def test_two_real_servers_behind_one_address(plugin: None, nano_adapter: Path) -> None:
-    from served import FLAGS, QUESTION, TEXTS
+    from tests.helpers.served import FLAGS, QUESTION, TEXTS
 
     arguments = ["--comb-pool-bytes", "2MiB", *FLAGS]
 

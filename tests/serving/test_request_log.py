@@ -8,13 +8,13 @@ import logging
 from typing import Any
 
 import pytest
-from fakes import Client
-from front_server import MESSAGES, Server, chat, run
 
 from comb_serving.api.front import CHAT
 from comb_serving.config.logs import JSONFormatter, configure
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import tenant_of
+from tests.helpers.fakes import Client
+from tests.helpers.front_server import MESSAGES, Server, chat, run
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from served import QUESTION, TEXTS, Served, logprobs, text_of
+
+from tests.helpers.served import QUESTION, TEXTS, Served, logprobs, text_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

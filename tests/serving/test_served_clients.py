@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import QUESTION, TEXTS, Served, states, text_of
+
+from tests.helpers.served import QUESTION, TEXTS, Served, states, text_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

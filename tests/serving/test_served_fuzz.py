@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import CHAT, COMPLETIONS, QUESTION, TEXTS, Served, states
+
+from tests.helpers.served import CHAT, COMPLETIONS, QUESTION, TEXTS, Served, states
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from library import Library
-from served import CHAT, COMPLETIONS, Served
+
+from tests.helpers.library import Library
+from tests.helpers.served import CHAT, COMPLETIONS, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from library import Library
-from served import QUESTION, Served, logprobs, serve, states
+
+from tests.helpers.library import Library
+from tests.helpers.served import QUESTION, Served, logprobs, serve, states
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

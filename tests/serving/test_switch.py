@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from front_server import DOCUMENTS, Server, chat, run
 
 from comb_serving.api.encoder_switch import SWITCH
 from comb_serving.api.front import CHAT
@@ -13,6 +12,7 @@ from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import key_hash
 from comb_serving.launch.launcher import launch
 from comb_serving.pool.handles import KEY
+from tests.helpers.front_server import DOCUMENTS, Server, chat, run
 
 ADMIN = key_hash("admin")
 

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from test_trainer import backbone
 
 from comb_training.bench.training_step import RIVAL, Shape, cost_table, measure_training
+from tests.training.test_trainer import backbone
 
 SHAPE = Shape(groups=1, questions=3, documents=2, document_tokens=10, query_tokens=4, target_tokens=3)
 

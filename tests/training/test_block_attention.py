@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_trainer import TOKENIZER, backbone, examples
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 from transformers.cache_utils import DynamicCache
 
@@ -21,6 +20,7 @@ from comb_training.models.lora import add_lora
 from comb_training.train import run_training
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.trainer import CombTrainer
+from tests.training.test_trainer import TOKENIZER, backbone, examples
 
 PROMPT = Prompt((3, 4), ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16)), (17, 18, 19), ((), (20,)))
 

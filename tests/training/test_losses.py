@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_trainer import TOKENIZER, backbone, comb_model, examples, trainer
 from torch.nn.functional import kl_div
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,6 +18,7 @@ from comb_training.data.batches import IGNORED, Collator, TrainingExample
 from comb_training.models.lora import add_lora, lora_layers, unload
 from comb_training.trainer.losses import Teacher, divergence, target_logits_only, target_loss
 from comb_training.trainer.trainer import CombTrainer
+from tests.training.test_trainer import TOKENIZER, backbone, comb_model, examples, trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -14,7 +14,7 @@ from comb.hub.card.licence import Licence
 from comb.hub.card.merge import BEGIN, END, Card, parse_card
 
 # a wheel carries the template inside the package (pyproject.toml), a source tree has it in model_cards/
-_PLACES = (Path(__file__).parent / "template.md", Path(__file__).parents[2] / "model_cards" / "template.md")
+_PLACES = (Path(__file__).parent / "template.md", Path(__file__).parents[3] / "model_cards" / "template.md")
 TEMPLATE = next((path for path in _PLACES if path.is_file()), _PLACES[0])
 
 # argument of the card -> what a table cell says of TrainConfig's values

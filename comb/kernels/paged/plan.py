@@ -39,7 +39,7 @@ class Sizes:
 
 
 def sizes_for(dtype: torch.dtype, width: int) -> Sizes:
-    """What is taken for queries [T, H, `width`], so that no program's registers overflow (tests/comb/compiled_*)."""
+    """What is taken for queries [T, H, `width`], so that no program's registers overflow (tests/helpers/compiled_*)."""
     if dtype == torch.float32:  # products without tensor cores take many more registers
         return Sizes(Launch(32, 32), Launch(32, 32), prefill_rows=16)
     if width > 128:

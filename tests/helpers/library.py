@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import reference
 from transformers import AutoTokenizer
 
 from comb import CombForCausalLM, Document, PromptBuilder
+from tests.helpers.engines import reference
 
 
 class Library:

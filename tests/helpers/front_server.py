@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from fakes import Client, Echo, FakeEncoders
 from transformers import AutoTokenizer
 
 from comb.documents.document import Document, PromptBuilder
@@ -16,6 +15,7 @@ from comb_serving.config.options import ServeOptions
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.pool import PoolLayout
 from comb_training.nano import CHECKPOINT
+from tests.helpers.fakes import Client, Echo, FakeEncoders
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=16)
 MESSAGES = [{"role": "user", "content": "Where is Ada?"}]

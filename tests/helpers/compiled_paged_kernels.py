@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import triton
-from compiled_mac_kernels import NoDevice, compile_only, compiled
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -25,6 +24,7 @@ from comb.kernels.launch import Launch
 from comb.kernels.paged.attention import FP8, BlockTable, PagedBatch, PagedLayer
 from comb.kernels.paged.kernel import attend_paged
 from comb.kernels.paged.plan import Sizes, sizes_for
+from tests.helpers.compiled_mac_kernels import NoDevice, compile_only, compiled
 
 
 def launch(dtype: torch.dtype, *, shared: int, width: int, fp8: bool = False, sizes: Sizes | None = None) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import open_gates
 
 from comb import CombForCausalLM
 from comb_serving.config.instance import default_root
 from comb_serving.pool.handles import KEY, Handle, pack
 from comb_serving.pool.pool import SharedPool
+from tests.helpers.families import open_gates
 
 BLOCK = 4
 SMALL = {

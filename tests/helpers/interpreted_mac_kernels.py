@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from torch import Tensor
 
 from comb.kernels.launch import Launch, Pages
@@ -32,6 +31,7 @@ from comb.kernels.mac.step import Step, step
 from comb.kernels.mac.step_kernel import mac_step_triton
 from comb.mac import mac
 from comb.mac.breakeven import PAPER_H100
+from tests.helpers.interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 
 SMALL = MacConfig(window=20, band=9, tau=0.6, min_length=0, max_chain=None, max_drift=False)
 TILES = Launch(ring_tile=16, key_tile=16, programs=3)
