@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from comb.cache.picache import PICache
-from comb.cache.tiers import DiskTier, Entry, LRUTier, TierStats
+from comb.cache.tiers import DiskTier, IndexEntry, LRUTier, TierStats
 
 # keys are file names, so nothing that leads out of a folder or hides a file
 _KEY = re.compile(r"[0-9A-Za-z_][0-9A-Za-z._-]{0,127}")
@@ -42,7 +42,7 @@ class StoreStats:
     removed_in_use: int
 
 
-class Handle:
+class PICacheRef:
     """A reference to one PICache, which stays on the device meanwhile. Release it in `finally`, or use `with`.
 
     On a GPU, release it when the work that reads it is done, or queued on the stream that its tensors were made on.
@@ -50,11 +50,11 @@ class Handle:
     hit: whether it was found, not compiled. tier: where it was found: "device", "host", "disk", or "compiled".
     """
 
-    def __init__(self, store: Directory, entry: Entry, tier: str) -> None:
+    def __init__(self, store: Directory, entry: IndexEntry, tier: str) -> None:
         self.key = entry.key
         self.tier = tier
         self._store = store
-        self._entry: Entry | None = entry
+        self._entry: IndexEntry | None = entry
 
     @property
     def hit(self) -> bool:
@@ -81,7 +81,7 @@ class Handle:
         self.release()
 
 
-class Handles(list[Handle]):
+class PICacheRefs(list[PICacheRef]):
     """The handles of one `acquire`, in the order of its keys; leaving the `with` block releases them all."""
 
     def release(self) -> None:
@@ -127,7 +127,7 @@ class Directory:
         if disk_path is not None:
             self._disk = DiskTier(Path(disk_path), disk_bytes, clock=clock, wall_clock=wall_clock)
         self._in_flight: dict[str, Flight] = {}
-        self._removed: set[Entry] = set()  # gone from lookup, still in use; the device tier holds their bytes
+        self._removed: set[IndexEntry] = set()  # gone from lookup, still in use; the device tier holds their bytes
         self._pins: dict[str, int] = {}
         self._hits = self._misses = self._expired = 0
 
@@ -282,13 +282,13 @@ class Directory:
             del self._in_flight[key]
             self._changed.notify_all()
 
-    def _unreference(self, entry: Entry) -> None:
+    def _unreference(self, entry: IndexEntry) -> None:
         entry.references -= 1
         if entry.references == 0 and entry in self._removed:
             self._removed.remove(entry)
             self._device.held_bytes -= entry.nbytes
 
-    def _is_kept(self, entry: Entry) -> bool:
+    def _is_kept(self, entry: IndexEntry) -> bool:
         """Whether an entry may not be evicted: in use, pinned, or being worked on."""
         return entry.references > 0 or entry.key in self._pins or entry.key in self._in_flight
 

@@ -26,14 +26,14 @@ from pathlib import Path
 
 import torch
 
-from comb.cache.index import Directory, Flight, Handle, Handles, IntegrityError, StoreStats, checked_key
+from comb.cache.index import Directory, Flight, IntegrityError, PICacheRef, PICacheRefs, StoreStats, checked_key
 from comb.cache.picache import PICache, PICacheError
-from comb.cache.tiers import Entry, LRUTier
+from comb.cache.tiers import IndexEntry, LRUTier
 
 __all__ = [
-    "Handle",
-    "Handles",
     "IntegrityError",
+    "PICacheRef",
+    "PICacheRefs",
     "PICacheStore",
     "PICacheTooLargeError",
     "StoreFullError",
@@ -52,13 +52,13 @@ class StoreFullError(RuntimeError):
 
 
 @dataclass
-class _Call:
+class PendingAcquire:
     """One acquire under way: what it references, what it has claimed, and what it has evicted and must move down."""
 
     expires_at: float
-    held: dict[str, tuple[Entry, str]] = field(default_factory=dict)
+    held: dict[str, tuple[IndexEntry, str]] = field(default_factory=dict)
     claimed: dict[str, Flight] = field(default_factory=dict)
-    evicted: list[tuple[Entry, LRUTier, Flight]] = field(default_factory=list)
+    evicted: list[tuple[IndexEntry, LRUTier, Flight]] = field(default_factory=list)
 
 
 class PICacheStore(Directory):
@@ -112,7 +112,7 @@ class PICacheStore(Directory):
         compile: Callable[[list[int]], Sequence[PICache]],
         *,
         ttl_s: float | None = None,
-    ) -> Handles:
+    ) -> PICacheRefs:
         """References to the PICaches of `keys`, all or none, each on the device.
 
         Args:
@@ -130,7 +130,7 @@ class PICacheStore(Directory):
         positions: dict[str, int] = {}
         for index, key in enumerate(keys):
             positions.setdefault(checked_key(key), index)
-        call = _Call(self._expiry(ttl_s))
+        call = PendingAcquire(self._expiry(ttl_s))
         pending = list(positions)
         try:
             while pending:
@@ -143,14 +143,14 @@ class PICacheStore(Directory):
             with self._changed:
                 for key in keys:
                     call.held[key][0].references += 1
-                return Handles(Handle(self, *call.held[key]) for key in keys)
+                return PICacheRefs(PICacheRef(self, *call.held[key]) for key in keys)
         finally:
             with self._changed:  # the handles have references of their own
                 for entry, _ in call.held.values():
                     self._unreference(entry)
             self._settle(call)
 
-    def _claim(self, pending: Iterable[str], call: _Call) -> list[str]:
+    def _claim(self, pending: Iterable[str], call: PendingAcquire) -> list[str]:
         """References what is on the device, claims what nobody works on; returns the keys in flight elsewhere."""
         busy = []
         with self._changed:
@@ -173,7 +173,7 @@ class PICacheStore(Directory):
         return busy
 
     def _finish_claims(
-        self, positions: dict[str, int], compile: Callable[[list[int]], Sequence[PICache]], call: _Call
+        self, positions: dict[str, int], compile: Callable[[list[int]], Sequence[PICache]], call: PendingAcquire
     ) -> None:
         """Brings up or compiles all claimed keys, in one batch."""
         missing = [key for key in list(call.claimed) if not self._promote(key, call)]
@@ -182,7 +182,7 @@ class PICacheStore(Directory):
             compiled = compile([positions[key] for key in missing])
             self._admit_compiled(missing, compiled, call)
 
-    def _settle(self, call: _Call) -> None:
+    def _settle(self, call: PendingAcquire) -> None:
         """Whatever happened: no key stays in flight on the call's account."""
         with self._changed:
             for key, flight in call.claimed.items():
@@ -190,13 +190,16 @@ class PICacheStore(Directory):
             call.claimed.clear()
         self._move_down(call.evicted)
 
-    def _promote(self, key: str, call: _Call) -> bool:
+    def _promote(self, key: str, call: PendingAcquire) -> bool:
         """Brings a claimed key up from host or disk; False if it is in neither."""
         with self._changed:
             stored = self._host.get(key)  # stays there until admitted: a key in flight is not evicted
         if stored is not None:
             assert stored.picache is not None
-            entry, source = Entry(key, stored.nbytes, stored.expires_at, stored.picache.to(self.device)), self._host
+            entry, source = (
+                IndexEntry(key, stored.nbytes, stored.expires_at, stored.picache.to(self.device)),
+                self._host,
+            )
         else:
             with self._changed:
                 self._host.stats.misses += 1
@@ -212,7 +215,7 @@ class PICacheStore(Directory):
             self._hits += 1
         return True
 
-    def _read_from_disk(self, key: str) -> Entry | None:
+    def _read_from_disk(self, key: str) -> IndexEntry | None:
         """A claimed key's entry with its PICache; None if there is none, it expired, or its file can't be used."""
         disk = self._disk
         if disk is None:
@@ -239,19 +242,19 @@ class PICacheStore(Directory):
                 disk.index.touch(key)
             else:
                 disk.adopt(key, file, self._is_kept)
-        return Entry(key, picache.nbytes, file.expires_at, picache)
+        return IndexEntry(key, picache.nbytes, file.expires_at, picache)
 
-    def _admit_compiled(self, keys: list[str], compiled: Sequence[PICache], call: _Call) -> None:
+    def _admit_compiled(self, keys: list[str], compiled: Sequence[PICache], call: PendingAcquire) -> None:
         """Puts what `compile` returned on the device. Raises ValueError if it isn't one PICache per key."""
         if len(compiled) != len(keys) or not all(isinstance(picache, PICache) for picache in compiled):
             raise ValueError(f"compile expects to return one PICache for each of {len(keys)} indices, got {compiled!r}")
         own = [picache.to(self.device).standalone() for picache in compiled]
-        entries = [Entry(key, p.nbytes, call.expires_at, p) for key, p in zip(keys, own, strict=True)]
+        entries = [IndexEntry(key, p.nbytes, call.expires_at, p) for key, p in zip(keys, own, strict=True)]
         with self._changed:
             self._admit(entries, call, "compiled")
             self._misses += len(entries)
 
-    def _admit(self, entries: list[Entry], call: _Call, tier: str) -> None:
+    def _admit(self, entries: list[IndexEntry], call: PendingAcquire, tier: str) -> None:
         """Adds claimed entries to the device tier, referenced by `call`, or raises without having changed anything."""
         for entry in entries:
             if not self._device.admits(entry.nbytes):
@@ -293,14 +296,14 @@ class PICacheStore(Directory):
 
     # ---- moving down ----
 
-    def _evict(self, entry: Entry, tier: LRUTier, evicted: list[tuple[Entry, LRUTier, Flight]]) -> None:
+    def _evict(self, entry: IndexEntry, tier: LRUTier, evicted: list[tuple[IndexEntry, LRUTier, Flight]]) -> None:
         """Takes an entry out of a memory tier, in flight until `_move_down` has put it below."""
         tier.pop(entry.key)
         tier.stats.evictions += 1
         flight = self._in_flight[entry.key] = Flight()
         evicted.append((entry, tier, flight))
 
-    def _move_down(self, evicted: list[tuple[Entry, LRUTier, Flight]]) -> None:
+    def _move_down(self, evicted: list[tuple[IndexEntry, LRUTier, Flight]]) -> None:
         """Puts evicted entries into the next tier with room (outside the lock); trouble loses entries, not requests."""
         try:
             for entry, source, flight in evicted:  # grows while we go: the host tier evicts too
@@ -318,10 +321,12 @@ class PICacheStore(Directory):
                     self._land(entry.key, flight)
             evicted.clear()
 
-    def _put_on_host(self, entry: Entry, flight: Flight, evicted: list[tuple[Entry, LRUTier, Flight]]) -> bool:
+    def _put_on_host(
+        self, entry: IndexEntry, flight: Flight, evicted: list[tuple[IndexEntry, LRUTier, Flight]]
+    ) -> bool:
         if not self._host.admits(entry.nbytes) or entry.picache is None or entry.expires_at <= self._clock():
             return False
-        copy = Entry(entry.key, entry.nbytes, entry.expires_at, entry.picache.to("cpu"))
+        copy = IndexEntry(entry.key, entry.nbytes, entry.expires_at, entry.picache.to("cpu"))
         with self._changed:
             victims = None if flight.dropped else self._host.victims(entry.nbytes, self._is_kept)
             if victims is None:
@@ -331,7 +336,7 @@ class PICacheStore(Directory):
             self._host.add(copy)
             return True
 
-    def _put_on_disk(self, entry: Entry, flight: Flight) -> bool:
+    def _put_on_disk(self, entry: IndexEntry, flight: Flight) -> bool:
         """Writes an entry whose key is in flight, unless its file is there; False if there is no room or it failed."""
         disk = self._disk
         if disk is None or entry.expires_at <= self._clock() or not disk.index.admits(entry.nbytes):
@@ -342,7 +347,7 @@ class PICacheStore(Directory):
                 return True
             disk.index.pop(entry.key)  # its file vanished
         data = disk.encode(entry)
-        file = Entry(entry.key, len(data), entry.expires_at)
+        file = IndexEntry(entry.key, len(data), entry.expires_at)
         with self._changed:
             if flight.dropped or not disk.make_room(file.nbytes, self._is_kept):
                 return False
@@ -357,7 +362,7 @@ class PICacheStore(Directory):
                 written = self._commit(temporary, file, flight)
         return written
 
-    def _commit(self, temporary: Path | None, file: Entry, flight: Flight) -> bool:
+    def _commit(self, temporary: Path | None, file: IndexEntry, flight: Flight) -> bool:
         if self._disk is None or temporary is None:
             return False
         if flight.dropped:  # removed while it was being written

@@ -34,7 +34,7 @@ SUFFIX = ".picache.safetensors"  # ours alone: files without it are never touche
 
 
 @dataclass(eq=False)
-class Entry:
+class IndexEntry:
     """One PICache in one tier. `expires_at` is by the store's clock (inf: never); on disk, `picache` is None."""
 
     key: str
@@ -74,24 +74,24 @@ class LRUTier:
 
     name: str
     budget: int | None
-    entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
+    entries: OrderedDict[str, IndexEntry] = field(default_factory=OrderedDict)
     used_bytes: int = 0
     held_bytes: int = 0
     stats: TierStats = field(default_factory=TierStats)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: IndexEntry) -> None:
         """Adds (or replaces) as the most recently used; the caller has made room."""
         self.pop(entry.key)
         self.entries[entry.key] = entry
         self.used_bytes += entry.nbytes
 
-    def pop(self, key: str) -> Entry | None:
+    def pop(self, key: str) -> IndexEntry | None:
         entry = self.entries.pop(key, None)
         if entry is not None:
             self.used_bytes -= entry.nbytes
         return entry
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> IndexEntry | None:
         return self.entries.get(key)
 
     def touch(self, key: str) -> None:
@@ -101,10 +101,10 @@ class LRUTier:
         """Whether something this large could ever be here."""
         return self.budget is None or nbytes <= self.budget
 
-    def victims(self, nbytes: int, keep: Callable[[Entry], bool]) -> list[Entry] | None:
+    def victims(self, nbytes: int, keep: Callable[[IndexEntry], bool]) -> list[IndexEntry] | None:
         """The least recently used entries whose eviction makes room for `nbytes`; None if there is no such set."""
         excess = -1 if self.budget is None else self.used_bytes + self.held_bytes + nbytes - self.budget
-        chosen: list[Entry] = []
+        chosen: list[IndexEntry] = []
         for entry in self.entries.values():
             if excess <= 0:
                 break
@@ -185,9 +185,9 @@ class DiskTier:
 
     # ---- moving data: outside the store's lock ----
 
-    def scan(self) -> list[tuple[str, Entry | Exception]]:
+    def scan(self) -> list[tuple[str, IndexEntry | Exception]]:
         """Files not in the index, oldest use first, each by key with its entry, or what is wrong with its header."""
-        found: list[tuple[float, str, Entry | Exception]] = []
+        found: list[tuple[float, str, IndexEntry | Exception]] = []
         for path in self.files():
             key = path.name.removesuffix(SUFFIX)
             if key in self.index.entries or key in self._ignored:
@@ -197,7 +197,7 @@ class DiskTier:
                 header = self._read_header(path)
                 if header.key != key:
                     raise PICacheError(f"the file holds the key {header.key!r}")
-                entry = Entry(key, status.st_size, self._to_clock(header.expires_at))
+                entry = IndexEntry(key, status.st_size, self._to_clock(header.expires_at))
                 found.append((status.st_mtime, key, entry))
             except FileNotFoundError:
                 continue
@@ -219,7 +219,7 @@ class DiskTier:
             self._say(("list", error.errno), "could not list the disk tier %s: %s", self.folder, error)
             return []
 
-    def read(self, key: str, device: torch.device | str) -> tuple[PICache, Entry]:
+    def read(self, key: str, device: torch.device | str) -> tuple[PICache, IndexEntry]:
         """The PICache on `device`, and its index entry as the file has it.
 
         Raises:
@@ -235,9 +235,9 @@ class DiskTier:
             os.utime(path)  # the order of use survives a restart
         except OSError:
             logger.debug("could not mark %s as used", path)
-        return picache, Entry(key, len(data), self._to_clock(parse_header(data).expires_at))
+        return picache, IndexEntry(key, len(data), self._to_clock(parse_header(data).expires_at))
 
-    def encode(self, entry: Entry) -> bytes:
+    def encode(self, entry: IndexEntry) -> bytes:
         """The file's content for an entry that has a PICache."""
         assert entry.picache is not None
         remaining = entry.expires_at - self._clock()
@@ -257,7 +257,7 @@ class DiskTier:
 
     # ---- the index and its folder: under the store's lock ----
 
-    def commit(self, temporary: Path, entry: Entry) -> bool:
+    def commit(self, temporary: Path, entry: IndexEntry) -> bool:
         """Renames a staged file into place and adds its entry (the caller has made room); False if that failed."""
         try:
             temporary.replace(self.path(entry.key))
@@ -292,7 +292,7 @@ class DiskTier:
         logger.warning("dropping the unusable cache file %s: %s", self.path(key), error)
         self.remove(key)
 
-    def adopt(self, key: str, found: Entry | Exception, keep: Callable[[Entry], bool]) -> None:
+    def adopt(self, key: str, found: IndexEntry | Exception, keep: Callable[[IndexEntry], bool]) -> None:
         """Takes a file found in the folder into the index, within the budget; deletes an unusable one."""
         if key in self.index.entries or not self.exists(key):
             return
@@ -305,7 +305,7 @@ class DiskTier:
             self.index.stats.evictions += 1
             self.remove(key)
 
-    def make_room(self, nbytes: int, keep: Callable[[Entry], bool]) -> bool:
+    def make_room(self, nbytes: int, keep: Callable[[IndexEntry], bool]) -> bool:
         """Deletes the least recently used files until `nbytes` fit; False, deleting nothing, if they can't."""
         victims = self.index.victims(nbytes, keep)
         for victim in victims or ():

@@ -19,7 +19,7 @@ from comb.backbones.exclusive import backbone_of
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.backbones.tokenizer import check_tokenizer, load_tokenizer
 from comb.cache.picache import PICache
-from comb.cache.store import Handle, PICacheStore
+from comb.cache.store import PICacheRef, PICacheStore
 from comb.documents import splitting
 from comb.documents.document import Document, Message, Prompt, PromptBuilder, referenced_documents
 from comb.documents.splitting import Boundaries, Splitter
@@ -413,7 +413,7 @@ class PICEngine:
             begin = None if call.turn is None else call.turn.plan(method, call.segments[0], call.prompts[0])
             given = call.segments if begin is None else [call.segments[0][begin.segments :]]
             prompts = call.prompts if begin is None else [begin.prompt]
-            handles: dict[str, Handle] = {}
+            handles: dict[str, PICacheRef] = {}
             if call.encoder:
                 handles = self._acquire([segment for row in given for segment in row], stack)
             pairs = zip(given, prompts, strict=True)
@@ -452,7 +452,7 @@ class PICEngine:
                     answers.append(Answer(self.tokenizer.decode(ids, skip_special_tokens=True), ids, report))
         return answers
 
-    def _row(self, segments: Sequence[Segment], prompt: Prompt, handles: Mapping[str, Handle]) -> LinkRow:
+    def _row(self, segments: Sequence[Segment], prompt: Prompt, handles: Mapping[str, PICacheRef]) -> LinkRow:
         picaches: list[PICache] = [
             handles[segment.key].picache if handles else token_picache(self._plain.fingerprint, segment.token_ids)
             for segment in segments
@@ -463,8 +463,10 @@ class PICEngine:
         """Segments of added documents."""
         return self._segmenter.keyed_anew(self.library.find(ids))
 
-    def _acquire(self, segments: Sequence[Segment], stack: ExitStack, *, ttl: float | None = None) -> dict[str, Handle]:
-        """Handles by key, released by `stack`; all that are missing are compiled in one call."""
+    def _acquire(
+        self, segments: Sequence[Segment], stack: ExitStack, *, ttl: float | None = None
+    ) -> dict[str, PICacheRef]:
+        """References by key, released by `stack`; all that are missing are compiled in one call."""
         unique = list({segment.key: segment for segment in segments}.values())
         handles = self.store.acquire(
             [segment.key for segment in unique],

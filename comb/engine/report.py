@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from comb.cache.store import Handle
+from comb.cache.store import PICacheRef
 from comb.engine.library import Segment, by_document
 from comb.mac.accounting import MacReport
 from comb.methods.base import SegmentState, SegmentUse
@@ -54,7 +54,7 @@ class DocumentReport:
 
 
 def document_reports(
-    segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, Handle]
+    segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, PICacheRef]
 ) -> tuple[DocumentReport, ...]:
     """One report per document of a row, from the method's word on its segments, or, where it has none, the store's."""
     words: Sequence[SegmentUse | None] = [None] * len(segments) if uses is None else uses
@@ -62,7 +62,7 @@ def document_reports(
     return tuple(DocumentReport.merged([next(reports) for _ in parts]) for parts in by_document(segments))
 
 
-def _segment_report(segment: Segment, use: SegmentUse | None, handles: Mapping[str, Handle]) -> DocumentReport:
+def _segment_report(segment: Segment, use: SegmentUse | None, handles: Mapping[str, PICacheRef]) -> DocumentReport:
     tokens, handle = len(segment.token_ids), handles.get(segment.key)
     if use is None and handle is None:
         return DocumentReport(segment.id, "inlined", tokens)
@@ -72,7 +72,9 @@ def _segment_report(segment: Segment, use: SegmentUse | None, handles: Mapping[s
     return DocumentReport(segment.id, use.state, tokens, use.tier if use.state == "hit" else None, use.nbytes)
 
 
-def cache_bytes(segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, Handle]) -> int:
+def cache_bytes(
+    segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, PICacheRef]
+) -> int:
     """Bytes of the PICaches that a row is read from; arguments as for `document_reports`."""
     if uses is not None:
         return sum(use.nbytes for use in uses)

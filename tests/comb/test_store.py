@@ -826,7 +826,7 @@ def spoil_key(store: PICacheStore) -> None:
 
 
 def spoil_flight(store: PICacheStore) -> None:
-    thread = threading.Thread(target=lambda: store._claim(["k9"], comb.cache.store._Call(0.0)))
+    thread = threading.Thread(target=lambda: store._claim(["k9"], comb.cache.store.PendingAcquire(0.0)))
     thread.start()
     thread.join()
 

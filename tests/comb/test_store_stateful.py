@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from comb.cache.picache import TokenPICache
-from comb.cache.store import Handle, PICacheStore, PICacheTooLargeError, StoreFullError
+from comb.cache.store import PICacheRef, PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.cache.tiers import SUFFIX
 
 SIZES = {"a": 8, "b": 8, "c": 16, "d": 16, "e": 24, "f": 32, "huge": 72}  # bytes
@@ -142,8 +142,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.now = 0.0
         self.model = Model()
-        self.handles: list[tuple[Handle, int]] = []  # with the generation that they must show
-        self.removed: list[Handle] = []
+        self.handles: list[tuple[PICacheRef, int]] = []  # with the generation that they must show
+        self.removed: list[PICacheRef] = []
         self.open()
 
     def open(self) -> None:

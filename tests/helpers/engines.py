@@ -15,7 +15,7 @@ import torch
 
 from comb import CombForCausalLM
 from comb_serving.config.instance import default_root
-from comb_serving.pool.handles import KEY, Handle, pack
+from comb_serving.pool.handles import KEY, PoolHandle, pack
 from comb_serving.pool.pool import SharedPool
 from tests.helpers.families import open_gates
 
@@ -61,7 +61,7 @@ class Served:
     model: CombForCausalLM | Any
     pools: Sequence[SharedPool]
     documents: dict[str, list[int]] = field(default_factory=dict)
-    handles: dict[str, Handle] = field(default_factory=dict)
+    handles: dict[str, PoolHandle] = field(default_factory=dict)
     cached: list[int] = field(default_factory=list)  # tokens that each answer took from the prefix cache
 
     def add(self, name: str, tokens: list[int]) -> None:
@@ -70,7 +70,7 @@ class Served:
         count = layout.blocks_for(len(tokens))
         taken = {block for handle in self.handles.values() for block in handle.blocks}
         free = [block for block in reversed(range(layout.num_blocks)) if block not in taken]
-        handle = Handle(len(tokens), tuple(free[: 2 * count : 2]))
+        handle = PoolHandle(len(tokens), tuple(free[: 2 * count : 2]))
         (picache,) = self.model.encode([tokens])
         for rank, pool in enumerate(self.pools):
             first = rank * layout.kv_heads

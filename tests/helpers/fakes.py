@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comb_serving.encoding.supervisor import Encoded, EncoderError, Identity
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 
 IDENTITY = Identity(fingerprint="adapter", dtype="float32", max_document_tokens=64, vocab_size=4096)
 
@@ -20,13 +20,13 @@ class FakeEncoders:
 
     at_once: bool = True
     known: Identity = IDENTITY
-    open: list[tuple[str, Handle, asyncio.Future[Encoded]]] = field(default_factory=list)
+    open: list[tuple[str, PoolHandle, asyncio.Future[Encoded]]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
     async def identity(self) -> Identity:
         return self.known
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         assert len(token_ids) == handle.tokens
         future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         self.asked.append(key)

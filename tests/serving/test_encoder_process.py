@@ -23,11 +23,11 @@ from comb import CombForCausalLM
 from comb.cache.store import PICacheStore
 from comb_serving.config.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
 from comb_serving.encoding import frames
-from comb_serving.encoding.process import EncoderWorker, Job, drop_decoder, socket_path
+from comb_serving.encoding.process import EncodeJob, EncoderWorker, drop_decoder, socket_path
 from comb_serving.encoding.supervisor import EncoderProcesses
-from comb_serving.manager.leases import Wanted
+from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout, SharedPool
 
 BLOCKS = 64
@@ -74,12 +74,12 @@ def document(number: int, tokens: int = 20) -> tuple[int, ...]:
     return tuple((7 * number + 3 * index) % 900 + 5 for index in range(tokens))
 
 
-async def wanted(manager: PICManager, numbers: range, tokens: int = 20) -> list[Wanted]:
+async def wanted(manager: PICManager, numbers: range, tokens: int = 20) -> list[WantedDocument]:
     ids = [document(number, tokens) for number in numbers]
-    return [Wanted(key, one) for key, one in zip(await manager.keys(ids, ""), ids, strict=True)]
+    return [WantedDocument(key, one) for key, one in zip(await manager.keys(ids, ""), ids, strict=True)]
 
 
-def check_content(adapter: CombForCausalLM, pool: SharedPool, handle: Handle, ids: tuple[int, ...]) -> None:
+def check_content(adapter: CombForCausalLM, pool: SharedPool, handle: PoolHandle, ids: tuple[int, ...]) -> None:
     (expected,) = adapter.encode([ids])
     for layer in range(pool.layout.cross_layers):
         keys, values = pool.read(layer, [handle])
@@ -207,7 +207,7 @@ def test_what_does_not_fit_the_store_is_encoded_once_all_the_same(adapter: CombF
         asked: list[int] = []
         compile = worker.method.compile
         worker.method.compile = lambda ids, asked=asked, compile=compile: asked.append(len(ids)) or compile(ids)
-        jobs = [Job(n, f"{n:064d}", document(n), Handle(20, (3 * n, 3 * n + 1, 3 * n + 2))) for n in range(3)]
+        jobs = [EncodeJob(n, f"{n:064d}", document(n), PoolHandle(20, (3 * n, 3 * n + 1, 3 * n + 2))) for n in range(3)]
         assert [answer["tier"] for answer in worker.run(jobs)] == ["encoded"] * 3
         assert asked == [3]
         for job in jobs:
@@ -219,9 +219,9 @@ def test_ranks_get_their_heads_and_one_bad_document_harms_nobody(adapter: CombFo
     pools = make_pools(adapter, folder, ranks=2)
     worker = EncoderWorker(adapter, pools)
     jobs = [
-        Job(0, "a" * 64, document(1), Handle(20, (0, 1, 2))),
-        Job(1, "b" * 64, (10**6,), Handle(1, (3,))),
-        Job(2, "c" * 64, document(2), Handle(20, (4, 5, 6))),
+        EncodeJob(0, "a" * 64, document(1), PoolHandle(20, (0, 1, 2))),
+        EncodeJob(1, "b" * 64, (10**6,), PoolHandle(1, (3,))),
+        EncodeJob(2, "c" * 64, document(2), PoolHandle(20, (4, 5, 6))),
     ]
     answers = worker.run(jobs)
     assert [answer.get("tier") for answer in answers] == ["encoded", None, "encoded"]
@@ -242,9 +242,9 @@ def test_answers_say_what_is_kept_outside_the_pool(adapter: CombForCausalLM, fol
     store = PICacheStore(device="cpu", device_bytes=2**20, disk_path=tmp_path / "kept")
     worker = EncoderWorker(adapter, make_pools(adapter, folder), store)
     assert worker.hello()["kept"] == {"host": 0, "disk": 0}
-    (answer,) = worker.run([Job(0, "a" * 64, document(1), Handle(20, (0, 1, 2)))])
+    (answer,) = worker.run([EncodeJob(0, "a" * 64, document(1), PoolHandle(20, (0, 1, 2)))])
     assert answer["kept"]["host"] == adapter.encode([document(1)])[0].nbytes
-    (again,) = worker.run([Job(1, "a" * 64, document(1), Handle(20, (3, 4, 5)))])
+    (again,) = worker.run([EncodeJob(1, "a" * 64, document(1), PoolHandle(20, (3, 4, 5)))])
     assert (again["tier"], again["kept"]) == ("host", answer["kept"])
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from comb_serving.encoding import supervisor as module
 from comb_serving.encoding.supervisor import EncoderError, EncoderProcesses
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 
 DIES, HANGS, LIES = 666, 777, 888
 PROGRAM = f"""
@@ -65,18 +65,18 @@ def test_a_document_that_takes_encoders_with_it_is_refused_and_its_neighbours_ar
     async def work() -> None:
         # the others never hang, however slow the machine
         encoders = start(folder, stall_seconds=2.0 if token == HANGS else 300.0)
-        good = [encoders.submit(f"{number:064x}", [1], Handle(1, (0,))) for number in range(3)]
-        bad = encoders.submit("f" * 64, [token], Handle(1, (1,)))
-        good += [encoders.submit(f"{number:064x}", [1], Handle(1, (0,))) for number in range(3, 6)]
+        good = [encoders.submit(f"{number:064x}", [1], PoolHandle(1, (0,))) for number in range(3)]
+        bad = encoders.submit("f" * 64, [token], PoolHandle(1, (1,)))
+        good += [encoders.submit(f"{number:064x}", [1], PoolHandle(1, (0,))) for number in range(3, 6)]
         results = await asyncio.gather(*good, bad, return_exceptions=True)
         assert [getattr(result, "tier", None) for result in results] == ["encoded"] * 6 + [None]
         assert isinstance(results[-1], EncoderError)
         assert "3 encoder processes ended over this document" in str(results[-1])
         assert encoders.waiting == 0
-        assert (await encoders.submit("a" * 64, [1], Handle(1, (0,)))).tier == "encoded"
+        assert (await encoders.submit("a" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
         await encoders.stop()
         with pytest.raises(EncoderError, match="shutting down"):
-            await encoders.submit("a" * 64, [1], Handle(1, (0,)))
+            await encoders.submit("a" * 64, [1], PoolHandle(1, (0,)))
 
     run(work())
 
@@ -87,7 +87,7 @@ def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
         assert (await encoders.identity()).fingerprint == "same"
         (folder / "change").touch()
         with pytest.raises(EncoderError, match="changed while serving"):
-            await encoders.submit("a" * 64, [DIES], Handle(1, (0,)))
+            await encoders.submit("a" * 64, [DIES], PoolHandle(1, (0,)))
         with pytest.raises(EncoderError, match="changed while serving"):
             await encoders.identity()
         await encoders.stop()
@@ -99,14 +99,14 @@ def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(folder: Path) -
     async def work() -> None:
         command = [sys.executable, "-c", "raise SystemExit(1)"]
         encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30)
-        waiting = encoders.submit("0" * 64, [1], Handle(1, (0,)))
+        waiting = encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))
         encoders.start()
         with pytest.raises(EncoderError, match="at their start"):
             await encoders.identity()
         with pytest.raises(EncoderError, match="at their start"):
             await waiting
         with pytest.raises(EncoderError, match="at their start"):
-            await encoders.submit("0" * 64, [1], Handle(1, (0,)))
+            await encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))
         await encoders.stop()
 
     run(work())
@@ -122,17 +122,17 @@ def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
         await encoders.identity()
         assert encoders.fault() is None
         (folder / "broken").touch()
-        waiting = encoders.submit("a" * 64, [DIES], Handle(1, (0,)))
+        waiting = encoders.submit("a" * 64, [DIES], PoolHandle(1, (0,)))
         with pytest.raises(EncoderError, match="at their start"):
             await waiting
         assert "at their start" in str(encoders.fault())
         with pytest.raises(EncoderError, match="at their start"):
-            await encoders.submit("b" * 64, [1], Handle(1, (0,)))
+            await encoders.submit("b" * 64, [1], PoolHandle(1, (0,)))
         await encoders.identity()  # what is in the pool can be served still
         (folder / "broken").unlink()
         while encoders.fault() is not None:
             await asyncio.sleep(0.01)
-        assert (await encoders.submit("b" * 64, [1], Handle(1, (0,)))).tier == "encoded"
+        assert (await encoders.submit("b" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
         process = encoders.places[0].process
         assert process is not None
         process.kill()
@@ -158,7 +158,7 @@ def test_an_encoder_that_starts_after_all_is_used(folder: Path) -> None:
         while encoders.places[0].writer is None:
             await asyncio.sleep(0.02)
         assert (await encoders.identity()).fingerprint == "same"
-        assert (await encoders.submit("0" * 64, [1], Handle(1, (0,)))).tier == "encoded"
+        assert (await encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
         await encoders.stop()
 
     run(work())
@@ -170,7 +170,7 @@ def test_nothing_runs_after_the_end(folder: Path) -> None:
         await encoders.identity()
         process = encoders.places[0].process
         assert process is not None
-        hanging = encoders.submit("a" * 64, [HANGS], Handle(1, (0,)))
+        hanging = encoders.submit("a" * 64, [HANGS], PoolHandle(1, (0,)))
         await encoders.stop()
         assert process.returncode is not None
         with pytest.raises(EncoderError, match="shutting down"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from comb.cache.index import IntegrityError
 from comb_serving.encoding.supervisor import EncoderError
-from comb_serving.manager.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, Wanted
+from comb_serving.manager.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.pool import PoolLayout
 from tests.helpers.fakes import FakeEncoders
@@ -24,8 +24,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 20))
 
 
-def wanted(name: str, tokens: int = 4) -> Wanted:
-    return Wanted(name, tuple(range(tokens)))
+def wanted(name: str, tokens: int = 4) -> WantedDocument:
+    return WantedDocument(name, tuple(range(tokens)))
 
 
 def test_a_document_is_encoded_once_for_all_who_want_it() -> None:

@@ -47,7 +47,7 @@ def idle(llm: LLM) -> None:
 
     async def check() -> None:
         await manager.settle()
-        assert manager.references == manager.waiting == len(manager.line) == 0
+        assert manager.references == manager.waiting == len(manager.queue) == 0
         manager.check_integrity()
 
     llm._run(check())

@@ -14,12 +14,12 @@ import torch
 
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
-from comb_serving.pool.handles import KEY, Handle, pack
+from comb_serving.pool.handles import KEY, PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
 from comb_serving.vllm.pool import check_documents, pool_device, rank_layout, total_bytes
 from comb_serving.vllm.rows import Documents
 
-A, B = Handle(5, (3, 1)), Handle(4, (0,))
+A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def documents(tmp_path: Path) -> Documents:
     return Documents(SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=6, block_size=4)))
 
 
-def args(*handles: Handle) -> dict[str, Any]:
+def args(*handles: PoolHandle) -> dict[str, Any]:
     return {KEY: pack(handles)}
 
 
@@ -73,7 +73,7 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Documen
     documents.begin(["x"], [0, 1])
     assert not documents.step.rows
     with pytest.raises(ValueError, match="the pool has 6"):
-        documents.add("x", args(Handle(1, (6,))))
+        documents.add("x", args(PoolHandle(1, (6,))))
     with pytest.raises(ValueError, match="no pool"):
         Documents().add("x", args(A))
 
@@ -134,7 +134,7 @@ def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytes
     SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=4, block_size=4))
     check_documents(args(A, B))
     with pytest.raises(ValueError, match="the pool has 4"):
-        check_documents(args(Handle(1, (4,))))
+        check_documents(args(PoolHandle(1, (4,))))
 
 
 @pytest.mark.vllm

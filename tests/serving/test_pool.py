@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from comb_serving.pool.handles import Handle, pack, unpack
+from comb_serving.pool.handles import PoolHandle, pack, unpack
 from comb_serving.pool.pool import PoolLayout, SharedPool
 
 LAYOUT = PoolLayout(cross_layers=2, kv_heads=3, head_dim=5, num_blocks=6, block_size=4)
 
 
 def test_handles_survive_the_wire_and_nonsense_is_refused() -> None:
-    handles = [Handle(5, (3, 1)), Handle(4, (0,))]
+    handles = [PoolHandle(5, (3, 1)), PoolHandle(4, (0,))]
     assert pack(handles) == [5, 2, 3, 1, 4, 1, 0]
     assert unpack(pack(handles), num_blocks=6, block_size=4) == handles
     assert unpack([], num_blocks=6, block_size=4) == []
@@ -28,7 +28,7 @@ def test_handles_survive_the_wire_and_nonsense_is_refused() -> None:
 def test_another_process_reads_what_is_written(tmp_path: Path) -> None:
     pool = SharedPool.create(tmp_path / "pool", LAYOUT)
     pool.tensor.fill_(float("nan"))
-    first, second = Handle(5, (3, 1)), Handle(4, (0,))
+    first, second = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
     keys, values = torch.randn(2, 2, 9, 3, 5).unbind()
     pool.write(first, keys[:, :5], values[:, :5])
     pool.write(second, keys[:, 5:], values[:, 5:])
@@ -37,8 +37,8 @@ def test_another_process_reads_what_is_written(tmp_path: Path) -> None:
     assert torch.equal(found[1], values[1])
     assert not torch.equal(pool.read(1, [second, first])[0], keys[1])
     code = (
-        "import sys; from comb_serving.pool.pool import SharedPool; from comb_serving.pool.handles import Handle\n"
-        "print(SharedPool.attach(sys.argv[1]).read(0, [Handle(5, (3, 1))])[1].sum().item())"
+        "import sys; from comb_serving.pool.pool import SharedPool; from comb_serving.pool.handles import PoolHandle\n"
+        "print(SharedPool.attach(sys.argv[1]).read(0, [PoolHandle(5, (3, 1))])[1].sum().item())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "pool")], capture_output=True, text=True, check=True
@@ -57,8 +57,8 @@ def test_a_rank_holds_its_heads(tmp_path: Path) -> None:
     layout = PoolLayout(cross_layers=2, kv_heads=1, head_dim=5, num_blocks=2, block_size=4, dtype="bfloat16")
     pool = SharedPool.create(tmp_path / "pool", layout)
     keys, values = torch.randn(2, 2, 6, 3, 5).unbind()
-    pool.write(Handle(6, (1, 0)), keys, values, heads=slice(2, 3))
-    torch.testing.assert_close(pool.read(0, [Handle(6, (1, 0))])[0], keys[0, :, 2:3].bfloat16())
+    pool.write(PoolHandle(6, (1, 0)), keys, values, heads=slice(2, 3))
+    torch.testing.assert_close(pool.read(0, [PoolHandle(6, (1, 0))])[0], keys[0, :, 2:3].bfloat16())
     assert layout.bytes_per_token == 2 * 2 * 1 * 5 * 2
     assert layout.nbytes == (tmp_path / "pool").stat().st_size == 8 * layout.bytes_per_token
 

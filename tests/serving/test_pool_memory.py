@@ -20,7 +20,7 @@ from comb.kernels.paged.attention import BlockTable, PagedBatch, attend
 from comb_serving.bench.gpu_handover import blocks_needed, hand_over
 from comb_serving.pool import cuda_ipc, memory
 from comb_serving.pool.cuda_ipc import CannotShareError
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.memory import DeviceMemory
 from comb_serving.pool.pool import PoolLayout, SharedPool
 
@@ -46,7 +46,7 @@ def test_fp8_takes_its_bytes_and_is_near(tmp_path: Path) -> None:
     assert PoolLayout(8, 8, 128, 1, dtype="bfloat16", stored="fp8").bytes_per_token / wide.bytes_per_token == 132 / 256
     pool.memory.flat.fill_(0xFF)
     assert pool.tensor.float().isnan().all()
-    handle = Handle(6, (3, 1))
+    handle = PoolHandle(6, (3, 1))
     keys, values = (torch.randn(2, 2, 6, 5, 20) * torch.logspace(-6, 3, 6)[:, None, None]).unbind()
     pool.write(handle, keys, values, heads=slice(1, 4))
     for layer in range(2):
@@ -71,18 +71,18 @@ def test_blocks_in_fp8_hold_all_there_is_to_know(tmp_path: Path) -> None:
     """Copied to other slots, data and scales alike, a document is what it was; without its scales it isn't."""
     pool = SharedPool.create(tmp_path / "pool", FP8)
     keys, values = (torch.randn(2, 2, 8, 3, 20) * 5).unbind()
-    pool.write(Handle(8, (0, 1)), keys, values)
+    pool.write(PoolHandle(8, (0, 1)), keys, values)
     assert pool.scales is not None
-    target = pool.slots(Handle(8, (4, 2)))
+    target = pool.slots(PoolHandle(8, (4, 2)))
     pool.tensor.view(torch.uint8)[:, :, target] = pool.tensor.view(torch.uint8)[:, :, :8]
-    assert not torch.equal(pool.read(0, [Handle(8, (4, 2))])[1], pool.read(0, [Handle(8, (0, 1))])[1])
+    assert not torch.equal(pool.read(0, [PoolHandle(8, (4, 2))])[1], pool.read(0, [PoolHandle(8, (0, 1))])[1])
     pool.scales[:, :, target] = pool.scales[:, :, :8]
-    assert torch.equal(pool.read(0, [Handle(8, (4, 2))])[1], pool.read(0, [Handle(8, (0, 1))])[1])
+    assert torch.equal(pool.read(0, [PoolHandle(8, (4, 2))])[1], pool.read(0, [PoolHandle(8, (0, 1))])[1])
 
 
 def test_attention_over_an_fp8_pool_is_near(tmp_path: Path) -> None:
     keys, values = torch.randn(2, 2, 11, 3, 20).unbind()
-    query, handle = torch.randn(5, 6, 20), Handle(11, (5, 0, 2))
+    query, handle = torch.randn(5, 6, 20), PoolHandle(11, (5, 0, 2))
     batch = PagedBatch((5,), (BlockTable([(11, handle.blocks)], 4),))
     found = {}
     for stored in ("auto", "fp8"):
@@ -189,9 +189,9 @@ def test_a_pool_of_a_gpu_is_a_handle_under_its_path(tmp_path: Path, monkeypatch:
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
     there = SharedPool.attach(tmp_path / "pool")
     keys, values = torch.randn(2, 2, 4, 3, 5).unbind()
-    there.write(Handle(4, (2,)), keys, values)
+    there.write(PoolHandle(4, (2,)), keys, values)
     there.finish()
-    assert torch.equal(pool.read(1, [Handle(4, (2,))])[0], keys[1])
+    assert torch.equal(pool.read(1, [PoolHandle(4, (2,))])[0], keys[1])
     with pytest.raises(FileExistsError):
         SharedPool.create(tmp_path / "pool", layout, "cuda:0")
     pool.close()

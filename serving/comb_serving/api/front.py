@@ -19,7 +19,7 @@ from comb_serving.api.errors import RequestError
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
 from comb_serving.manager.counters import Counters
-from comb_serving.manager.leases import Lease, Wanted
+from comb_serving.manager.leases import Lease, WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.handles import KEY, pack
 
@@ -169,7 +169,7 @@ class Front:
     async def acquire(self, segments: Sequence[Segment]) -> Lease:
         """A lease of documents. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
-        return await self.manager.acquire([Wanted(segment.key, segment.token_ids) for segment in segments])
+        return await self.manager.acquire([WantedDocument(segment.key, segment.token_ids) for segment in segments])
 
     def builder_for(self, body: dict[str, Any]) -> PromptBuilder:
         """The builder with what a chat's body sets of its template. Raises RequestError."""

@@ -45,7 +45,7 @@ class CombCollector:
         yield _gauge("references", "references of requests under way to documents", manager.references)
         waiting = GaugeMetricFamily(f"{PREFIX}requests_waiting", "requests waiting for documents", labels=["reason"])
         waiting.add_metric(["encoding"], manager.waiting)
-        waiting.add_metric(["room"], len(manager.line))
+        waiting.add_metric(["room"], len(manager.queue))
         yield waiting
         blocks = GaugeMetricFamily(f"{PREFIX}pool_blocks", "blocks of the pool, per rank", labels=["state"])
         for state, count in manager.blocks_by_state().items():

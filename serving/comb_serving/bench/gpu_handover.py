@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout, SharedPool
 
 LONGEST_SECONDS = 120.0  # of a writer, before it is taken to hang
@@ -56,7 +56,7 @@ class HandOver:
         return {**asdict(self), "bytes_per_second": self.bytes_per_second}
 
 
-def document(layout: PoolLayout, tokens: int, number: int) -> tuple[Tensor, Tensor, Handle]:
+def document(layout: PoolLayout, tokens: int, number: int) -> tuple[Tensor, Tensor, PoolHandle]:
     """Keys and values [C, tokens, H, D] of document `number`, the same in every process, and its place in the pool."""
     draw = torch.Generator().manual_seed(number)
     shape = 2, layout.cross_layers, tokens, layout.kv_heads, layout.head_dim
@@ -64,7 +64,7 @@ def document(layout: PoolLayout, tokens: int, number: int) -> tuple[Tensor, Tens
     count = layout.blocks_for(tokens)
     # every third block, backwards, so that no two of a document's are neighbours
     blocks = range(layout.num_blocks)[::-3][number * count : (number + 1) * count]
-    return keys, values, Handle(tokens, tuple(blocks))
+    return keys, values, PoolHandle(tokens, tuple(blocks))
 
 
 def blocks_needed(layout: PoolLayout, tokens: int) -> int:

@@ -6,9 +6,9 @@ import asyncio
 import queue
 from collections.abc import Sequence
 
-from comb_serving.encoding.process import EncoderWorker, Job, take_batch
+from comb_serving.encoding.process import EncodeJob, EncoderWorker, take_batch
 from comb_serving.encoding.supervisor import Encoded, Identity, settle
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 
 
 class LocalEncoders:
@@ -17,7 +17,7 @@ class LocalEncoders:
     def __init__(self, worker: EncoderWorker) -> None:
         self.worker = worker
         self._identity = Identity.parse(worker.hello())
-        self._waiting: queue.Queue[Job | None] = queue.Queue()
+        self._waiting: queue.Queue[EncodeJob | None] = queue.Queue()
         self._open: dict[int, asyncio.Future[Encoded]] = {}
         self._count = 0
 
@@ -25,18 +25,18 @@ class LocalEncoders:
         """What the worker said of its weights."""
         return self._identity
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         """Asks for one document, which is encoded when whoever asks lets the loop go on."""
         loop = asyncio.get_running_loop()
         self._count += 1
         future = self._open[self._count] = loop.create_future()
-        self._waiting.put(Job(self._count, key, tuple(token_ids), handle))
+        self._waiting.put(EncodeJob(self._count, key, tuple(token_ids), handle))
         if len(self._open) == 1:
             loop.call_soon(self._work)
         return future
 
     def _work(self) -> None:
-        held: Job | None = None
+        held: EncodeJob | None = None
         while held is not None or not self._waiting.empty():
             first = self._waiting.get() if held is None else held
             assert first is not None

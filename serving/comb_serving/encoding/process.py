@@ -33,7 +33,7 @@ from comb.model.modeling import ENCODE_BATCH_TOKENS, CombForCausalLM
 from comb_serving.config.logs import configure
 from comb_serving.config.options import ServeOptions, instance_dir, pool_path
 from comb_serving.encoding import frames
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import SharedPool
 
 logger = logging.getLogger(__name__)
@@ -42,17 +42,17 @@ TRIM_EVERY = 16  # batches
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodeJob:
     """One document to encode: where it goes, and the number under which it is answered."""
 
     number: int
     key: str
     token_ids: tuple[int, ...]
-    handle: Handle
+    handle: PoolHandle
 
     @classmethod
-    def parse(cls, message: dict[str, Any]) -> Job:
-        handle = Handle(len(message["token_ids"]), tuple(message["blocks"]))
+    def parse(cls, message: dict[str, Any]) -> EncodeJob:
+        handle = PoolHandle(len(message["token_ids"]), tuple(message["blocks"]))
         return cls(int(message["job"]), str(message["key"]), tuple(message["token_ids"]), handle)
 
 
@@ -83,7 +83,7 @@ class EncoderWorker:
                     "decoder and encoder were started with different checkpoints"
                 )
 
-    def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    def run(self, jobs: Sequence[EncodeJob]) -> list[dict[str, Any]]:
         """Encodes documents in one batch and writes them; answers one message per job.
 
         One document that fails doesn't take its neighbours with it: they are encoded alone then.
@@ -100,7 +100,7 @@ class EncoderWorker:
         about = {"seconds": seconds, "kept": self.kept()}
         return [{"job": job.number, "tier": tier, **about} for job, tier in zip(jobs, tiers, strict=True)]
 
-    def _write(self, jobs: Sequence[Job], compiled: dict[str, Any] | None = None) -> list[str]:
+    def _write(self, jobs: Sequence[EncodeJob], compiled: dict[str, Any] | None = None) -> list[str]:
         compiled = {} if compiled is None else compiled
         try:
             return self._keep_and_fill(jobs, compiled)
@@ -114,7 +114,7 @@ class EncoderWorker:
             self._fill(jobs, self.method.compile([job.token_ids]) if found is None else [found])
             return ["encoded"]
 
-    def _keep_and_fill(self, jobs: Sequence[Job], compiled: dict[str, Any]) -> list[str]:
+    def _keep_and_fill(self, jobs: Sequence[EncodeJob], compiled: dict[str, Any]) -> list[str]:
         """Fills the pools from the store, or without one. What had to be computed is in `compiled`, come what may."""
 
         def compile(missing: Sequence[int]) -> list[Any]:
@@ -132,7 +132,7 @@ class EncoderWorker:
             # the store's uppermost tier is this process's memory
             return [{"compiled": "encoded", "device": "host"}.get(handle.tier, "disk") for handle in handles]
 
-    def _fill(self, jobs: Sequence[Job], picaches: Sequence[Any]) -> None:
+    def _fill(self, jobs: Sequence[EncodeJob], picaches: Sequence[Any]) -> None:
         """Returns when other processes can read them."""
         for job, picache in zip(jobs, picaches, strict=True):
             assert isinstance(picache, CrossPICache)
@@ -229,18 +229,18 @@ def serve(worker: EncoderWorker, server: socket.socket) -> None:
 
 
 def _serve_connection(worker: EncoderWorker, connection: socket.socket) -> None:
-    waiting: queue.Queue[Job | None] = queue.Queue()
+    waiting: queue.Queue[EncodeJob | None] = queue.Queue()
 
     def read() -> None:
         try:
             while True:
-                waiting.put(Job.parse(frames.receive_blocking(connection)))
+                waiting.put(EncodeJob.parse(frames.receive_blocking(connection)))
         except (OSError, KeyError, TypeError, ValueError) as error:
             logger.info("no more documents: %r", error)
             waiting.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    held: Job | None = None
+    held: EncodeJob | None = None
     for number in itertools.count(1):
         first = waiting.get() if held is None else held
         if first is None:
@@ -264,7 +264,9 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def take_batch(first: Job, waiting: queue.Queue[Job | None]) -> tuple[list[Job], Job | None, bool]:
+def take_batch(
+    first: EncodeJob, waiting: queue.Queue[EncodeJob | None]
+) -> tuple[list[EncodeJob], EncodeJob | None, bool]:
     """`first` and what is waiting behind it within the budget (padded tokens); one that doesn't fit; whether it ended.
 
     Documents that write the same key are never in one batch twice: the manager asks for each once.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from comb_serving.encoding import frames
 from comb_serving.encoding.process import socket_path
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 
 logger = logging.getLogger(__name__)
 
@@ -63,23 +63,23 @@ class Encoders(Protocol):
     async def identity(self) -> Identity:
         """Waits for the first encoder. Raises EncoderError if none can be had."""
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         """Asks for one document. The future ends when nobody writes to the handle's blocks any more."""
 
 
 @dataclass(eq=False)
-class _Job:
+class _PendingJob:
     message: dict[str, Any]
     future: asyncio.Future[Encoded]
     attempts: int = 0
 
 
 @dataclass(eq=False)
-class _Place:
+class _EncoderSlot:
     """One encoder process after the other, and the documents that wait for an answer."""
 
     index: int
-    jobs: dict[int, _Job] = field(default_factory=dict)
+    jobs: dict[int, _PendingJob] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     writer: asyncio.StreamWriter | None = None
     failures: int = 0
@@ -118,7 +118,7 @@ class EncoderProcesses:
         self.command = tuple(command)
         self.folder, self.environment = folder, environment
         self.stall_seconds, self.start_seconds, self.clock = stall_seconds, start_seconds, clock
-        self.places = [_Place(index) for index in range(count)]
+        self.places = [_EncoderSlot(index) for index in range(count)]
         self.restarts = 0
         self._known: Identity | None = None
         self._arrived = asyncio.Event()
@@ -150,13 +150,13 @@ class EncoderProcesses:
             raise EncoderError(self.fault() or "no encoder")
         return self._known
 
-    def submit(self, key: str, token_ids: Sequence[int], handle: Handle) -> asyncio.Future[Encoded]:
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         # the same document always goes to the same process, which may still have it in its host tier
         places = [place for place in self.places if not place.down] or self.places
         place = places[int(key[:8], 16) % len(places)]
         number = next(self._numbers)
         message = {"job": number, "key": key, "token_ids": list(token_ids), "blocks": list(handle.blocks)}
-        job = _Job(message, asyncio.get_running_loop().create_future())
+        job = _PendingJob(message, asyncio.get_running_loop().create_future())
         place.jobs[number] = job
         if self._refused is not None or place.down:
             self._fail(place, [number], self.fault())
@@ -187,7 +187,7 @@ class EncoderProcesses:
 
     # ---- one place ----
 
-    async def _keep(self, place: _Place) -> None:
+    async def _keep(self, place: _EncoderSlot) -> None:
         """Runs a process until it ends, over and over; what it left is sent to the next one."""
         while self._refused is None:
             started, place.greeted = self.clock(), False
@@ -209,7 +209,7 @@ class EncoderProcesses:
             await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** min(place.failures - 1, 20), LAST_BACKOFF_S))
         self._fail(place, list(place.jobs), self._refused)
 
-    async def _run(self, place: _Place) -> None:
+    async def _run(self, place: _EncoderSlot) -> None:
         path = socket_path(self.folder, place.index)
         path.unlink(missing_ok=True)
         arguments = [*self.command, "--index", str(place.index)]
@@ -248,7 +248,7 @@ class EncoderProcesses:
                 raise TimeoutError(f"not ready within {self.start_seconds:.0f} s")
             await asyncio.sleep(0.05)
 
-    async def _answers(self, place: _Place, reader: asyncio.StreamReader) -> None:
+    async def _answers(self, place: _EncoderSlot, reader: asyncio.StreamReader) -> None:
         receiving = asyncio.ensure_future(frames.receive(reader))
         quiet_since = self.clock()
         try:
@@ -268,13 +268,13 @@ class EncoderProcesses:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
 
-    def _settle(self, place: _Place, answer: dict[str, Any]) -> None:
+    def _settle(self, place: _EncoderSlot, answer: dict[str, Any]) -> None:
         place.kept = answer.get("kept", place.kept)
         job = place.jobs.pop(answer["job"], None)
         if job is not None and not job.future.done():
             settle(job.future, answer)
 
-    def _send_waiting(self, place: _Place) -> None:
+    def _send_waiting(self, place: _EncoderSlot) -> None:
         """Sends what hasn't been sent to this process. What was with one that died goes alone, to find the culprit."""
         under_way = place.sent & place.jobs.keys()
         for number, job in list(place.jobs.items()):
@@ -293,7 +293,7 @@ class EncoderProcesses:
             if suspect:
                 return
 
-    async def _end(self, place: _Place) -> None:
+    async def _end(self, place: _EncoderSlot) -> None:
         """The process is gone for certain afterwards: its blocks can be written by another one."""
         process, place.process = place.process, None
         if process is None:
@@ -302,6 +302,6 @@ class EncoderProcesses:
             process.kill()
         await process.wait()
 
-    def _fail(self, place: _Place, numbers: list[int], reason: str | None) -> None:
+    def _fail(self, place: _EncoderSlot, numbers: list[int], reason: str | None) -> None:
         for number in numbers:
             self._settle(place, {"job": number, "error": reason})

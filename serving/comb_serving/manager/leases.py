@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from comb_serving.encoding.supervisor import Encoded
-from comb_serving.manager.queue import NotYetError
-from comb_serving.pool.handles import Handle
+from comb_serving.manager.wait_queue import NotYetError
+from comb_serving.pool.handles import PoolHandle
 
 
 class PoolFullError(NotYetError):
@@ -25,7 +25,7 @@ class DocumentsTooLargeError(ValueError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedDocument:
     """A document of a request: its key (`PICManager.keys`) and its token ids."""
 
     key: str
@@ -33,11 +33,11 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class Entry:
+class PooledDocument:
     """A document in the pool. `encoded` is the flight that fills its blocks; None once it has landed."""
 
     key: str
-    handle: Handle
+    handle: PoolHandle
     encoded: asyncio.Future[Encoded] | None
     references: int = 0
     pins: int = 0
@@ -46,7 +46,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Held:
+class LeasedDocument:
     """A document of a lease.
 
     Args:
@@ -55,7 +55,7 @@ class Held:
     """
 
     key: str
-    handle: Handle
+    handle: PoolHandle
     tier: str
 
     @property
@@ -73,14 +73,19 @@ class Lease:
     """
 
     def __init__(
-        self, documents: Sequence[Held], give_back: Callable[[], None], *, room_seconds: float, encode_seconds: float
+        self,
+        documents: Sequence[LeasedDocument],
+        give_back: Callable[[], None],
+        *,
+        room_seconds: float,
+        encode_seconds: float,
     ) -> None:
         self.documents = tuple(documents)
         self.room_seconds, self.encode_seconds = room_seconds, encode_seconds
         self._give_back: Callable[[], None] | None = give_back
 
     @property
-    def handles(self) -> list[Handle]:
+    def handles(self) -> list[PoolHandle]:
         """What the worker needs."""
         return [document.handle for document in self.documents]
 

@@ -22,16 +22,16 @@ from comb_serving.encoding.supervisor import Encoders, Identity
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import (
     DocumentsTooLargeError,
-    Entry,
-    Held,
     Lease,
+    LeasedDocument,
+    PooledDocument,
     PoolFullError,
     PoolPinnedError,
-    Wanted,
+    WantedDocument,
 )
-from comb_serving.manager.queue import Line
+from comb_serving.manager.wait_queue import WaitQueue
 from comb_serving.pool.blocks import BlockAllocator
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout
 
 
@@ -50,13 +50,13 @@ class PICManager:
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
     waiting: int = 0
-    _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
-    _leaving: set[Entry] = field(default_factory=set)  # gone from lookup, their blocks still in use
+    _entries: OrderedDict[str, PooledDocument] = field(default_factory=OrderedDict)
+    _leaving: set[PooledDocument] = field(default_factory=set)  # gone from lookup, their blocks still in use
     _pinned_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = BlockAllocator(self.layout.num_blocks)
-        self.line = Line()
+        self.queue = WaitQueue()
 
     async def identity(self) -> Identity:
         """What the encoder says about its weights. Raises EncoderError if there is none."""
@@ -85,7 +85,7 @@ class PICManager:
 
     # ---- leases ----
 
-    async def acquire(self, wanted: Sequence[Wanted]) -> Lease:
+    async def acquire(self, wanted: Sequence[WantedDocument]) -> Lease:
         """A lease of documents, all or none; encodes what isn't in the pool and waits for it.
 
         Raises:
@@ -118,15 +118,17 @@ class PICManager:
             self._release(held)
             raise
         # a document named twice is one reference and two handles
-        documents = [Held(d.key, entries[d.key].handle, "pool" if d.key in found else tiers[d.key]) for d in wanted]
+        documents = [
+            LeasedDocument(d.key, entries[d.key].handle, "pool" if d.key in found else tiers[d.key]) for d in wanted
+        ]
         times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
         return Lease(documents, partial(self._release, held), **times)
 
-    async def _in_turn(self, unique: dict[str, Wanted]) -> tuple[dict[str, Entry], set[str]]:
+    async def _in_turn(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PooledDocument], set[str]]:
         """`_enter`, at once where nobody is overtaken who waits for room, else when its turn has come."""
         needs_no_room = all(self._present(key) is not None for key in unique)
         # what is in the pool takes no room from those who wait, but keeps it from becoming free: not for too long
-        if not len(self.line) or (needs_no_room and self.line.longest_wait < self.wait_seconds / 2):
+        if not len(self.queue) or (needs_no_room and self.queue.longest_wait < self.wait_seconds / 2):
             try:
                 return self._enter(unique)
             except PoolFullError:
@@ -135,14 +137,14 @@ class PICManager:
         self._check_pins(unique)
         try:
             async with asyncio.timeout(self.wait_seconds):
-                return await self.line.wait(partial(self._enter, unique))
+                return await self.queue.wait(partial(self._enter, unique))
         except TimeoutError:
             raise PoolFullError(
                 f"no room within {self.wait_seconds:g} s: the documents in the pool are in use or pinned; try again "
                 "when requests have ended"
             ) from None
 
-    def _enter(self, unique: dict[str, Wanted]) -> tuple[dict[str, Entry], set[str]]:
+    def _enter(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PooledDocument], set[str]]:
         """References to all documents, those that are missing on their way to the encoder, and who was there already.
 
         Raises PoolFullError or PoolPinnedError, having changed nothing.
@@ -161,7 +163,7 @@ class PICManager:
             self.counters.count("hit", entry.handle.tokens)
         return {**found, **admitted}, set(found)
 
-    def _check_pins(self, unique: dict[str, Wanted]) -> None:
+    def _check_pins(self, unique: dict[str, WantedDocument]) -> None:
         """Raises PoolPinnedError if the documents don't fit beside all others that are pinned."""
         needed = sum(self.layout.blocks_for(len(document.token_ids)) for document in unique.values())
         if needed + self._pinned_blocks <= self.layout.num_blocks:
@@ -175,14 +177,14 @@ class PICManager:
                 "unpin some, or start the server with a larger --comb-pool-bytes"
             )
 
-    def _present(self, key: str) -> Entry | None:
+    def _present(self, key: str) -> PooledDocument | None:
         """The entry of a document that is in the pool or on its way there."""
         self._drop_if_expired(key)
         if key in self._entries:
             self._land(self._entries[key])  # a flight that has failed ends here
         return self._entries.get(key)
 
-    def _admit(self, missing: Sequence[Wanted]) -> dict[str, Entry]:
+    def _admit(self, missing: Sequence[WantedDocument]) -> dict[str, PooledDocument]:
         """New entries with blocks and a reference, on their way to the encoder.
 
         Raises PoolFullError, having changed nothing.
@@ -193,9 +195,9 @@ class PICManager:
         self._make_room(sum(sizes))
         admitted = {}
         for document, size in zip(missing, sizes, strict=True):
-            handle = Handle(len(document.token_ids), self.blocks.allocate(size))
+            handle = PoolHandle(len(document.token_ids), self.blocks.allocate(size))
             flight = self.encoders.submit(document.key, document.token_ids, handle)
-            entry = self._entries[document.key] = Entry(document.key, handle, flight, references=1)
+            entry = self._entries[document.key] = PooledDocument(document.key, handle, flight, references=1)
             admitted[document.key] = entry
             flight.add_done_callback(partial(self._when_done, entry))
         return admitted
@@ -222,7 +224,7 @@ class PICManager:
             self.counters.evictions += 1
             self._forget(entry)
 
-    async def _landed(self, entries: dict[str, Entry]) -> dict[str, str]:
+    async def _landed(self, entries: dict[str, PooledDocument]) -> dict[str, str]:
         """Waits for everything under way; the tiers of what was."""
         flights = {key: entry.encoded for key, entry in entries.items() if entry.encoded is not None}
         if not flights:
@@ -237,10 +239,10 @@ class PICManager:
             self._land(entry)
         return {key: flight.result().tier for key, flight in flights.items()}
 
-    def _when_done(self, entry: Entry, _: object) -> None:
+    def _when_done(self, entry: PooledDocument, _: object) -> None:
         self._land(entry)
 
-    def _land(self, entry: Entry) -> None:
+    def _land(self, entry: PooledDocument) -> None:
         """Takes note of a flight's end, whoever still waits for it; a second call does nothing."""
         flight = entry.encoded
         if flight is None or not flight.done():
@@ -256,13 +258,13 @@ class PICManager:
         else:
             self.counters.count("copied", entry.handle.tokens)
         self._free_if_unused(entry)
-        self.line.wake()
+        self.queue.wake()
 
-    def _release(self, entries: Sequence[Entry]) -> None:
+    def _release(self, entries: Sequence[PooledDocument]) -> None:
         for entry in entries:
             entry.references -= 1
             self._free_if_unused(entry)
-        self.line.wake()
+        self.queue.wake()
 
     # ---- pins, expiry, removal: what `comb.engine.library.Library` asks of a store ----
 
@@ -282,7 +284,7 @@ class PICManager:
         entry.pins -= 1
         if entry.pins == 0:
             self._pinned_blocks -= len(entry.handle.blocks)
-            self.line.wake()
+            self.queue.wake()
         return True
 
     def set_expiry(self, key: str, ttl_s: float | None) -> bool:
@@ -304,15 +306,15 @@ class PICManager:
         self._drop_if_expired(key)
         return key in self._entries
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: PooledDocument) -> None:
         del self._entries[entry.key]
         self._pinned_blocks -= len(entry.handle.blocks) if entry.pins else 0
         entry.removed = True
         self._leaving.add(entry)
         self._free_if_unused(entry)
-        self.line.wake()
+        self.queue.wake()
 
-    def _free_if_unused(self, entry: Entry) -> None:
+    def _free_if_unused(self, entry: PooledDocument) -> None:
         if entry.removed and entry.references == 0 and entry.encoded is None and entry in self._leaving:
             self._leaving.remove(entry)
             self.blocks.release(entry.handle.blocks)
@@ -329,7 +331,7 @@ class PICManager:
             self._drop_if_expired(key)
 
     @staticmethod
-    def _is_kept(entry: Entry) -> bool:
+    def _is_kept(entry: PooledDocument) -> bool:
         return entry.references > 0 or entry.pins > 0 or entry.encoded is not None
 
     # ---- state ----

@@ -12,19 +12,19 @@ KEY = "comb_docs"
 
 
 @dataclass(frozen=True)
-class Handle:
+class PoolHandle:
     """One document in the pool: its length, and the blocks that hold it, the last one perhaps in part."""
 
     tokens: int
     blocks: tuple[int, ...]
 
 
-def pack(handles: Sequence[Handle]) -> list[int]:
+def pack(handles: Sequence[PoolHandle]) -> list[int]:
     """``[tokens, blocks, block, block, ..., tokens, ...]``: the flat list of integers that vLLM passes on."""
     return [number for handle in handles for number in (handle.tokens, len(handle.blocks), *handle.blocks)]
 
 
-def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int) -> list[Handle]:
+def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int) -> list[PoolHandle]:
     """The handles of `pack`.
 
     Raises:
@@ -42,6 +42,6 @@ def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int) -> list[
             )
         if not all(0 <= block < num_blocks for block in blocks):
             raise ValueError(f"{KEY}: blocks {blocks[:4]} at place {at}, but the pool has {num_blocks}")
-        handles.append(Handle(tokens, blocks))
+        handles.append(PoolHandle(tokens, blocks))
         at += 2 + count
     return handles

@@ -22,7 +22,7 @@ from comb_serving.pool import cuda_ipc
 HOST, CUDA = "host", "cuda"
 
 
-class Memory(Protocol):
+class PoolMemory(Protocol):
     """Bytes [nbytes] uint8 that several processes see, and in which order they see what is written."""
 
     flat: Tensor
@@ -105,12 +105,12 @@ class DeviceMemory:
             done.synchronize()
 
 
-def create(path: Path, nbytes: int, device: torch.device) -> Memory:
+def create(path: Path, nbytes: int, device: torch.device) -> PoolMemory:
     """New memory on `device`. Raises FileExistsError, OSError, `cuda_ipc.CannotShareError`."""
     return DeviceMemory.create(path, nbytes, device) if device.type == "cuda" else HostMemory.create(path, nbytes)
 
 
-def attach(kind: str, path: Path, nbytes: int) -> Memory:
+def attach(kind: str, path: Path, nbytes: int) -> PoolMemory:
     """Memory that another process has made."""
     kinds: dict[str, type[HostMemory] | type[DeviceMemory]] = {HOST: HostMemory, CUDA: DeviceMemory}
     return kinds[kind].attach(path, nbytes)

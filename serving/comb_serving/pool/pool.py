@@ -23,7 +23,7 @@ from comb.cache.quantization import quantize
 from comb.kernels.paged.attention import FP8, BlockTable, PagedLayer, take
 from comb_serving.config.options import POOL_DTYPES
 from comb_serving.pool import memory as memories
-from comb_serving.pool.handles import Handle
+from comb_serving.pool.handles import PoolHandle
 
 MANIFEST = ".json"
 
@@ -99,7 +99,7 @@ class SharedPool:
         scales: [C, 2, S, H] float32 in fp8, else None.
     """
 
-    def __init__(self, path: Path, layout: PoolLayout, memory: memories.Memory, *, owner: bool) -> None:
+    def __init__(self, path: Path, layout: PoolLayout, memory: memories.PoolMemory, *, owner: bool) -> None:
         self.path, self.layout, self.memory, self.owner = path, layout, memory, owner
         scales, data = memory.flat.split([layout.scale_bytes, layout.nbytes - layout.scale_bytes])
         self.tensor: Tensor = data.view(layout.stored_dtype).view(layout.shape)
@@ -146,7 +146,7 @@ class SharedPool:
             manifest_of(self.path).unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
 
-    def slots(self, handle: Handle) -> Tensor:
+    def slots(self, handle: PoolHandle) -> Tensor:
         """Slots of a document's tokens [tokens] int64, in order."""
         table = BlockTable([(handle.tokens, handle.blocks)], self.layout.block_size)
         return table.slots(self.tensor.device)
@@ -157,7 +157,7 @@ class SharedPool:
         keys, values = self.tensor[index].unbind()
         return PagedLayer(keys, values, self.layout.block_size, *scales)
 
-    def write(self, handle: Handle, keys: Tensor, values: Tensor, heads: slice = slice(None)) -> None:
+    def write(self, handle: PoolHandle, keys: Tensor, values: Tensor, heads: slice = slice(None)) -> None:
         """Stores a document's keys and values, each [C, tokens, all H, D], of which this pool holds `heads`.
 
         On a GPU it may go on after the return: `finish` waits for it, and until then `keys` and `values` must stay.
@@ -182,7 +182,7 @@ class SharedPool:
         """Waits until all that was written can be read by other processes."""
         self.memory.finish()
 
-    def read(self, layer: int, handles: Sequence[Handle]) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, handles: Sequence[PoolHandle]) -> tuple[Tensor, Tensor]:
         """Keys and values of documents behind one another in cross layer `layer`, each [tokens, H, D] as computed."""
         where = torch.cat([self.slots(handle) for handle in handles])
         paged, dtype = self.layer(layer), self.layout.torch_dtype

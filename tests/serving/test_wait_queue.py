@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from comb_serving.api.front import CHAT
 from comb_serving.config.options import ServeOptions
-from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, Wanted
+from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, WantedDocument
 from comb_serving.manager.manager import PICManager
-from comb_serving.manager.queue import Line
+from comb_serving.manager.wait_queue import WaitQueue
 from comb_serving.pool.pool import PoolLayout
 from tests.helpers.fakes import FakeEncoders
 from tests.helpers.front_server import Server, chat, run
@@ -22,8 +22,8 @@ LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_
 SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}
 
 
-def wanted(name: str, tokens: int | None = None) -> Wanted:
-    return Wanted(name, tuple(range(SIZES[name] if tokens is None else tokens)))
+def wanted(name: str, tokens: int | None = None) -> WantedDocument:
+    return WantedDocument(name, tuple(range(SIZES[name] if tokens is None else tokens)))
 
 
 async def steps() -> None:
@@ -78,7 +78,7 @@ class Play:
                 self.leases.pop().release()
             await self.settle()
         assert not self.tasks
-        assert self.manager.references == len(self.manager.line) == 0
+        assert self.manager.references == len(self.manager.queue) == 0
 
 
 STEPS = st.lists(
@@ -114,13 +114,13 @@ def test_nobody_is_forgotten_overtaken_or_starved(moves: list[tuple[str, Any]]) 
 
 
 def test_the_property_would_notice_a_lost_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Line, "wake", lambda self: None)
+    monkeypatch.setattr(WaitQueue, "wake", lambda self: None)
     with pytest.raises(AssertionError, match="nobody has woken it"):
         run(play([("ask", ["f"]), ("ask", ["e"]), ("release", 0)]))
 
 
 def test_the_property_would_notice_who_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Line, "__len__", lambda self: 0)
+    monkeypatch.setattr(WaitQueue, "__len__", lambda self: 0)
     with pytest.raises(AssertionError):
         run(play([("ask", ["c"]), ("ask", ["f"]), ("ask", ["b"])]))
 
@@ -134,7 +134,7 @@ def test_waiting_is_bounded_and_a_pin_that_no_release_moves_is_refused_at_once()
         manager.wait_seconds = 1000.0
         waiting = asyncio.create_task(manager.acquire([wanted("b", 20)]))
         await steps()
-        assert (len(manager.line), waiting.done()) == (1, False)
+        assert (len(manager.queue), waiting.done()) == (1, False)
         manager.pin("a")
         with pytest.raises(PoolPinnedError, match="pinned documents"):
             await manager.acquire([wanted("c", 20)])
@@ -156,10 +156,10 @@ def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
         await steps()
         small = asyncio.create_task(manager.acquire([wanted("b", 4)]))
         for waited in (0.0, 450.0):
-            manager.line._turns[0].since -= waited
+            manager.queue._waiters[0].since -= waited
             held.append(await manager.acquire([wanted("a", 4)]))
         assert not small.done()  # there is room for it, but not its turn
-        manager.line._turns[0].since -= 51.0  # more than half of the time that it may wait
+        manager.queue._waiters[0].since -= 51.0  # more than half of the time that it may wait
         late = asyncio.create_task(manager.acquire([wanted("a", 4)]))
         await steps()
         assert not late.done()
@@ -189,10 +189,10 @@ def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gone() ->
         leaving = asyncio.create_task(
             client.post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]), leave=leave)
         )
-        while len(server.manager.line) < 1:
+        while len(server.manager.queue) < 1:
             await asyncio.sleep(0.001)
         waiting = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [2] * 64}])))
-        while len(server.manager.line) < 2:
+        while len(server.manager.queue) < 2:
             await asyncio.sleep(0.001)
         leave.set()
         assert (await leaving).status is None
