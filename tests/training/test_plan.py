@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from comb_training import plugin
 from comb_training.config import load_config
-from comb_training.models.loading import load_model
+from comb_training.models import training_method
 from comb_training.plan import plan
 from comb_training.plan.counting import ARCHITECTURES, Parameters, meta_model
 
@@ -99,7 +99,7 @@ def test_counts_without_weights_are_those_of_the_loaded_model(lora: bool) -> Non
     if lora:
         pytest.importorskip("peft")
     config = load_config(CONFIGS["nano"], ["train.lora_rank=4"] if lora else [])
-    model = load_model(config)
+    model = training_method("comb").load(config)
     parameters, meta = Parameters.of(model), meta_model(config)[0]
     assert parameters == Parameters.of(meta)
     assert all(parameter.is_meta for parameter in meta.parameters())
@@ -109,7 +109,7 @@ def test_counts_without_weights_are_those_of_the_loaded_model(lora: bool) -> Non
 
 def test_an_adapter_to_go_on_from_is_counted_like_a_fresh_one(tmp_path: Path) -> None:
     config = load_config(CONFIGS["nano"])
-    load_model(config).save_pretrained(tmp_path)
+    training_method("comb").load(config).save_pretrained(tmp_path)
     again = load_config(CONFIGS["nano"], [f"model.init_from={tmp_path}"])
     assert Parameters.of(meta_model(again)[0]) == Parameters.of(meta_model(config)[0])
 

@@ -30,12 +30,12 @@ from comb_training.config import Config, config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
+from comb_training.models import training_method
 from comb_training.models.loading import device_of
 from comb_training.models.lora import unload
-from comb_training.models.recipe import WAYS
 from comb_training.trainer import distributed
 from comb_training.trainer.heldout import HeldoutAnswers
-from comb_training.trainer.prepare import Prepared, prepare, tokenized
+from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
 from comb_training.trainer.trainer import CombTrainer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def run_training(
     *,
     resume: str | Path | None = None,
     progress: bool = True,
-    prepared: Callable[[Prepared], None] | None = None,
+    prepared: Callable[[PreparedRun], None] | None = None,
 ) -> TrainResult:
     """Trains as `config` says and writes the adapter folder.
 
@@ -141,7 +141,7 @@ def run_training(
         trainer.save_model(config.train.output_dir)
         if result.model is not None:
             unload(result.model)
-            result.model = WAYS[config.train.method].answering(result.model)
+            result.model = training_method(config.train.method).answering(result.model)
         if distributed.is_main():
             save(result, config)
             refresh_card(result.output_dir)  # it tells what training.json says
@@ -186,7 +186,7 @@ def save(result: TrainResult, config: Config) -> None:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
 
 
-def heldout_examples(run: Prepared) -> Sequence[TrainingExample]:
+def heldout_examples(run: PreparedRun) -> Sequence[TrainingExample]:
     """The held-out side of the data with its own answers, `eval.limit` examples of it, for the loss on it."""
     limit = run.config.eval.limit
     examples, counts = tokenized(run.config, run.builder, run.model, split="heldout", limit=limit)
@@ -194,14 +194,14 @@ def heldout_examples(run: Prepared) -> Sequence[TrainingExample]:
     return examples
 
 
-def heldout_answers(run: Prepared) -> HeldoutAnswers | None:
+def heldout_answers(run: PreparedRun) -> HeldoutAnswers | None:
     """What answers `train.eval_answers` questions of the held-out side; None where it is to answer none."""
     limit = run.config.train.eval_answers
     if not limit:
         return None
     data, longest = run.config.data, run.model.max_document_tokens
     examples, _ = read_examples(data, run.builder, longest, split="heldout", limit=limit)
-    model = WAYS[run.config.train.method].answering(run.model)
+    model = training_method(run.config.train.method).answering(run.model)
     return HeldoutAnswers(model, run.tokenizer, examples, run.config)
 
 
@@ -240,7 +240,7 @@ def trained_config(folder: str | Path) -> Config | None:
         raise ValueError(f"{path} is damaged ({error}): name the dataset on the command line") from error
 
 
-def _targets(run: Prepared, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:
+def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:
     """The examples with what they shall answer; on policy, also how the backbone's answers score."""
     train = run.config.train
     if train.answers == "gold":

@@ -30,10 +30,10 @@ from comb_training.answers.store import Answer
 from comb_training.answers.vllm_engine import VllmEngine, vllm_installed
 from comb_training.data.batches import TrainingExample, tokenize
 from comb_training.data.mixture import read_examples
-from comb_training.models.recipe import WAYS
+from comb_training.models import training_method
 
 if TYPE_CHECKING:
-    from comb_training.trainer.prepare import Prepared
+    from comb_training.trainer.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def share_of_environment(*, wait: bool) -> Share:
 
 
 def answer_prepared(
-    run: Prepared,
+    run: PreparedRun,
     *,
     engine: str = "transformers",
     engine_options: Mapping[str, Any] | None = None,
@@ -150,7 +150,7 @@ def answer_prepared(
     return _targets(run, asked, answered, limit, folder, share)
 
 
-def _targets(run: Prepared, asked: _Asked, answered: Answered, limit: int, folder: Path, share: Share) -> Targets:
+def _targets(run: PreparedRun, asked: _Asked, answered: Answered, limit: int, folder: Path, share: Share) -> Targets:
     fits = [len(example.prompt.flat) <= limit for example in asked.examples]
     within = [answer for answer, fit in zip(answered.answers, fits, strict=True) if answer is not None or not fit]
     count_answers(within, run.counts, limit, run.config.train.answer_max_new_tokens)
@@ -168,13 +168,13 @@ def _targets(run: Prepared, asked: _Asked, answered: Answered, limit: int, folde
     return Targets(examples, texts, scores, answered, folder, share, pending=len(answered.answers) - len(within))
 
 
-def _own(run: Prepared) -> _Asked:
+def _own(run: PreparedRun) -> _Asked:
     config = run.model.config
     name = getattr(config, "backbone_name_or_path", "") or run.config.model.backbone
     return _Asked(name, getattr(config, "backbone_revision", None), run.model.backbone, run.tokenizer, run.examples)
 
 
-def _teacher(run: Prepared, name: str) -> _Asked:
+def _teacher(run: PreparedRun, name: str) -> _Asked:
     """Another model, with the same questions and documents as its own tokenizer and template write them."""
     model = AutoModelForCausalLM.from_pretrained(resolve_name(name), dtype=run.model.backbone.dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(resolve_name(name))
@@ -183,7 +183,7 @@ def _teacher(run: Prepared, name: str) -> _Asked:
     # by number, so that what the student's side has dropped is left out here, too
     numbered = [replace(example, id=str(number)) for number, example in enumerate(source)]
     tokenized = tokenize(numbered, run.builder, Counts(), max_query_tokens=data.max_query_tokens)
-    student = WAYS[run.config.train.method].fitting(tokenized, run.model, run.config, Counts())
+    student = training_method(run.config.train.method).fitting(tokenized, run.model, run.config, Counts())
     if [example.prompt for example in student] != [example.prompt for example in run.examples]:
         raise ValueError("the data has changed while it was read: the teacher's questions are not the student's")
     builder = PromptBuilder(tokenizer, document_template=data.document_template)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from comb_training.answers import Targets
     from comb_training.config import Config
     from comb_training.plan import Plan
-    from comb_training.trainer.prepare import Prepared
+    from comb_training.trainer.prepare import PreparedRun
 
 console = Console()
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def _engine_option(item: str) -> tuple[str, Any]:
     return name.replace("-", "_"), yaml.safe_load(value)
 
 
-def _show_answers(targets: Targets, run: Prepared, show: int) -> None:
+def _show_answers(targets: Targets, run: PreparedRun, show: int) -> None:
     answered, settings = targets.answered, targets.answered.settings
     share = f" of rank {targets.share.rank} of {targets.share.ranks}" if targets.share.ranks > 1 else ""
     rate = f", {answered.generated / answered.seconds:.1f} answers/s" if answered.seconds else ""
@@ -309,7 +309,7 @@ def _show_plan(run: Plan) -> None:
         console.print(block)
 
 
-def _show_data(run: Prepared) -> None:
+def _show_data(run: PreparedRun) -> None:
     """What became of the rows, and how long the examples are."""
     from comb_training.data.token_statistics import data_table
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from comb.documents.document import Prompt
@@ -26,7 +25,6 @@ from comb.linking.masks import Masks, for_attention
 from comb.linking.positions import UnmovableError
 from comb.linking.support import find_support
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.models.checkpoints import WEIGHTS
 from comb_training.models.lora import lora_layers
 
 FRESH, PADDING = 0, -1
@@ -114,12 +112,6 @@ class BlockAttentionModel(nn.Module):
             for layer in layers:
                 layer.enable_adapters(True)
 
-    def save_trained(self, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor]) -> None:
-        """What `load_trainable` reads; the tokenizer is the backbone's own and stays there."""
-        del tokenizer
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(dict(weights), folder / WEIGHTS, metadata={"format": "pt"})
-
     def save_pretrained(self, folder: str | Path, *, tokenizer: Any, state_dict: Mapping[str, Tensor]) -> None:
         """An ordinary Hugging Face checkpoint of the backbone, with ``block_attention`` in its configuration."""
         weights = {name.removeprefix("backbone."): value.to(self.backbone.dtype) for name, value in state_dict.items()}
@@ -145,11 +137,6 @@ def key_before(place: Tensor, window: int | None) -> Tensor:
     """Causal, within `window`: bool [T, T]."""
     distance = place[:, None] - place[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
-def whole_prompt(example: TrainingExample) -> TrainingExample:
-    """The same question as a row that holds its documents: what a batch's budget has to count."""
-    return TrainingExample(Prompt(example.prompt.flat, (), ()), example.target, example.id, example.references)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Models of a run: a fresh encoder, an adapter to go on from, a backbone for block attention, what was trained."""
+"""Where and how models are loaded: device, dtype, threads; and what was trained before."""
 
 from __future__ import annotations
 
@@ -8,60 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from comb.backbones.discovery import decoder_layers
 from comb.backbones.loading import resolve_name
-from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
-from comb_training.models.block_attention import BlockAttentionModel
-from comb_training.models.lora import add_lora
-
-
-def load_model(config: Config) -> CombForCausalLM:
-    """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
-    options = dict(config.model.options)
-    model: Any
-    # trained weights stay in float32 whatever the backbone's: small updates, of gates above all, are not lost
-    options.setdefault("adapter_dtype", torch.float32)
-    if config.model.init_from is not None:
-        shaping = sorted({"max_document_tokens", "initialization"} & options.keys())
-        if shaping:
-            raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
-        model = CombForCausalLM.from_pretrained(
-            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **options
-        )
-        model.requires_grad_(True).backbone.requires_grad_(False)
-    else:
-        model = CombForCausalLM.from_backbone(
-            config.model.backbone,
-            num_encoder_layers=config.model.num_encoder_layers,
-            cross_attention_layers=config.model.cross_attention_layers,
-            encoder_causal=config.model.encoder_causal,
-            dtype=dtype_of(config.model.dtype),
-            **options,
-        )
-    if config.train.lora_rank is not None:
-        add_lora(
-            model.get_submodule("encoder.layers"),
-            rank=config.train.lora_rank,
-            alpha=config.train.lora_alpha,
-            dropout=config.train.lora_dropout,
-        )
-    loaded: CombForCausalLM = model.to(device_of(config))
-    return loaded
-
-
-def load_block_model(config: Config) -> BlockAttentionModel:
-    """The configured backbone, all of it trainable, or with LoRA on its layers."""
-    backbone: Any = AutoModelForCausalLM.from_pretrained(
-        resolve_name(config.model.backbone), dtype=dtype_of(config.model.dtype), **config.model.options
-    )
-    model = BlockAttentionModel(backbone.to(device_of(config)))
-    train = config.train
-    if train.lora_rank is not None:
-        backbone.requires_grad_(False)
-        layers = decoder_layers(backbone)
-        add_lora(layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
-    return model
 
 
 def load_checkpoint(name_or_path: str, config: Config) -> Any:

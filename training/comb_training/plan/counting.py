@@ -71,7 +71,7 @@ class Parameters:
 
 
 def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
-    """What `load_model` would load, without a weight, and what `find_backbone_config` says of it.
+    """What `CombTraining.load` would load, without a weight, and what `find_backbone_config` says of it.
 
     Raises:
         OSError: when a configuration isn't here and can't be fetched.

@@ -15,14 +15,14 @@ from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
+from comb_training.models import training_method
 from comb_training.models.loading import set_threads
-from comb_training.models.recipe import WAYS
 from comb_training.trainer.schedule import total_steps
 from comb_training.trainer.trainer import batch_sampler
 
 
 @dataclass
-class Prepared:
+class PreparedRun:
     """Everything a run needs, before anything is answered or trained."""
 
     config: Config
@@ -46,7 +46,7 @@ class Prepared:
         return total_steps(self.config.train, batch_sampler(self.examples, self.config.train).steps_per_epoch)
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config) -> PreparedRun:
     """Loads backbone and data and tokenises them; nothing is trained.
 
     Raises:
@@ -54,12 +54,12 @@ def prepare(config: Config) -> Prepared:
     """
     set_threads(config)
     set_seed(config.train.seed)
-    model = WAYS[config.train.method].load(config)
+    model = training_method(config.train.method).load(config)
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
     examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
     sets = statistics_by_set(examples) if config.data.mixture else {}
-    return Prepared(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)
+    return PreparedRun(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)
 
 
 def tokenized(
@@ -67,4 +67,4 @@ def tokenized(
 ) -> tuple[Sequence[TrainingExample], Counts]:
     """One side of the data, and what happened to the rows."""
     examples, counts = read_tokenized(config.data, builder, model.max_document_tokens, split=split, limit=limit)
-    return WAYS[config.train.method].fitting(examples, model, config, counts), counts
+    return training_method(config.train.method).fitting(examples, model, config, counts), counts

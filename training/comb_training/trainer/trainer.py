@@ -43,6 +43,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
+from comb_training.models import training_method
 from comb_training.models.checkpoints import (
     PARTIAL,
     WRITE_ERRORS,
@@ -55,7 +56,6 @@ from comb_training.models.checkpoints import (
     remove_old,
 )
 from comb_training.models.lora import lora_layers, merged
-from comb_training.models.recipe import WAYS
 from comb_training.trainer import distributed
 from comb_training.trainer.callbacks import ClockCallback, EpochCallback, JsonLines, ProgressBar, TerminationCallback
 from comb_training.trainer.losses import Teacher, target_logits_only, target_loss
@@ -111,7 +111,7 @@ class CombTrainer(Trainer):
         if config.kl_weight > 0:
             _check_teacher_reads(model, [*examples, *heldout])
         self.comb_config = config
-        self.way = WAYS[config.method]
+        self.method = training_method(config.method)
         self.trained_model: Any = model  # `self.model` may be wrapped by then
         self.sampler = batch_sampler(examples, config, together=together)
         if self.sampler.left_out:
@@ -134,7 +134,7 @@ class CombTrainer(Trainer):
             args=_arguments(config, steps, use_cpu=use_cpu),
             train_dataset=list(examples),
             eval_dataset=list(heldout) or None,
-            data_collator=self.way.collator(int(pad), full_prompts=config.kl_weight > 0),
+            data_collator=self.method.collator(int(pad), full_prompts=config.kl_weight > 0),
             processing_class=tokenizer,
             compute_loss_func=self._target_loss,
         )
@@ -269,7 +269,10 @@ class CombTrainer(Trainer):
         if prompts is None:
             return None
         ids, mask = prompts["input_ids"], prompts["attention_mask"]
-        with self.way.plain(self.trained_model) as backbone, target_logits_only(backbone, prompts["labels"]):
+        with (
+            self.method.plain_backbone(self.trained_model) as backbone,
+            target_logits_only(backbone, prompts["labels"]),
+        ):
             logits = backbone(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return Teacher.of(logits, prompts["labels"], self.comb_config.kl_top_k)
 
@@ -367,7 +370,7 @@ class CombTrainer(Trainer):
         if not layers:
             return weights
         base = {}
-        part = self.way.part
+        part = self.method.published_part
         for name, parameter in self.trained_model.get_submodule(part).named_parameters(prefix=part):
             if not parameter.requires_grad:
                 with _whole(parameter):
@@ -384,7 +387,7 @@ class CombTrainer(Trainer):
         if not self.args.should_save:
             return
         if _internal_call:
-            self.way.save_trained(self.trained_model, Path(folder), self.processing_class, weights)
+            self.method.save_trained(self.trained_model, Path(folder), self.processing_class, weights)
         else:
             self.trained_model.save_pretrained(folder, tokenizer=self.processing_class, state_dict=weights)
 
@@ -447,7 +450,7 @@ def batch_sampler(
 ) -> BatchSampler:
     """The sampler that `config` describes, for this run's ranks unless others are named."""
     return BatchSampler(
-        [WAYS[config.method].row(example) for example in examples],
+        [training_method(config.method).row(example) for example in examples],
         Budget(config.batch_size, config.batch_document_tokens, config.batch_query_tokens),
         seed=config.seed,
         together=together,
