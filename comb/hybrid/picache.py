@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from comb.cache.picache import PICache, register_kind
-from comb.hybrid.transition import TRANSITIONS, Transition
+from comb.hybrid.families import TRANSITIONS
+from comb.hybrid.transition import Transition
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from comb.hybrid.caches import new_cache, read_state, write_state
-from comb.hybrid.dense import DenseTransition
-from comb.hybrid.diagonal import DiagonalTransition
-from comb.hybrid.elementwise import ElementwiseTransition
-from comb.hybrid.scalar import ScalarTransition
+from comb.hybrid.families.dense import DenseTransition
+from comb.hybrid.families.diagonal import DiagonalTransition
+from comb.hybrid.families.elementwise import ElementwiseTransition
+from comb.hybrid.families.scalar import ScalarTransition
 from comb.hybrid.transition import Transition, TransitionError
 
 # the smallest log decay that a 32-bit state still shows

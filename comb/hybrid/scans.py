@@ -54,7 +54,7 @@ def reads_scan(*names: str) -> Callable[[ScanReader], ScanReader]:
 
 def read_scan(call: ScanCall, start: int) -> tuple[Transition, Tensor | None]:
     """T, and perhaps S, of a call's tokens from `start` on."""
-    return _readers()[call.name](call, start)
+    return _READERS[call.name](call, start)
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def listen(model: nn.Module, hear: Callable[[ScanCall], Heard]) -> Iterator[list
         places = [
             (namespace, name, namespace[name])
             for namespace in _namespaces(model)
-            for name in _readers()
+            for name in _READERS
             if callable(namespace.get(name))
         ]
         try:
@@ -103,9 +103,3 @@ def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[s
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
     modules = {type(module).__module__ for module in model.modules()}
     return [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
-
-
-def _readers() -> dict[str, ScanReader]:
-    from comb.hybrid import dense, elementwise, scalar  # noqa: F401  they register their readers
-
-    return _READERS

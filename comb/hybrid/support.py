@@ -16,8 +16,8 @@ from torch import Tensor
 
 from comb.backbones.identity import weights_stamp
 from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run
+from comb.hybrid.families.scalar import constant_decay
 from comb.hybrid.probe import LayerRun, Probe, apply_on, watch_layers
-from comb.hybrid.scalar import constant_decay
 from comb.hybrid.scans import listen, read_scan
 from comb.hybrid.transition import Transition, TransitionError
 from comb.linking.positions import (

@@ -9,12 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from comb.registry import Registry
+
+Family = TypeVar("Family", bound="Transition")
 
 Turn = Callable[[Tensor], Tensor]
 """Turns the key channels (the last axis) of [..., K] by one rotation R."""
@@ -85,5 +87,10 @@ class LogDecay(Transition):
 _DECAY_SLACK = 1e-3
 
 TRANSITIONS: Registry[type[Transition]] = Registry("linear-attention family")
-for _family in ("scalar", "diagonal", "elementwise", "dense"):
-    TRANSITIONS.register_lazy(_family, f"comb.hybrid.{_family}:{_family.capitalize()}Transition")
+"""By name; `comb.hybrid.families` fills it."""
+
+
+def register_family(cls: type[Family]) -> type[Family]:
+    """Decorator: makes a family known under its own name, by which a PICache stores its transitions."""
+    TRANSITIONS.register(cls.family)(cls)
+    return cls

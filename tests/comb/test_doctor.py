@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from comb.cli.doctor import check_methods
 
 from comb import methods
-from comb.cli.doctor import random_model
+from comb.cli.doctor import check_methods, random_model
 from comb.methods import split_specs
 from tests.comb.test_linking import LINKABLE, REFUSED
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comb.hybrid import convolution, dense, diagonal, elementwise, scalar
+from comb.hybrid import convolution
 from comb.hybrid.compile import compose
+from comb.hybrid.families import dense, diagonal, elementwise, scalar
 from comb.hybrid.picache import SegmentState
 from comb.hybrid.transition import TRANSITIONS, Transition, TransitionError
 from comb.linking.positions import Frequencies, PositionMap, Rotation

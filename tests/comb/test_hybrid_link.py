@@ -19,11 +19,11 @@ from comb import methods
 from comb.backbones.exclusive import exclusive
 from comb.hybrid.caches import new_cache, read_state, run
 from comb.hybrid.compile import compile_segment
-from comb.hybrid.dense import DenseTransition, of_gates, recurrence
+from comb.hybrid.families.dense import DenseTransition, of_gates, recurrence
+from comb.hybrid.families.scalar import ScalarTransition
 from comb.hybrid.link import Linked, link_segments
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.probe import Probe
-from comb.hybrid.scalar import ScalarTransition
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, record, transition_of
 from tests.helpers.hybrids import BASE, HYBRIDS, slow_decays, tiny_hybrid

@@ -15,7 +15,7 @@ from comb import methods
 from comb.backbones.exclusive import exclusive
 from comb.hybrid import scans
 from comb.hybrid.caches import attention_layers, give_room, new_cache, read_state, run, write_state
-from comb.hybrid.dense import DenseTransition
+from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.probe import Probe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, read_states, record

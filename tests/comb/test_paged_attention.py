@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comb.kernels.launch import Launch
-from comb.kernels.paged.attention import BlockTable, PagedBatch, attend, attend_plain, why_plain
+from comb.kernels.paged.attention import attend, attend_plain, why_plain
+from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb.kernels.paged.plan import Sizes, make_plan, to_device
 from tests.helpers.kernel_process import compiled_kernels, needs_triton, run_interpreted
 from tests.helpers.paged_cases import by_hand, in_fp8, paged_case

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from comb.engine.workers import CompileExecutor, Deadline, ModelSource
 
 from comb import methods
 from comb.cache.picache import PICache, serialize
 from comb.engine.engine import PICEngine
-from comb.engine.workers import wire
+from comb.engine.workers import CompileExecutor, Deadline, ModelSource, wire
 from comb.engine.workers.pool import Reply, Task, WorkerLostError, WorkerPool
 from comb.engine.workers.processes import ProcessPool, process_executor
 from comb.engine.workers.worker import Compiler, WorkerSpec, decode_ids, encode_ids

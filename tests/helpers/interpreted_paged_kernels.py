@@ -14,8 +14,9 @@ import torch
 from comb.kernels.launch import Launch
 from comb.kernels.paged import kernel as paged_module
 from comb.kernels.paged import plan as plan_module
-from comb.kernels.paged.attention import PagedBatch, attend, attend_plain, why_plain
+from comb.kernels.paged.attention import attend, attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged
+from comb.kernels.paged.layout import PagedBatch
 from comb.kernels.paged.plan import Sizes
 from tests.helpers.interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from tests.helpers.paged_cases import by_hand, in_fp8, paged_case

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from comb.kernels.paged.attention import BlockTable, PagedBatch, attend
+from comb.kernels.paged.attention import attend
+from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb_serving.bench.gpu_handover import blocks_needed, hand_over
 from comb_serving.pool import cuda_ipc, memory
 from comb_serving.pool.cuda_ipc import CannotShareError

@@ -17,7 +17,7 @@ from torch import Tensor
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import power_of_two
 from comb.kernels.mac.attend import LOG2_E, _product
-from comb.kernels.paged.attention import PagedBatch, PagedLayer
+from comb.kernels.paged.layout import PagedBatch, PagedLayer
 from comb.kernels.paged.plan import Items, Plan, Sizes, make_plan, sizes_for
 
 MERGED = 16  # shares that one turn of the merge's loop reads

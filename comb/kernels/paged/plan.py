@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comb.kernels.launch import Launch, power_of_two
-from comb.kernels.paged.attention import PagedBatch
+from comb.kernels.paged.layout import PagedBatch
 
 
 @dataclass(frozen=True)

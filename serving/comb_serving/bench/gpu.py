@@ -24,8 +24,9 @@ from comb.cache.quantization import quantize
 from comb.evaluation.table import environment, write_json
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import Launch
-from comb.kernels.paged.attention import FP8, BlockTable, PagedBatch, PagedLayer, attend_plain, why_plain
+from comb.kernels.paged.attention import attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged, run_plan
+from comb.kernels.paged.layout import FP8, BlockTable, PagedBatch, PagedLayer
 from comb.kernels.paged.plan import Sizes, make_plan, sizes_for
 from comb_serving.bench.gpu_handover import HandOver, blocks_needed, hand_over
 from comb_serving.pool.pool import PoolLayout

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from comb.cache.atomic import write_temporary
 from comb.cache.quantization import quantize
-from comb.kernels.paged.attention import FP8, BlockTable, PagedLayer, take
+from comb.kernels.paged.layout import FP8, BlockTable, PagedLayer, take
 from comb_serving.config.options import POOL_DTYPES
 from comb_serving.pool import memory as memories
 from comb_serving.pool.handles import PoolHandle

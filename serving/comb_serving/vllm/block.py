@@ -11,7 +11,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from comb.kernels.paged.attention import PagedBatch, PagedLayer, attend
+from comb.kernels.paged.attention import attend
+from comb.kernels.paged.layout import PagedBatch, PagedLayer
 from comb.model.config import CombEncoderConfig
 from comb_serving.vllm import OP
 from comb_serving.vllm.rows import Documents

@@ -9,9 +9,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from comb.hybrid.transition import LogDecay, TransitionError, Turn
+from comb.hybrid.transition import LogDecay, TransitionError, Turn, register_family
 
 
+@register_family
 class DiagonalTransition(LogDecay):
     """log g_C [H, K] for states [H, K, V]."""
 

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comb.hybrid.scans import ScanCall, reads_scan
-from comb.hybrid.transition import LogDecay, Turn
+from comb.hybrid.transition import LogDecay, Turn, register_family
 
 
+@register_family
 class ScalarTransition(LogDecay):
     """log a_C [H] for states [H, ., .], whichever axis holds the keys."""
 

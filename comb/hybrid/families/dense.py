@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from comb.hybrid.scans import ScanCall, reads_scan
-from comb.hybrid.transition import Transition, TransitionError, Turn
+from comb.hybrid.transition import Transition, TransitionError, Turn, register_family
 
 _POWER_STEPS = 4
 _NORM_SLACK = 1e-3
 _NORM_SLACK_16_BIT = 1e-2
 
 
+@register_family
 class DenseTransition(Transition):
     """T [H, K, K] for states [H, K, V]."""
 

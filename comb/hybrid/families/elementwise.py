@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comb.hybrid.scans import ScanCall, reads_scan
-from comb.hybrid.transition import LogDecay, TransitionError, Turn
+from comb.hybrid.transition import LogDecay, TransitionError, Turn, register_family
 
 
+@register_family
 class ElementwiseTransition(LogDecay):
     """Log decays of the same shape as the state."""
 
