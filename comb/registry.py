@@ -1,78 +1,95 @@
-"""One small registry for methods, datasets and backbone names: lookups by name whose error lists what exists."""
+"""Registries: a method, a dataset, a splitter, a hybrid family is a file with a decorator, found by walking its folder.
+
+A registry knows the packages whose modules register its entries, and imports those at the first lookup. So a new entry
+is a new file, nothing else has to name it, and nothing is imported before somebody looks.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
+from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 PLUGIN_GROUP = "comb.plugins"
+"""Entry points of other distributions: functions without arguments that register, or call `Registry.look_in`."""
 
 
 class Registry(Generic[T]):
-    """Maps a name to an object of one kind; entries may be given lazily as ``"module:attribute"``.
+    """Maps a name to an object of one kind.
 
     Args:
         kind: what the entries are, for error messages ("method", "dataset").
+        packages: where they are found (`look_in`).
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *packages: str) -> None:
         self.kind = kind
-        self._entries: dict[str, T | str] = {}
+        self._entries: dict[str, T] = {}
+        self._packages: dict[str, bool] = dict.fromkeys(packages, False)  # which were walked
+        self._failed: dict[str, ImportError] = {}
+        self._lock = threading.RLock()
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that adds the decorated object under `name`. Raises ValueError if the name is taken."""
 
         def add(entry: T) -> T:
-            self._add(name, entry)
+            if self._entries.setdefault(name, entry) != entry:
+                raise ValueError(f"{self.kind} {name!r} is registered already; choose another name")
             return entry
 
         return add
 
-    def register_lazy(self, name: str, target: str) -> None:
-        """Adds ``"module:attribute"``, imported at the first lookup, so that optional dependencies stay optional."""
-        self._add(name, target)
-
-    def _add(self, name: str, entry: T | str) -> None:
-        known = self._entries.get(name)
-        # a lazy entry is replaced by the object it names when that module registers itself
-        if known is not None and known != entry and not isinstance(known, str):
-            raise ValueError(f"{self.kind} {name!r} is registered already; choose another name")
-        self._entries[name] = entry
+    def look_in(self, package: str) -> None:
+        """Has the modules of a package (or one module) imported at the next lookup; again, it changes nothing."""
+        self._packages.setdefault(package, False)
 
     def get(self, name: str) -> T:
-        """The entry called `name`. Raises ValueError naming the known entries."""
-        load_plugins()
+        """The entry called `name`. Raises ValueError naming the known entries, and modules that can't be imported."""
+        self._walk()
         if name not in self._entries:
             known = ", ".join(self.names()) or "none"
-            raise ValueError(f"unknown {self.kind} {name!r}; known: {known}")
-        entry = self._entries[name]
-        if isinstance(entry, str):
-            module, _, attribute = entry.partition(":")
-            entry = getattr(import_module(module), attribute)
-            self._entries[name] = entry
-        return entry
+            failed = "".join(f"; {module} can't be imported: {error}" for module, error in self._failed.items())
+            raise ValueError(f"unknown {self.kind} {name!r}; known: {known}{failed}")
+        return self._entries[name]
 
     def names(self) -> list[str]:
         """All names, sorted."""
-        load_plugins()
+        self._walk()
         return sorted(self._entries)
 
     def __contains__(self, name: str) -> bool:
-        load_plugins()
+        self._walk()
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
+
+    def _walk(self) -> None:
+        """Imports what may hold entries. A module whose optional dependency is missing is left out until it is asked
+        for by a name that nobody else has."""
+        load_plugins()
+        with self._lock:  # another thread may be in the middle of it
+            for package in [package for package, walked in self._packages.items() if not walked]:
+                self._packages[package] = True  # first: a module may look into the registry that it is found by
+                folder = getattr(import_module(package), "__path__", ())
+                for module in (f"{package}.{found.name}" for found in iter_modules(folder)):
+                    try:
+                        import_module(module)
+                    except ImportError as error:
+                        if (error.name or "").partition(".")[0] == module.partition(".")[0]:
+                            raise  # not an optional dependency, but a mistake in the module
+                        self._failed[module] = error
 
 
 _plugins_loaded = False
 
 
 def load_plugins() -> None:
-    """Runs the ``comb.plugins`` entry points once (training and serving add their datasets and names there)."""
+    """Runs the ``comb.plugins`` entry points once (training names the packages of its datasets and backbones there)."""
     global _plugins_loaded
     if _plugins_loaded:
         return

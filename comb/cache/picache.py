@@ -93,8 +93,7 @@ class PICache(ABC):
         return f"{type(self).__name__}({self.num_tokens} tokens, {self.nbytes} bytes, {self.fingerprint!r})"
 
 
-PICACHE_KINDS: Registry[type[PICache]] = Registry("PICache kind")
-PICACHE_KINDS.register_lazy("hybrid", "comb.hybrid.picache:HybridPICache")
+PICACHE_KINDS: Registry[type[PICache]] = Registry("PICache kind", "comb.hybrid.picache")
 P = TypeVar("P", bound=PICache)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
 from comb.documents.document import Example
-from comb.registry import Registry, load_plugins
+from comb.registry import Registry
 
 HUB = "hf://"
 """How a path to a set on the Hugging Face Hub begins: ``hf://org/name?config=...&split=...``."""
@@ -90,20 +90,37 @@ class MissingDataError(ValueError):
     """What a dataset is read from was not named, or is not there."""
 
 
-datasets: Registry[DatasetReader] = Registry("dataset")
+class DatasetRegistry(Registry[DatasetReader]):
+    """Readers by name, and where their datasets are on the Hub."""
 
-hub_ids: dict[str, tuple[tuple[str, str], ...]] = {}
-"""Of registered datasets that the Hub has: (a part of the path, id) pairs, the first that fits a path holds."""
+    def __init__(self) -> None:
+        super().__init__("dataset")
+        self.hub_ids: dict[str, Mapping[str, str]] = {}
+
+    def register(
+        self, name: str, *, hub_id: str | Mapping[str, str] | None = None
+    ) -> Callable[[DatasetReader], DatasetReader]:
+        """Decorator of a reader.
+
+        Args:
+            hub_id: what model cards link to; or such ids by a part of the path that was read, the first that fits.
+        """
+        if hub_id is not None:
+            self.hub_ids[name] = {"": hub_id} if isinstance(hub_id, str) else hub_id
+        return super().register(name)
+
+
+datasets = DatasetRegistry()
 
 
 def hub_id(name: str, path: str | Path | None = None) -> str | None:
     """The id on the Hub of a registered dataset, or of the one that `path` names; None if the Hub doesn't have it."""
-    load_plugins()
     text = str(path or "")
     named = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(\?.*)?", text)
     if named is not None:
         return named[1]
-    return next((found for part, found in hub_ids.get(name, ()) if part in text.lower()), None)
+    ids = datasets.hub_ids.get(name, {}) if name in datasets else {}
+    return next((found for part, found in ids.items() if part in text.lower()), None)
 
 
 def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> Dataset:

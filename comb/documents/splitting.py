@@ -4,7 +4,8 @@ Token ids are cut, never text: a splitter only chooses places between tokens, so
 Splitters go from coarse units to fine ones (paragraphs, then sentences, then tokens): a unit that is too long is cut at
 the next finer boundary, and short neighbours are packed together up to the budget.
 
-A splitter of your own is a function from text to character offsets, given where a splitter's name goes, or a subclass:
+A splitter of your own is a function from text to character offsets, given where a splitter's name goes, or a subclass
+(those that come along are files in `comb.documents.splitters`):
 
     @splitters.register("verses")
     class Verses(Splitter):
@@ -16,12 +17,12 @@ Source: EPIC (arXiv) sec. 5 (KVSplit) and its RQ4.
 from __future__ import annotations
 
 import operator
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
+from comb.documents.boundaries import spaces
 from comb.locks import lock_of
 from comb.registry import Registry
 
@@ -32,7 +33,7 @@ DEFAULT_MAX_TOKENS = 512
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 8  # tokens; four bytes of UTF-8, and then some for tokenizers that normalise
 
-splitters: Registry[type[Splitter]] = Registry("splitter")
+splitters: Registry[type[Splitter]] = Registry("splitter", "comb.documents.splitters")
 """Splitters by name; `splitters.register("mine")` decorates a subclass of `Splitter`."""
 
 
@@ -44,6 +45,8 @@ class Splitter:
     """
 
     levels: tuple[Boundaries, ...] = ()
+    cuts: ClassVar[bool] = True
+    """False: every document is one segment, and no budget is taken."""
 
     def __init__(self, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
@@ -112,8 +115,8 @@ def create(spec: str | Splitter | Boundaries) -> Splitter:
     budget = budget.removeprefix("max_tokens=")
     if not colon:
         return cls()
-    if cls is Whole:
-        raise ValueError(f"splitter {spec!r}: 'whole' takes no budget; 'fixed:{budget}' would")
+    if not cls.cuts:
+        raise ValueError(f"splitter {spec!r}: {name!r} takes no budget; 'fixed:{budget}' would")
     if not budget.isdigit():
         raise ValueError(f"splitter {spec!r}: expected a number of tokens, as in '{name}:{DEFAULT_MAX_TOKENS}'")
     return cls(int(budget))
@@ -121,7 +124,7 @@ def create(spec: str | Splitter | Boundaries) -> Splitter:
 
 def split_document(tokenizer: Any, token_ids: Sequence[int], splitter: Splitter) -> list[tuple[int, ...]]:
     """The segments of one tokenised document."""
-    if isinstance(splitter, Whole):
+    if not splitter.cuts:
         return [tuple(token_ids)]
     segments = [tuple(segment) for segment in splitter.split(token_ids, token_pieces(tokenizer, token_ids))]
     if not all(segments) or [token for segment in segments for token in segment] != list(token_ids):
@@ -161,94 +164,6 @@ def token_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     return [*found, *(piece[token] for token in part)]
 
 
-# ---- boundaries, as offsets at which a unit starts ----
-
-_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
-_LINE = re.compile(r"\n")
-_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[」』”’）]*\s*")
-_ABBREVIATION = re.compile(
-    r"(?<!['’])\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Inc|Ltd|Co|Corp|Vol|approx|(?:[A-Za-z]\.)+[A-Za-z])\.\s*$"
-)
-_BEFORE_NUMBER = re.compile(r"\b(?:No|Fig|Eq|Sec|pp?|ca|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\.\s*$")
-_LIST_NUMBER = re.compile(r"(?:^|\n)[ \t]*\d{1,3}\.\s*$")
-_FENCE = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})", re.MULTILINE)
-_HEADING = re.compile(r"^[ ]{0,3}#{1,6}(?:[ \t]|$)", re.MULTILINE)
-_TOP_LEVEL = re.compile(r"\n[ \t\r]*\n(?=[^\s)}\]])")
-
-
-def paragraphs(text: str) -> Iterator[int]:
-    """Behind blank lines."""
-    return (match.end() for match in _BLANK_LINES.finditer(text))
-
-
-def lines(text: str) -> Iterator[int]:
-    """Behind line ends."""
-    return (match.end() for match in _LINE.finditer(text))
-
-
-def sentences(text: str) -> Iterator[int]:
-    """Behind the ends of sentences and lines, though not behind abbreviations and initials."""
-    ends = {match.end() for match in _SENTENCE_END.finditer(text) if not _abbreviated(text, match)}
-    return iter(sorted({*ends, *paragraphs(text)}))
-
-
-def _abbreviated(text: str, match: re.Match[str]) -> bool:
-    """Whether what looks like an end isn't one: an abbreviation, an initial, a list's number, ``"Why?" he asked``."""
-    before, after = text[max(0, match.start() - 16) : match.end()], text[match.end() : match.end() + 1]
-    if after.islower() and not match[0].startswith((". ", ".\n")):
-        return True
-    if after.isdigit() and _BEFORE_NUMBER.search(before):
-        return True
-    return bool(_ABBREVIATION.search(before) or _LIST_NUMBER.search(before))
-
-
-def spaces(text: str) -> Iterator[int]:
-    """In front of words, so that a word keeps together where it fits."""
-    return (match.start() for match in re.finditer(r"\s\S", text))
-
-
-def headings(text: str) -> Iterator[int]:
-    """In front of Markdown headings, outside of code fences."""
-    fenced = list(_fences(text))
-    return (match.start() for match in _HEADING.finditer(text) if not _inside(match.start(), fenced))
-
-
-def markdown_blocks(text: str) -> Iterator[int]:
-    """Behind blank lines outside of code fences, and around fenced blocks."""
-    fenced = list(_fences(text))
-    apart = (offset for offset in paragraphs(text) if not _ends_with_heading(text, offset))
-    outside = {offset for offset in apart if not _inside(offset, fenced)}
-    return iter(sorted(outside | {offset for block in fenced for offset in block if 0 < offset < len(text)}))
-
-
-def _ends_with_heading(text: str, offset: int) -> bool:
-    # a heading stays with what follows it
-    return _HEADING.match(text[max(0, offset - 256) : offset].rstrip().rpartition("\n")[2]) is not None
-
-
-def top_level_blocks(text: str) -> Iterator[int]:
-    """In front of lines that aren't indented and follow a blank one: definitions with their comments and decorators."""
-    return (match.end() for match in _TOP_LEVEL.finditer(text))
-
-
-def _fences(text: str) -> Iterator[tuple[int, int]]:
-    """Half-open character ranges of fenced code blocks; one that is never closed reaches to the end."""
-    opened: re.Match[str] | None = None
-    for match in _FENCE.finditer(text):
-        if opened is None:
-            opened = match
-        elif match[1][0] == opened[1][0] and len(match[1]) >= len(opened[1]):
-            end = text.find("\n", match.end())
-            yield opened.start(), len(text) if end < 0 else end + 1
-            opened = None
-    if opened is not None:
-        yield opened.start(), len(text)
-
-
-def _inside(offset: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    return any(first < offset < last for first, last in ranges)
-
-
 def _checked(offsets: Iterable[int], length: int) -> list[int]:
     try:
         found = [operator.index(offset) for offset in offsets]
@@ -264,53 +179,6 @@ def _checked(offsets: Iterable[int], length: int) -> list[int]:
 def _token_cuts(starts: Sequence[int], offsets: Iterable[int]) -> list[int]:
     """The first token at or behind every offset."""
     return sorted({bisect_left(starts, offset) for offset in offsets})
-
-
-# ---- the splitters ----
-
-
-@splitters.register("whole")
-class Whole(Splitter):
-    """Every document is one segment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def split(self, token_ids: Sequence[int], pieces: Sequence[str]) -> list[tuple[int, ...]]:
-        return [tuple(token_ids)] if token_ids else []
-
-
-@splitters.register("fixed")
-class Fixed(Splitter):
-    """Segments of `max_tokens` tokens, wherever that cuts; the last one is what is left."""
-
-
-@splitters.register("paragraphs")
-class Paragraphs(Splitter):
-    """Paragraphs packed up to the budget; longer ones are cut at sentences, then at words."""
-
-    levels = (paragraphs, sentences, spaces)
-
-
-@splitters.register("sentences")
-class Sentences(Splitter):
-    """Sentences packed up to the budget."""
-
-    levels = (sentences, spaces)
-
-
-@splitters.register("markdown")
-class Markdown(Splitter):
-    """Sections, then blocks, lines and sentences; a fenced code block stays whole where it fits the budget."""
-
-    levels = (headings, markdown_blocks, lines, sentences, spaces)
-
-
-@splitters.register("code")
-class Code(Splitter):
-    """Top-level definitions, then blank lines, then lines."""
-
-    levels = (top_level_blocks, paragraphs, lines, spaces)
 
 
 class FunctionSplitter(Splitter):

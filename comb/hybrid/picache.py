@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from comb.cache.picache import PICache, register_kind
-from comb.hybrid.families import TRANSITIONS
-from comb.hybrid.transition import Transition
+from comb.hybrid.transition import TRANSITIONS, Transition
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from comb.hybrid.transition import Transition
+from comb.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ S is None where subtracting T S_before from the layer's own final state is as go
 
 Heard = TypeVar("Heard")
 
-_READERS: dict[str, ScanReader] = {}
+SCAN_READERS: Registry[ScanReader] = Registry("scan", "comb.hybrid.families")
+"""By the name of the scan's function in the model's module."""
 # names in a module are shared by all threads: one listener at a time, and it hears its own thread only
 _listening = threading.Lock()
 
@@ -46,7 +48,8 @@ def reads_scan(*names: str) -> Callable[[ScanReader], ScanReader]:
     """Decorator: the function reads calls of the scans with these names."""
 
     def add(reader: ScanReader) -> ScanReader:
-        _READERS.update(dict.fromkeys(names, reader))
+        for name in names:
+            SCAN_READERS.register(name)(reader)
         return reader
 
     return add
@@ -54,7 +57,7 @@ def reads_scan(*names: str) -> Callable[[ScanReader], ScanReader]:
 
 def read_scan(call: ScanCall, start: int) -> tuple[Transition, Tensor | None]:
     """T, and perhaps S, of a call's tokens from `start` on."""
-    return _READERS[call.name](call, start)
+    return SCAN_READERS.get(call.name)(call, start)
 
 
 @contextmanager
@@ -80,7 +83,7 @@ def listen(model: nn.Module, hear: Callable[[ScanCall], Heard]) -> Iterator[list
         places = [
             (namespace, name, namespace[name])
             for namespace in _namespaces(model)
-            for name in _READERS
+            for name in SCAN_READERS
             if callable(namespace.get(name))
         ]
         try:

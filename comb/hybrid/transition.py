@@ -86,8 +86,7 @@ class LogDecay(Transition):
 # a probe reads a decay off the layer itself and may see 1 + rounding
 _DECAY_SLACK = 1e-3
 
-TRANSITIONS: Registry[type[Transition]] = Registry("linear-attention family")
-"""By name; `comb.hybrid.families` fills it."""
+TRANSITIONS: Registry[type[Transition]] = Registry("linear-attention family", "comb.hybrid.families")
 
 
 def register_family(cls: type[Family]) -> type[Family]:

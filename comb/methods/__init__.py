@@ -1,6 +1,6 @@
 """Methods: named compile/link pairs. One file and one registration each.
 
-A new method is a subclass of `Method` in its own file:
+A new method is a subclass of `Method` in a file of its own in this folder, and needs no other line anywhere:
 
     from comb import methods
 
@@ -37,18 +37,7 @@ __all__ = [
 
 MethodClass = TypeVar("MethodClass", bound=type[Method])
 
-registry: Registry[type[Method]] = Registry("method")
-registry.register_lazy("full", "comb.methods.full:Full")
-registry.register_lazy("prefix", "comb.methods.prefix:Prefix")
-registry.register_lazy("comb", "comb.methods.comb:Comb")
-registry.register_lazy("naive", "comb.methods.naive:Naive")
-registry.register_lazy("block", "comb.methods.block:Block")
-registry.register_lazy("legolink", "comb.methods.legolink:LegoLink")
-registry.register_lazy("legolink-0", "comb.methods.legolink_zero:LegoLinkZero")
-registry.register_lazy("attnlink", "comb.methods.attnlink:AttnLink")
-registry.register_lazy("cacheblend", "comb.methods.cacheblend:CacheBlend")
-registry.register_lazy("hypic", "comb.methods.hypic:Hypic")
-registry.register_lazy("addition", "comb.methods.addition:Addition")
+registry: Registry[type[Method]] = Registry("method", "comb.methods")
 
 
 def names() -> list[str]:

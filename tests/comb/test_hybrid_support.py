@@ -66,14 +66,14 @@ def test_the_listener_hears_its_own_thread_only() -> None:
 
 def test_a_wrong_reading_is_replaced_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that is off by a percent: noticed on the model in hand, and nothing comes out wrong."""
-    right = scans._READERS[SCAN]
+    right = scans.SCAN_READERS.get(SCAN)
 
     def wrong(call: Any, start: int) -> Any:
         transition, state = right(call, start)
         return DenseTransition(0.99 * transition.tensor), state
 
     model = tiny_hybrid("qwen3_next")
-    monkeypatch.setitem(scans._READERS, SCAN, wrong)
+    monkeypatch.setitem(scans.SCAN_READERS._entries, SCAN, wrong)
     with exclusive(model):
         support = find_hybrid_support(model)
     assert {layer.source for layer in support.linear.values()} == {"probe"}
@@ -81,7 +81,7 @@ def test_a_wrong_reading_is_replaced_by_the_probe(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_scan_nobody_knows_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(scans._READERS, "mamba2_chunk_scan")
+    monkeypatch.delitem(scans.SCAN_READERS._entries, "mamba2_chunk_scan")
     model = tiny_hybrid("bamba")
     with exclusive(model):
         support = find_hybrid_support(model)
@@ -164,6 +164,6 @@ def test_a_layer_that_forgets_the_probe_is_known_by_its_scan() -> None:
 def test_a_forgetful_layer_whose_scan_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     fresh = tf.AutoModelForCausalLM.from_config(HYBRIDS["qwen3_next"]()).eval()
-    monkeypatch.setattr("comb.hybrid.scans._READERS", {})
+    monkeypatch.setattr(scans.SCAN_READERS, "_entries", {})
     with pytest.raises(UnmovableError, match="forgets its state within"):
         find_hybrid_support(fresh)

@@ -1,1 +1,1 @@
-"""Dataset readers, one file per dataset; `comb_training.plugin.register` names them in `comb.documents.datasets`."""
+"""Dataset readers, one file per dataset in `readers`, each with its decorator; tokens, mixtures and batches of them."""

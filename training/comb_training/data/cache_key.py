@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from comb import documents
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.documents.document import PromptBuilder
 
@@ -49,11 +50,10 @@ def file_key(path: str | Path | None) -> str | None:
 
 
 def code_key(*functions: Callable[..., Any]) -> str:
-    """A hash of the source of what makes examples: this package's readers, and the modules of these functions."""
-    package = Path(__file__).parent
-    files = {*(package / "data").glob("*.py"), *(package / "nano").glob("*.py"), package / "batches.py"}
-    modules = {function.__module__ for function in functions} | {"comb.documents.document", "comb.documents.splitting"}
-    for module in modules:
+    """A hash of the source of what makes examples: documents, this room, nano's world, and these functions' modules."""
+    here = Path(__file__).parent
+    files = {*here.glob("*.py"), *(here.parent / "nano").glob("*.py"), *Path(documents.__path__[0]).rglob("*.py")}
+    for module in {function.__module__ for function in functions}:
         source = getattr(sys.modules.get(module), "__file__", None)
         if source is not None and Path(source).is_file():
             files.add(Path(source))

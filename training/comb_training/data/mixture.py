@@ -23,7 +23,7 @@ from typing import Any, overload
 import numpy as np
 
 from comb.documents.document import Document, Example, PromptBuilder
-from comb.documents.splitting import Splitter, Whole, create, split_document
+from comb.documents.splitting import Splitter, create, split_document
 from comb_training.config import DataConfig
 from comb_training.data import cache_key, token_cache
 from comb_training.data.batches import TrainingExample, fit_documents, tokenize
@@ -83,7 +83,7 @@ def fit(
     Raises:
         ValueError: if the splitter's segments can be longer than `max_document_tokens`.
     """
-    if splitter is None or isinstance(splitter, Whole):
+    if splitter is None or not splitter.cuts:
         return fit_documents(examples, builder, max_document_tokens, counts)
     if max_document_tokens is not None and splitter.max_tokens > max_document_tokens:
         raise ValueError(

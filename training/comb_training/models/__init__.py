@@ -4,8 +4,6 @@ A `Config` enters; a model that takes `Collator`'s batches leaves. A method is o
 Others use `training_method`, and from the modules `load_checkpoint`, `device_of`, `unload` and `checkpoints`.
 """
 
-from comb_training.models.block import BlockTraining  # imported to be registered
-from comb_training.models.comb import CombTraining
 from comb_training.models.method import TrainingMethod, training_method, training_methods
 
-__all__ = ["BlockTraining", "CombTraining", "TrainingMethod", "training_method", "training_methods"]
+__all__ = ["TrainingMethod", "training_method", "training_methods"]

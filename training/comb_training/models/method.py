@@ -51,7 +51,7 @@ class TrainingMethod(ABC):
         return examples
 
 
-training_methods: Registry[type[TrainingMethod]] = Registry("training method")
+training_methods: Registry[type[TrainingMethod]] = Registry("training method", "comb_training.models")
 
 
 def training_method(name: str) -> TrainingMethod:

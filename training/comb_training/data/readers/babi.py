@@ -31,7 +31,7 @@ class _Story:
     statements: list[str] = field(default_factory=list)
 
 
-@datasets.register("babi")
+@datasets.register("babi", hub_id="facebook/babi_qa")
 def read_babi(
     path: str | Path | None = None,
     *,

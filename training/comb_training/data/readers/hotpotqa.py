@@ -18,7 +18,7 @@ from comb_training.data.grouping import Split
 from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
 
 
-@datasets.register("hotpotqa")
+@datasets.register("hotpotqa", hub_id="hotpotqa/hotpot_qa")
 def read_hotpotqa(
     path: str | Path | None = None,
     *,

@@ -84,7 +84,7 @@ TASKS = {
 """The tasks by LongBench's names, in its order."""
 
 
-@datasets.register("longbench")
+@datasets.register("longbench", hub_id="Xnhyacinth/LongBench")
 def read_longbench(
     path: str | Path | None = None,
     *,

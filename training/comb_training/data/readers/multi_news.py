@@ -19,7 +19,7 @@ SEPARATOR = "|||||"
 QUERY = "Write one summary of all the articles."
 
 
-@datasets.register("multi_news")
+@datasets.register("multi_news", hub_id="alexfabbri/multi_news")
 def read_multi_news(
     path: str | Path | None = None,
     *,

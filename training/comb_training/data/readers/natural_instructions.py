@@ -58,7 +58,7 @@ class _Row:
     group: str
 
 
-@datasets.register("natural_instructions")
+@datasets.register("natural_instructions", hub_id="Muennighoff/natural-instructions")
 def read_natural_instructions(
     path: str | Path | None = None,
     *,

@@ -21,7 +21,7 @@ from comb_training.data.grouping import Split, seeded
 from comb_training.data.records import Record, convert, limited, read_records
 
 
-@datasets.register("nq_open")
+@datasets.register("nq_open", hub_id="google-research-datasets/nq_open")
 def read_nq_open(
     path: str | Path | None = None,
     *,

@@ -26,7 +26,7 @@ SHOT = "Dialogue:\n{dialogue}\nSummary: {summary}"
 QUERY = "Dialogue:\n{dialogue}\nSummary:"
 
 
-@datasets.register("samsum")
+@datasets.register("samsum", hub_id={"dialogsum": "knkarthick/dialogsum", "": "knkarthick/samsum"})
 def read_samsum(
     path: str | Path | None = None,
     *,

@@ -29,7 +29,7 @@ class _Paragraph:
         return Document(self.text, title=self.title)
 
 
-@datasets.register("squad")
+@datasets.register("squad", hub_id={"v1": "rajpurkar/squad", "": "rajpurkar/squad_v2"})
 def read_squad(
     path: str | Path | None = None,
     *,

@@ -15,7 +15,7 @@ from comb_training.data.grouping import Split
 from comb_training.data.readers.hotpotqa import read_paragraphs
 
 
-@datasets.register("2wikimultihopqa")
+@datasets.register("2wikimultihopqa", hub_id="framolfese/2WikiMultihopQA")
 def read_2wikimultihopqa(
     path: str | Path | None = None,
     *,

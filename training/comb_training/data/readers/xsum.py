@@ -25,7 +25,7 @@ QUERY_AMONG_OTHERS = 'Summarise in one sentence the article that begins with "{o
 OPENING_WORDS = 8
 
 
-@datasets.register("xsum")
+@datasets.register("xsum", hub_id="EdinburghNLP/xsum")
 def read_xsum(
     path: str | Path | None = None,
     *,
