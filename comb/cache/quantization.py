@@ -133,15 +133,3 @@ def quantize_picache(picache: PICache, scheme: str, fingerprint: str) -> Quantiz
     for name, tensor in floating.items():
         data[name], scales[name] = quantize(tensor, scheme)
     return QuantizedPICache(fingerprint, picache.kind, dtypes.pop(), data, scales)
-
-
-def fidelity(picache: PICache, scheme: str) -> dict[str, float]:
-    """What eight bits cost: bytes as a share of `picache`'s, and the relative RMS error over all floating tensors."""
-    small = quantize_picache(picache, scheme, picache.fingerprint)
-    again = small.dequantize(picache.fingerprint).tensors()
-    error = total = 0.0
-    for name, tensor in picache.tensors().items():
-        if tensor.is_floating_point():
-            error += float((again[name].double() - tensor.double()).square().sum())
-            total += float(tensor.double().square().sum())
-    return {"bytes": small.nbytes / picache.nbytes, "relative_rms_error": (error / max(total, 1e-300)) ** 0.5}

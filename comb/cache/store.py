@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 
 from comb.cache.index import Directory, Flight, IntegrityError, PICacheRef, PICacheRefs, StoreStats, checked_key
-from comb.cache.picache import PICache, PICacheError
+from comb.cache.picache import PICache
+from comb.cache.picache_file import PICacheError
 from comb.cache.tiers import IndexEntry, LRUTier
 
 __all__ = [

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from comb.cache.atomic import TEMPORARY_PREFIX, is_abandoned, write_temporary
-from comb.cache.picache import (
+from comb.cache.picache import PICache
+from comb.cache.picache_file import (
     MAX_HEADER_BYTES,
-    PICache,
     PICacheError,
     PICacheHeader,
     deserialize,

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from comb import methods
-from comb.cache.picache import DecoderPICache, deserialize, serialize
+from comb.cache.picache import DecoderPICache
+from comb.cache.picache_file import deserialize, serialize
 from comb.linking.cache import LinkCache, RoomyLayer, Span, assemble
 from comb.linking.fork import fork_cache
 from comb.linking.masks import Masks, masked_attention

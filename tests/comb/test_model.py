@@ -71,7 +71,7 @@ def test_doctor_finds_a_broken_model(model: CombForCausalLM, monkeypatch: pytest
         model.encoder, "forward", lambda embeddings: honest([e + embeddings[-1][0] for e in embeddings])
     )
     failed = {check.name for check in run_checks(model) if not check.passed}
-    assert "cached == fresh (disk round trip, encoded alone)" in failed
+    assert "cached == fresh (file round trip, encoded alone)" in failed
 
 
 @torch.no_grad()

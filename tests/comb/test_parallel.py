@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from comb import methods
-from comb.cache.picache import PICache, serialize
+from comb.cache.picache import PICache
+from comb.cache.picache_file import serialize
 from comb.engine.engine import PICEngine
 from comb.engine.workers import CompileExecutor, Deadline, ModelSource, wire
 from comb.engine.workers.pool import Reply, Task, WorkerLostError, WorkerPool

@@ -17,7 +17,8 @@ import torch
 
 import comb.cache.atomic
 import comb.cache.store
-from comb.cache.picache import TokenPICache, serialize
+from comb.cache.picache import TokenPICache
+from comb.cache.picache_file import serialize
 from comb.cache.store import IntegrityError, PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.cache.tiers import SUFFIX
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from comb import methods
-from comb.cache.picache import PICache, serialize
+from comb.cache.picache import PICache
+from comb.cache.picache_file import serialize
 from comb.engine.workers import worker as worker_module
 from comb.methods.naive import Naive
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from comb.cache.picache import CrossPICache, content_key
-from comb.cache.picache import load as load_picache
-from comb.cache.picache import save as save_picache
+from comb.cache.picache_file import deserialize, serialize
 from comb.cli.doctor.check import Check, gap, tolerance_for
 from comb.model.cross_attention import CrossBlock
 from comb.model.modeling import CombForCausalLM
@@ -68,7 +65,7 @@ def _check_on(model: CombForCausalLM, query: Tensor, segments: list[list[int]]) 
     effect = gap(linked[0], plain[0]) / float(plain.abs().max().clamp_min(1e-12))
     return [
         close("order of documents doesn't matter", linked, shuffled),
-        close("cached == fresh (disk round trip, encoded alone)", cached, fresh),
+        close("cached == fresh (file round trip, encoded alone)", cached, fresh),
         close("row of a batch == row alone", linked[:1], alone),
         close("row without documents == backbone", linked[1:], plain[1:]),
         Check("documents change the answer (control)", effect > 0, f"max |diff| {effect:.1e} of the largest logit"),
@@ -77,10 +74,7 @@ def _check_on(model: CombForCausalLM, query: Tensor, segments: list[list[int]]) 
 
 def _round_trip(picache: CrossPICache) -> CrossPICache:
     key = content_key([0], fingerprint=picache.fingerprint, method="doctor", dtype=str(picache.keys.dtype))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "picache.safetensors"
-        save_picache(picache, path, key)
-        loaded = load_picache(path, key, picache.keys.device)
+    loaded = deserialize(serialize(picache, key), key, picache.keys.device)
     assert isinstance(loaded, CrossPICache)
     return loaded
 

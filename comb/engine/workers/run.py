@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from comb.cache.picache import PICache, PICacheError, content_key, deserialize
+from comb.cache.picache import PICache, content_key
+from comb.cache.picache_file import PICacheError, deserialize
 from comb.engine.workers.pool import Reply, Task
 from comb.engine.workers.scheduling import lpt
 from comb.methods.base import Method, Recipe

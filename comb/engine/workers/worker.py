@@ -19,7 +19,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from comb import methods
-from comb.cache.picache import PICache, serialize
+from comb.cache.picache import PICache
+from comb.cache.picache_file import serialize
 from comb.engine.workers import wire
 from comb.engine.workers.pool import Reply, Task
 from comb.methods.base import Method, Recipe
