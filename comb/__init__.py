@@ -10,7 +10,7 @@ from comb.engine.engine import Answer, PICEngine, Report, Request
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Answer",

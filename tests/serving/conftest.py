@@ -23,10 +23,10 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
     if any(entry.name == "comb" for entry in metadata.entry_points(group="vllm.general_plugins")):
         return
     folder = tmp_path_factory.mktemp("entry-points")
-    info = folder / "comb_pic-0.1.0.dist-info"
+    info = folder / "comb_pic-0.2.0.dist-info"
     info.mkdir()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: comb-pic\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: comb-pic\nVersion: 0.2.0\n")
     (info / "entry_points.txt").write_text(
         "".join(
             f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
