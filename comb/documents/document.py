@@ -36,7 +36,7 @@ class Document:
             object.__setattr__(self, "token_ids", tuple(int(token) for token in self.token_ids))
 
     def name(self, key: str) -> str:
-        """What reports and libraries call it: its id, or, where it has none, after its content key."""
+        """What reports and the catalog call it: its id, or, where it has none, after its content key."""
         return self.id or f"doc-{key[:12]}"
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Document, Generated, Message, referenced_documents
 from comb.engine.decoding import AnswerStream, check_wanted
-from comb.engine.library import Segment
 from comb.engine.report import Answer
 from comb.engine.turns import Left, Turn
 
@@ -23,12 +23,12 @@ class Engine(Protocol):
 
     tokenizer: Any
 
-    def segments_of(self, documents: Sequence[str | Document], document_ids: Sequence[str]) -> list[Segment]: ...
+    def segments_of(self, documents: Sequence[str | Document], document_ids: Sequence[str]) -> list[KeyedSegment]: ...
 
     def prepare_turn(
         self,
         messages: Sequence[Message],
-        segments: Mapping[str, Sequence[Segment]],
+        segments: Mapping[str, Sequence[KeyedSegment]],
         turn: Turn,
         encoder: bool | None,
         generate_kwargs: Mapping[str, Any],
@@ -44,8 +44,8 @@ class _History:
 
     messages: tuple[Message, ...]
     texts: tuple[dict[str, Any], ...]
-    segments: Mapping[str, Sequence[Segment]]
-    first: Sequence[Segment] = ()
+    segments: Mapping[str, Sequence[KeyedSegment]]
+    first: Sequence[KeyedSegment] = ()
     left: Left | None = None
     relinked: int = 0
 
@@ -103,14 +103,14 @@ class Conversation:
     def nbytes(self) -> int:
         """Bytes of the cache that the next turn goes on from."""
         left = self._history.left
-        return 0 if left is None or left.held is None else left.held.nbytes
+        return 0 if left is None or left.past is None else left.past.nbytes
 
     def release(self) -> None:
         """Gives the cache's memory back; the next turn is linked from its start."""
         with self._lock:
             left = self._history.left
             if left is not None:
-                self._history = replace(self._history, left=replace(left, held=None))
+                self._history = replace(self._history, left=replace(left, past=None))
 
     def ask(
         self,

@@ -127,7 +127,7 @@ def check_wanted(stop: threading.Event | None) -> None:
         raise Abandoned
 
 
-class Clock(StoppingCriteria):
+class FirstTokenTimer(StoppingCriteria):
     """Notes when the first token is there, and stops generation when `stop` is set."""
 
     def __init__(self, start: float, stop: threading.Event | None = None) -> None:
@@ -155,7 +155,7 @@ class AnswerStream(Iterator[str]):
     """
 
     def __init__(self, run: Callable[[Any, threading.Event], Answer], tokenizer: Any) -> None:
-        self._outcome = _Outcome()
+        self._outcome = _StreamState()
         self._streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._thread = threading.Thread(
             target=_work, args=(run, self._streamer, self._outcome), name="comb-stream", daemon=True
@@ -204,7 +204,7 @@ class AnswerStream(Iterator[str]):
         self.close()
 
 
-class _Outcome:
+class _StreamState:
     def __init__(self) -> None:
         self.stop = threading.Event()
         self.answer: Answer | None = None
@@ -217,7 +217,7 @@ class _Outcome:
             self.thread.join()
 
 
-def _work(run: Callable[[Any, threading.Event], Answer], streamer: Any, outcome: _Outcome) -> None:
+def _work(run: Callable[[Any, threading.Event], Answer], streamer: Any, outcome: _StreamState) -> None:
     try:
         outcome.answer = run(streamer, outcome.stop)
     except BaseException as error:  # raised again where the stream is read

@@ -21,18 +21,18 @@ from comb.backbones.tokenizer import check_tokenizer, load_tokenizer
 from comb.cache.picache import PICache
 from comb.cache.store import PICacheRef, PICacheStore
 from comb.documents import splitting
+from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError, by_document
 from comb.documents.document import Document, Message, Prompt, PromptBuilder, referenced_documents
 from comb.documents.splitting import Boundaries, Splitter
 from comb.engine.conversation import Conversation, RunTurn
-from comb.engine.decoding import AnswerStream, Clock, check_wanted, decoding_settings, trim, with_length
-from comb.engine.library import Library, Segment, UnknownDocumentError, by_document
+from comb.engine.decoding import AnswerStream, FirstTokenTimer, check_wanted, decoding_settings, trim, with_length
 from comb.engine.report import Answer, DocumentReport, Report, cache_bytes, continued_reports, document_reports
-from comb.engine.segments import Segmenter
+from comb.engine.segmenter import Segmenter
 from comb.engine.turns import Start, Turn
 from comb.engine.workers import CompileExecutor, ModelSource
-from comb.engine.workers.executor import recipe_of
+from comb.engine.workers.executor import spec_of
 from comb.mac import MacConfig, MacSession
-from comb.methods.base import DecodeState, LinkRow, Method
+from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.full import token_picache
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
@@ -58,7 +58,7 @@ class Request:
 class _Call:
     """A checked call: per row the segments and the prompt, and what holds for all rows; one row in a conversation."""
 
-    segments: list[list[Segment]]
+    segments: list[list[KeyedSegment]]
     prompts: list[Prompt]
     settings: dict[str, Any]
     encoder: bool
@@ -122,7 +122,7 @@ class PICEngine:
         self.encoder_enabled = encoder_enabled
         self.splitter = splitting.create(splitter)
         self.mac = MacConfig.parse(mac) if isinstance(mac, str) else mac
-        self.library = Library(self.store)
+        self.catalog = DocumentCatalog(self.store)
         self.method = self._make_method(method, parameters)
         self._plain = methods.create("full", model)
         self._owns_executor = executor is None
@@ -275,14 +275,16 @@ class PICEngine:
             self, documents, document_ids=document_ids, messages=messages, encoder=encoder, remember=remember
         )
 
-    def segments_of(self, documents: Sequence[str | Document] = (), document_ids: Sequence[str] = ()) -> list[Segment]:
+    def segments_of(
+        self, documents: Sequence[str | Document] = (), document_ids: Sequence[str] = ()
+    ) -> list[KeyedSegment]:
         """The segments that documents, and behind them added ones, are compiled as."""
         return self._segmenter.segments(documents) + self._find(document_ids)
 
     def prepare_turn(
         self,
         messages: Sequence[Message],
-        segments: Mapping[str, Sequence[Segment]],
+        segments: Mapping[str, Sequence[KeyedSegment]],
         turn: Turn,
         encoder: bool | None,
         generate_kwargs: Mapping[str, Any],
@@ -317,7 +319,7 @@ class PICEngine:
         segments = self._segmenter.segments(documents)
         self._segmenter.check_lengths(segments)
         split = by_document(segments)
-        self.library.check(split)
+        self.catalog.check(split)
         # in chunks, so that a store smaller than the whole collection can make room
         starts = range(0, len(split), _ADD_CHUNK)
         for start in tqdm(starts, "compiling documents", disable=True if len(starts) < 2 else None):
@@ -325,7 +327,7 @@ class PICEngine:
             with ExitStack() as stack:
                 self._acquire([segment for parts in chunk for segment in parts], stack, ttl=ttl)
                 for parts in chunk:
-                    self.library.add(parts, pin=pin, ttl=ttl)
+                    self.catalog.add(parts, pin=pin, ttl=ttl)
         return [parts[0].id for parts in split]
 
     def remove_documents(self, ids: Iterable[str]) -> None:
@@ -334,7 +336,7 @@ class PICEngine:
         Raises:
             UnknownDocumentError: an unknown id; then none is removed.
         """
-        self.library.remove(ids)
+        self.catalog.remove(ids)
 
     # ---- the same in the papers' words (EPIC sec. 5: Implementation) ----
 
@@ -370,11 +372,11 @@ class PICEngine:
         requests: Sequence[Request],
         encoder: bool | None,
         generate_kwargs: Mapping[str, Any],
-        named_segments: Mapping[str, list[Segment]] | None = None,
+        named_segments: Mapping[str, list[KeyedSegment]] | None = None,
     ) -> _Call:
         """Everything that can be refused before something is computed.
 
-        Messages name documents of the library, or else of `named_segments`.
+        Messages name documents of the catalog, or else of `named_segments`.
         """
         with_encoder = self.encoder_enabled if encoder is None else encoder
         if not getattr(self.model, "encoder_enabled", True):  # inside `with model.encoder_disabled():`
@@ -421,7 +423,7 @@ class PICEngine:
             size = len(rows) if method.batches else 1
             for first in range(0, len(rows), size):
                 check_wanted(stop)
-                clock = Clock(start, stop)
+                clock = FirstTokenTimer(start, stop)
                 with ExitStack() as decoding:
                     session = None if self.mac is None else decoding.enter_context(MacSession(method.model, self.mac))
                     state = _link(method, rows[first : first + size], begin)
@@ -452,19 +454,19 @@ class PICEngine:
                     answers.append(Answer(self.tokenizer.decode(ids, skip_special_tokens=True), ids, report))
         return answers
 
-    def _row(self, segments: Sequence[Segment], prompt: Prompt, handles: Mapping[str, PICacheRef]) -> LinkRow:
+    def _row(self, segments: Sequence[KeyedSegment], prompt: Prompt, handles: Mapping[str, PICacheRef]) -> LinkRequest:
         picaches: list[PICache] = [
             handles[segment.key].picache if handles else token_picache(self._plain.fingerprint, segment.token_ids)
             for segment in segments
         ]
-        return LinkRow(picaches, prompt.tail, prompt.head, prompt.gaps)
+        return LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps)
 
-    def _find(self, ids: Sequence[str]) -> list[Segment]:
+    def _find(self, ids: Sequence[str]) -> list[KeyedSegment]:
         """Segments of added documents."""
-        return self._segmenter.keyed_anew(self.library.find(ids))
+        return self._segmenter.keyed_anew(self.catalog.find(ids))
 
     def _acquire(
-        self, segments: Sequence[Segment], stack: ExitStack, *, ttl: float | None = None
+        self, segments: Sequence[KeyedSegment], stack: ExitStack, *, ttl: float | None = None
     ) -> dict[str, PICacheRef]:
         """References by key, released by `stack`; all that are missing are compiled in one call."""
         unique = list({segment.key: segment for segment in segments}.values())
@@ -496,7 +498,7 @@ class PICEngine:
             return None
         from comb.engine.workers.processes import process_executor
 
-        recipe_of(self.method)
+        spec_of(self.method)
         return process_executor(ModelSource.of(self.model) if source is None else source, workers)
 
     def _make_method(self, method: str | Method, parameters: dict[str, Any]) -> Method:
@@ -509,9 +511,9 @@ class PICEngine:
         return methods.create(name, self.model, **{**from_spec, **parameters}, **extra)
 
 
-def _link(method: Method, rows: Sequence[LinkRow], begin: Start | None) -> DecodeState:
-    if begin is not None and begin.held is not None:
-        return method.continue_row(begin.held, rows[0])
+def _link(method: Method, rows: Sequence[LinkRequest], begin: Start | None) -> DecodeState:
+    if begin is not None and begin.past is not None:
+        return method.continue_row(begin.past, rows[0])
     if method.batches:
         return method.link_batch(rows)
     (row,) = rows
@@ -519,7 +521,7 @@ def _link(method: Method, rows: Sequence[LinkRow], begin: Start | None) -> Decod
 
 
 def _decode(
-    state: DecodeState, method: Method, settings: Mapping[str, Any], clock: Clock, turn: Turn | None
+    state: DecodeState, method: Method, settings: Mapping[str, Any], clock: FirstTokenTimer, turn: Turn | None
 ) -> list[tuple[int, ...]]:
     """New token ids per row."""
     prompt = state.input_ids.shape[1]

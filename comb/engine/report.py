@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from comb.cache.store import PICacheRef
-from comb.engine.library import Segment, by_document
+from comb.documents.catalog import KeyedSegment, by_document
 from comb.mac.accounting import MacReport
-from comb.methods.base import SegmentState, SegmentUse
+from comb.methods.base import DocumentState, SegmentUse
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DocumentReport:
     """
 
     id: str
-    state: SegmentState
+    state: DocumentState
     tokens: int
     tier: str | None = None
     nbytes: int = 0
@@ -45,7 +45,7 @@ class DocumentReport:
         first = parts[0]
         states = {part.state for part in parts}
         tiers = {part.tier for part in parts}
-        state: SegmentState = states.pop() if len(states) == 1 else "compiled"
+        state: DocumentState = states.pop() if len(states) == 1 else "compiled"
         return cls(
             first.id, state, sum(part.tokens for part in parts),
             tier=tiers.pop() if state == "hit" and len(tiers) == 1 else None,
@@ -54,7 +54,7 @@ class DocumentReport:
 
 
 def document_reports(
-    segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, PICacheRef]
+    segments: Sequence[KeyedSegment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, PICacheRef]
 ) -> tuple[DocumentReport, ...]:
     """One report per document of a row, from the method's word on its segments, or, where it has none, the store's."""
     words: Sequence[SegmentUse | None] = [None] * len(segments) if uses is None else uses
@@ -62,7 +62,7 @@ def document_reports(
     return tuple(DocumentReport.merged([next(reports) for _ in parts]) for parts in by_document(segments))
 
 
-def _segment_report(segment: Segment, use: SegmentUse | None, handles: Mapping[str, PICacheRef]) -> DocumentReport:
+def _segment_report(segment: KeyedSegment, use: SegmentUse | None, handles: Mapping[str, PICacheRef]) -> DocumentReport:
     tokens, handle = len(segment.token_ids), handles.get(segment.key)
     if use is None and handle is None:
         return DocumentReport(segment.id, "inlined", tokens)
@@ -73,7 +73,7 @@ def _segment_report(segment: Segment, use: SegmentUse | None, handles: Mapping[s
 
 
 def cache_bytes(
-    segments: Sequence[Segment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, PICacheRef]
+    segments: Sequence[KeyedSegment], uses: Sequence[SegmentUse] | None, handles: Mapping[str, PICacheRef]
 ) -> int:
     """Bytes of the PICaches that a row is read from; arguments as for `document_reports`."""
     if uses is not None:
@@ -82,7 +82,7 @@ def cache_bytes(
     return sum(handles[key].picache.nbytes for key in {segment.key for segment in segments} if key in handles)
 
 
-def continued_reports(segments: Sequence[Segment]) -> list[DocumentReport]:
+def continued_reports(segments: Sequence[KeyedSegment]) -> list[DocumentReport]:
     """One report per document of the turns before."""
     return [
         DocumentReport.merged([DocumentReport(part.id, "continued", len(part.token_ids)) for part in parts])

@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from comb.methods.base import DecodeState, LinkRow, Method, Recipe, SegmentUse
+from comb.methods.base import DecodeState, LinkRequest, Method, MethodSpec, SegmentUse
 from comb.registry import Registry
 
 __all__ = [
     "DecodeState",
-    "LinkRow",
+    "LinkRequest",
     "Method",
-    "Recipe",
+    "MethodSpec",
     "SegmentUse",
     "create",
     "get",
@@ -114,10 +114,10 @@ def create(spec: str, model: Any, **options: Any) -> Method:
 
     name, parameters = parse(spec)
     options = {**parameters, **options}
-    recipe = Recipe(name, {key: value for key, value in options.items() if key not in ("store", "salt")})
+    method_spec = MethodSpec(name, {key: value for key, value in options.items() if key not in ("store", "salt")})
     scheme = options.pop("quantize", None)
     method = quantized(get(name)(model, **options), scheme)
-    method.recipe = recipe
+    method.spec = method_spec
     return method
 
 

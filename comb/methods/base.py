@@ -5,22 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-)
+from transformers.cache_utils import Cache
 
 from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import takes_positions
 from comb.cache.picache import PICache
 from comb.linking.fork import fork_cache, repeat_rows
+from comb.methods.past_state import PastState
 
-if TYPE_CHECKING:
-    from comb.methods.continuation import Held
-
-SegmentState = Literal["hit", "compiled", "inlined", "continued"]
+DocumentState = Literal["hit", "compiled", "inlined", "continued"]
 
 
 @dataclass(frozen=True)
@@ -31,13 +27,13 @@ class SegmentUse:
     of the cache that a conversation's turn went on from.
     """
 
-    state: SegmentState
+    state: DocumentState
     tier: str | None = None
     nbytes: int = 0
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MethodSpec:
     """How another process makes the same method: a registered name, and parameters as plain values."""
 
     name: str
@@ -45,7 +41,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class LinkRow:
+class LinkRequest:
     """One row of a batch to link: ``head + PICache 1 + gap 1 + PICache 2 + ... + query``.
 
     `gaps` holds the fresh tokens behind each PICache but the last; empty when PICaches follow each other directly.
@@ -219,7 +215,7 @@ class Method(ABC):
         compile_name: what `compile` makes, for methods that share it; the method's own name by default.
         unquantizable: why its PICaches can't be kept in eight bits; empty where they can.
         keeps_tokens_only: `compile` computes nothing, so there is nothing to do in parallel.
-        recipe: how the instance was made, if by `comb.methods.create`.
+        spec: how the instance was made, if by `comb.methods.create`.
 
     A subclass implements `compile`, `fingerprint`, and either `link_row` or `link_batch`; with the latter the engine
     hands over real batches, otherwise it goes row by row.
@@ -232,7 +228,7 @@ class Method(ABC):
     compile_name: ClassVar[str] = ""
     unquantizable: ClassVar[str] = ""
     keeps_tokens_only: ClassVar[bool] = False
-    recipe: Recipe | None = None
+    spec: MethodSpec | None = None
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         if parameters:
@@ -259,21 +255,21 @@ class Method(ABC):
         head_ids: Sequence[int] = (),
         gaps: Sequence[Sequence[int]] = (),
     ) -> DecodeState:
-        """The state for head + segments + query; `gaps` are fresh tokens between the segments (`LinkRow`).
+        """The state for head + segments + query; `gaps` are fresh tokens between the segments (`LinkRequest`).
 
         Raises:
             ValueError: when the prompt is empty or longer than the model's positions, or a PICache was made by
                 another model or method.
         """
-        return self.link_row(LinkRow(picaches, query_ids, head_ids, gaps))
+        return self.link_row(LinkRequest(picaches, query_ids, head_ids, gaps))
 
-    def link_row(self, row: LinkRow) -> DecodeState:
+    def link_row(self, row: LinkRequest) -> DecodeState:
         """`link` for one row; a method implements this or `link_batch`."""
         if not self.batches:
             raise NotImplementedError(f"method {self.name!r} implements neither link_row nor link_batch")
         return self.link_batch([row])
 
-    def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
+    def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         """Several prompts in one left-padded batch. Raises NotImplementedError where a method has none."""
         raise NotImplementedError(f"method {self.name!r} links one row at a time")
 
@@ -281,11 +277,11 @@ class Method(ABC):
         """Why a conversation's next turn can't go on from the cache of the last one; empty if it can."""
         return f"method {self.name!r} has no way to go on from a cache"
 
-    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
-        """`link_row` behind a cache: `row` is what follows the tokens in `held`, which stays as it is.
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        """`link_row` behind a cache: `row` is what follows the tokens in `past`, which stays as it is.
 
         Called if `why_not_continue` has no reason. Methods whose documents aren't part of the decoder's prompt get all
-        of a conversation's PICaches, the others those that `held` doesn't contain.
+        of a conversation's PICaches, the others those that `past` doesn't contain.
         """
         raise NotImplementedError(self.why_not_continue())
 

@@ -10,7 +10,7 @@ import torch
 
 from comb.linking.cache import LinkCache, Span
 from comb.methods import register
-from comb.methods.decoder import Decoder, Linking
+from comb.methods.decoder import Decoder, PromptLayout
 
 
 @register("cacheblend")
@@ -54,29 +54,29 @@ class CacheBlend(Decoder):
         # the first token of a prompt is never wrong, so a single one can't deviate
         return not any(not span.first for span in spans)
 
-    def recompute(self, linking: Linking, cache: LinkCache) -> list[int]:
-        if self.recomputes_nothing(linking.spans):
-            return super().recompute(linking, cache)
-        with linking.timed("select"):
-            chosen = self._most_deviant(linking, cache)
-        with linking.timed("recompute"):
-            self.run(linking, cache, sorted({*chosen, *linking.fresh_rows}))
+    def recompute(self, layout: PromptLayout, cache: LinkCache) -> list[int]:
+        if self.recomputes_nothing(layout.spans):
+            return super().recompute(layout, cache)
+        with layout.timed("select"):
+            chosen = self._most_deviant(layout, cache)
+        with layout.timed("recompute"):
+            self.run(layout, cache, sorted({*chosen, *layout.fresh_rows}))
         return chosen
 
     def select(self, spans: Sequence[Span]) -> list[int]:
         return []  # what is recomputed depends on what the first layers say
 
-    def _most_deviant(self, linking: Linking, cache: LinkCache) -> list[int]:
-        spans = linking.spans
-        rows = range(spans[0].end if spans[0].first else linking.start, linking.end)
+    def _most_deviant(self, layout: PromptLayout, cache: LinkCache) -> list[int]:
+        spans = layout.spans
+        rows = range(spans[0].end if spans[0].first else layout.start, layout.end)
         if not rows:  # all but the last token, which is left for `generate`
             return []
         cache.stop_layer = self.layers
-        self.run(linking, cache, rows)
+        self.run(layout, cache, rows)
         cache.stop_layer = None
         assert cache.deviation is not None
         documents = torch.tensor(
-            [position for span in spans for position in range(span.start, min(span.end, linking.end))]
+            [position for span in spans for position in range(span.start, min(span.end, layout.end))]
         )
         count = math.ceil(self.ratio * len(documents))
         top = cache.deviation[documents.to(cache.deviation.device)].topk(count).indices

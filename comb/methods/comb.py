@@ -11,8 +11,9 @@ import torch
 from comb.backbones.exclusive import exclusive
 from comb.cache.picache import CrossPICache, PICache
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method
-from comb.methods.continuation import Held, continue_tokens, pass_size, why_not_continue
+from comb.methods.base import DecodeState, LinkRequest, Method
+from comb.methods.continuation import continue_tokens, pass_size, why_not_continue
+from comb.methods.past_state import PastState
 
 
 @register("comb")
@@ -65,7 +66,7 @@ class Comb(Method):
                 )
         return picaches
 
-    def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
+    def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         prompts = [list(chain.from_iterable(row.fresh)) for row in rows]
         for row, prompt in zip(rows, prompts, strict=True):
             self.check_prompt(0, len(prompt))
@@ -86,17 +87,17 @@ class Comb(Method):
             reason = "its scan can't start from a state, and takes no documents token by token"
         return reason
 
-    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
-        """The query goes on; `row` has all documents of the conversation, the same that `held` was computed with."""
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        """The query goes on; `row` has all documents of the conversation, the same that `past` was computed with."""
         fresh = list(chain.from_iterable(row.fresh))
-        self.check_prompt(0, len(held.token_ids) + len(fresh))
+        self.check_prompt(0, len(past.token_ids) + len(fresh))
         self._check(row)
-        state = continue_tokens(self, held, fresh)
+        state = continue_tokens(self, past, fresh)
         state.model = self.model
         state.documents = [list(row.picaches)] if row.picaches else None
         return state
 
-    def _check(self, row: LinkRow) -> None:
+    def _check(self, row: LinkRequest) -> None:
         for picache in row.picaches:
             if not isinstance(picache, CrossPICache):
                 raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__}")

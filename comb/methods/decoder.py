@@ -25,13 +25,14 @@ from comb.linking.cache import LinkCache, Span, assemble
 from comb.linking.masks import masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.support import Support, find_support
-from comb.methods.base import DecodeState, LinkRow, Method
+from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.checks import own_picache, usable_with_model
-from comb.methods.continuation import Held, continue_tokens
+from comb.methods.continuation import continue_tokens
+from comb.methods.past_state import PastState
 
 
 @dataclass
-class Linking:
+class PromptLayout:
     """One prompt on its way from PICaches to a cache that generation continues.
 
     Args:
@@ -40,7 +41,7 @@ class Linking:
         fresh: sorted positions of everything that isn't a document: head, gaps, query.
         end: tokens that the cache is to hold; N, or N - 1 when the last one is left for `generate`.
         support: how the model is linked.
-        held: what the cache of an earlier turn covers already; None when the prompt is linked from its start.
+        past: what the cache of an earlier turn covers already; None when the prompt is linked from its start.
     """
 
     token_ids: Tensor
@@ -48,13 +49,13 @@ class Linking:
     fresh: list[int]
     end: int
     support: Support
-    held: Held | None = None
+    past: PastState | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
-        """Tokens that are held already."""
-        return 0 if self.held is None else len(self.held.token_ids)
+        """Tokens that `past` covers."""
+        return 0 if self.past is None else len(self.past.token_ids)
 
     @property
     def fresh_rows(self) -> list[int]:
@@ -142,7 +143,7 @@ class Decoder(Method):
         """Tokens in front of a segment while it is compiled, whose keys and values are dropped."""
         return []
 
-    def link_row(self, row: LinkRow) -> DecodeState:
+    def link_row(self, row: LinkRequest) -> DecodeState:
         """One pass over head, gaps, query and the selected document tokens, into the re-rotated cached rest.
 
         The prompt's last token is left for ``generate``, whose first step gives its logits. When nothing but the query
@@ -155,53 +156,53 @@ class Decoder(Method):
             return "its rotary embedding changes all keys with the length of the prompt"
         return ""
 
-    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
-        """`link_row` behind what is held, whose keys and values are copied; nothing in there is computed again."""
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        """`link_row` behind `past`, whose keys and values are copied; nothing in there is computed again."""
         if not row.picaches:
             fresh = row.fresh[-1]
-            self.check_prompt(0, len(held.token_ids) + len(fresh))
-            return continue_tokens(self, held, fresh)
-        return self._link(row, held)
+            self.check_prompt(0, len(past.token_ids) + len(fresh))
+            return continue_tokens(self, past, fresh)
+        return self._link(row, past)
 
-    def _link(self, row: LinkRow, held: Held | None = None) -> DecodeState:
+    def _link(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         fingerprint = self.fingerprint
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
         with exclusive(self.backbone):
-            linking = self._lay_out(row, picaches, held)
-            input_ids, attention_mask = self.tensors([linking.token_ids.tolist()])
-            state = DecodeState(self.backbone, input_ids, attention_mask, seconds=linking.seconds)
+            layout = self._lay_out(row, picaches, past)
+            input_ids, attention_mask = self.tensors([layout.token_ids.tolist()])
+            state = DecodeState(self.backbone, input_ids, attention_mask, seconds=layout.seconds)
             # another prompt may have left a rotary embedding with its own, longer reach
-            state.prepare = functools.partial(linking.support.positions.settle, len(linking.token_ids))
+            state.prepare = functools.partial(layout.support.positions.settle, len(layout.token_ids))
             if not picaches:
                 return state
-            with linking.timed("assemble"):
-                cache = self.assemble(linking, picaches)
-            chosen = self.recompute(linking, cache)
-            kept = min(linking.end, len(linking.token_ids) - 1)
+            with layout.timed("assemble"):
+                cache = self.assemble(layout, picaches)
+            chosen = self.recompute(layout, cache)
+            kept = min(layout.end, len(layout.token_ids) - 1)
             state.past_key_values = cache.dynamic(self.backbone, kept) if kept else None
             # a prompt that ends with a document has its last token computed by `generate`
-            last = len(linking.token_ids) - 1
-            state.recomputed = (len(chosen) + (linking.spans[-1].end == last + 1 and last not in chosen),)
+            last = len(layout.token_ids) - 1
+            state.recomputed = (len(chosen) + (layout.spans[-1].end == last + 1 and last not in chosen),)
             return state
 
-    def recompute(self, linking: Linking, cache: LinkCache) -> list[int]:
+    def recompute(self, layout: PromptLayout, cache: LinkCache) -> list[int]:
         """Computes fresh and selected tokens; returns the positions of document tokens that were recomputed."""
-        chosen = [position for position in self.select(linking.spans) if position < linking.end]
-        rows = sorted({*chosen, *linking.fresh_rows})
+        chosen = [position for position in self.select(layout.spans) if position < layout.end]
+        rows = sorted({*chosen, *layout.fresh_rows})
         if rows:
-            with linking.timed("recompute"):
-                self.run(linking, cache, rows)
+            with layout.timed("recompute"):
+                self.run(layout, cache, rows)
         return chosen
 
-    def run(self, linking: Linking, cache: LinkCache, rows: Sequence[int]) -> Tensor | None:
+    def run(self, layout: PromptLayout, cache: LinkCache, rows: Sequence[int]) -> Tensor | None:
         """One pass over `rows`, by the fast path where the model takes it, else in order."""
         positions = torch.tensor(list(rows))
-        masks = linking.support.masks
+        masks = layout.support.masks
         if masks is None:
-            return recompute_in_order(self.backbone, cache, linking.token_ids, positions)
+            return recompute_in_order(self.backbone, cache, layout.token_ids, positions)
         with masked_attention(self.backbone):
-            with_last = linking.support.positions.length_dependent
-            return recompute(self.backbone, cache, linking.token_ids, positions, masks, with_last=with_last)
+            with_last = layout.support.positions.length_dependent
+            return recompute(self.backbone, cache, layout.token_ids, positions, masks, with_last=with_last)
 
     def _own(self, picache: PICache, fingerprint: str) -> DecoderPICache:
         return own_picache(
@@ -209,8 +210,8 @@ class Decoder(Method):
             links="the decoder's keys and values", other="another model, dtype or method",
         )  # fmt: skip
 
-    def _lay_out(self, row: LinkRow, picaches: Sequence[DecoderPICache], held: Held | None) -> Linking:
-        tokens: list[int] = [] if held is None else list(held.token_ids)
+    def _lay_out(self, row: LinkRequest, picaches: Sequence[DecoderPICache], past: PastState | None) -> PromptLayout:
+        tokens: list[int] = [] if past is None else list(past.token_ids)
         spans: list[Span] = []
         fresh: list[int] = []
         for index, ids in enumerate(row.fresh):
@@ -226,25 +227,25 @@ class Decoder(Method):
         if limit is not None and len(tokens) > limit:
             # compiled with the frequencies of short prompts, also the first one differs in a long prompt
             spans = [replace(span, first=False) for span in spans]
-        linking = Linking(torch.tensor(tokens), spans, fresh, len(tokens) - 1, support, held)
+        layout = PromptLayout(torch.tensor(tokens), spans, fresh, len(tokens) - 1, support, past)
         documents_end = spans[-1].end if spans else 0
         if self.recomputes_nothing(spans) and (not fresh or fresh[0] >= documents_end):
-            linking.end = min(linking.end, documents_end)
+            layout.end = min(layout.end, documents_end)
         elif support.positions.length_dependent:
-            linking.end = len(tokens)  # such embeddings look at the last position of a pass
-        return linking
+            layout.end = len(tokens)  # such embeddings look at the last position of a pass
+        return layout
 
     def recomputes_nothing(self, spans: Sequence[Span]) -> bool:
         """Whether no document token will be recomputed."""
         return not self.select(spans)
 
-    def assemble(self, linking: Linking, picaches: Sequence[DecoderPICache]) -> LinkCache:
+    def assemble(self, layout: PromptLayout, picaches: Sequence[DecoderPICache]) -> LinkCache:
         """All layers' keys and values [1, H, end, D]: cached ones moved to their places, zeros elsewhere."""
         return assemble(
-            linking.support.positions, picaches, linking.spans,
-            end=linking.end, length=len(linking.token_ids), compiled_from=len(self.dummy_ids()), rotate=self.rotates,
+            layout.support.positions, picaches, layout.spans,
+            end=layout.end, length=len(layout.token_ids), compiled_from=len(self.dummy_ids()), rotate=self.rotates,
             device=self.backbone.get_input_embeddings().weight.device,
-            before=None if linking.held is None else linking.held.cache, start=linking.start,
+            before=None if layout.past is None else layout.past.cache, start=layout.start,
         )  # fmt: skip
 
     @property

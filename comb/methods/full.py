@@ -12,8 +12,9 @@ from comb.backbones.fingerprint import backbone_fingerprint
 from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
-from comb.methods.continuation import Held, continue_tokens, why_not_continue
+from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
+from comb.methods.continuation import continue_tokens, why_not_continue
+from comb.methods.past_state import PastState
 
 
 @register("full")
@@ -36,7 +37,7 @@ class Full(Method):
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         return [token_picache(self.fingerprint, segment) for segment in segments]
 
-    def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
+    def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         prompts, recomputed = [], []
         for row in rows:
             prompt, documents = inlined(row)
@@ -56,21 +57,21 @@ class Full(Method):
     def why_not_continue(self) -> str:
         return why_not_continue(self.backbone)
 
-    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
-        return continue_inlined(self, held, row)
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        return continue_inlined(self, past, row)
 
 
-def continue_inlined(method: Method, held: Held, row: LinkRow) -> DecodeState:
+def continue_inlined(method: Method, past: PastState, row: LinkRequest) -> DecodeState:
     """`Method.continue_row` with documents as tokens of the prompt."""
     prompt, documents = inlined(row)
-    method.check_prompt(documents, len(held.token_ids) + len(prompt) - documents)
-    state = continue_tokens(method, held, prompt)
+    method.check_prompt(documents, len(past.token_ids) + len(prompt) - documents)
+    state = continue_tokens(method, past, prompt)
     state.recomputed = (documents,)
     state.uses = [[SegmentUse("inlined") for _ in row.picaches]]
     return state
 
 
-def inlined(row: LinkRow) -> tuple[list[int], int]:
+def inlined(row: LinkRequest) -> tuple[list[int], int]:
     """The row as one run of tokens, and how many of them are documents'."""
     segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
     prompt = [*chain.from_iterable(chain(*pair) for pair in zip(fresh, segments, strict=False)), *fresh[-1]]

@@ -17,9 +17,9 @@ from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method
+from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.checks import own_picache, usable_with_model
-from comb.methods.continuation import Held
+from comb.methods.past_state import PastState
 
 _STORAGE = {"float32": torch.float32, "float16": torch.float16}
 
@@ -123,21 +123,21 @@ class Hypic(Method):
                 for ids in segments
             ]
 
-    def link_row(self, row: LinkRow) -> DecodeState:
+    def link_row(self, row: LinkRequest) -> DecodeState:
         return self._link(row)
 
     def why_not_continue(self) -> str:
         return ""
 
-    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
-        return self._link(row, held)
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        return self._link(row, past)
 
-    def _link(self, row: LinkRow, held: Held | None = None) -> DecodeState:
+    def _link(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         fingerprint, support = self.fingerprint, self.support
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
-        before = () if held is None else held.token_ids
+        before = () if past is None else past.token_ids
         self.check_prompt(sum(picache.num_tokens for picache in picaches), len(before) + sum(map(len, row.fresh)))
-        cache = None if held is None else fork_cache(held.cache)
+        cache = None if past is None else fork_cache(past.cache)
         with exclusive(self.backbone):
             linked = link_segments(
                 self.backbone, support, picaches, row.fresh, mode=self.mode, before=before, cache=cache,

@@ -27,9 +27,10 @@ from comb.hybrid.snapshot import extend, restore
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.positions import UnmovableError
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRow, Method, SegmentUse
-from comb.methods.continuation import Held, length_dependent_rope, why_not_continue
+from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
+from comb.methods.continuation import length_dependent_rope, why_not_continue
 from comb.methods.full import continue_inlined, token_ids, token_picache
+from comb.methods.past_state import PastState
 
 
 @register("prefix")
@@ -70,7 +71,7 @@ class Prefix(Method):
         fingerprint = self.fingerprint
         return [token_picache(fingerprint, segment) for segment in segments]
 
-    def link_row(self, row: LinkRow) -> DecodeState:
+    def link_row(self, row: LinkRequest) -> DecodeState:
         segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
         self.check_prompt(sum(map(len, segments)), sum(map(len, fresh)))
         pieces = [before + segment for before, segment in zip(fresh, segments, strict=False)]
@@ -100,9 +101,9 @@ class Prefix(Method):
     def why_not_continue(self) -> str:
         return why_not_continue(self.backbone)
 
-    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
         """As with `full`: prefixes are stored when a prompt is linked from its start."""
-        return continue_inlined(self, held, row)
+        return continue_inlined(self, past, row)
 
     def _why_not_hybrid(self) -> str | None:
         try:

@@ -8,8 +8,8 @@ from typing import Any
 
 from comb.cache.picache import PICache
 from comb.cache.quantization import QuantizedPICache, check_scheme, quantize_picache
-from comb.methods.base import DecodeState, LinkRow, Method
-from comb.methods.continuation import Held
+from comb.methods.base import DecodeState, LinkRequest, Method
+from comb.methods.past_state import PastState
 
 
 class Quantized(Method):
@@ -54,19 +54,19 @@ class Quantized(Method):
         fingerprint = self.fingerprint
         return [quantize_picache(picache, self.scheme, fingerprint) for picache in self.method.compile(segments)]
 
-    def link_row(self, row: LinkRow) -> DecodeState:
+    def link_row(self, row: LinkRequest) -> DecodeState:
         return self.method.link_row(self._dequantized(row))
 
-    def link_batch(self, rows: Sequence[LinkRow]) -> DecodeState:
+    def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         return self.method.link_batch([self._dequantized(row) for row in rows])
 
     def why_not_continue(self) -> str:
         return self.method.why_not_continue()
 
-    def continue_row(self, held: Held, row: LinkRow) -> DecodeState:
-        return self.method.continue_row(held, self._dequantized(row))
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        return self.method.continue_row(past, self._dequantized(row))
 
-    def _dequantized(self, row: LinkRow) -> LinkRow:
+    def _dequantized(self, row: LinkRequest) -> LinkRequest:
         return replace(row, picaches=[self._open(picache) for picache in row.picaches])
 
     def _open(self, picache: PICache) -> PICache:

@@ -315,8 +315,8 @@ def test_only_the_last_turn_is_held(family: str, method: str) -> None:
     def held(chat: Conversation) -> list[weakref.ref[Any]]:
         left = chat._history.left
         assert left is not None
-        assert left.held is not None
-        return [weakref.ref(layer) for layer in left.held.cache.layers]
+        assert left.past is not None
+        return [weakref.ref(layer) for layer in left.past.cache.layers]
 
     def alive(references: list[weakref.ref[Any]]) -> int:
         gc.collect()

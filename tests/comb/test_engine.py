@@ -533,7 +533,7 @@ def test_expiry_follows_the_last_call(comb_model: CombForCausalLM, tokenizer: An
     now = [0.0]
     store = PICacheStore(clock=lambda: now[0], wall_clock=lambda: now[0])
     engine = PICEngine(comb_model, tokenizer, store=store)
-    engine.library.clock = lambda: now[0]
+    engine.catalog.clock = lambda: now[0]
     engine.ask("Where?", [LAKE], max_new_tokens=1)  # compiled without an end, which `ttl` then sets
     (name,) = engine.add_documents([LAKE], ttl=5)
     now[0] = 6.0

@@ -20,7 +20,7 @@ from comb.cli.info import describe
 from comb.evaluation.drift import state_drift
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
-from comb.methods.base import LinkRow
+from comb.methods.base import LinkRequest
 from tests.comb.test_documents import byte_tokenizer
 from tests.comb.test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits
 from tests.helpers.families import open_gates, tiny
@@ -56,7 +56,7 @@ def test_prefix_is_exact_and_hits(name: str) -> None:
 def test_full_in_a_batch(name: str) -> None:
     """Rows of different lengths, and with MiniMax a cache whose length transformers reads from a linear layer."""
     full = methods.create("full", model_of(name))
-    rows = [LinkRow(full.compile([A]), QUERY), LinkRow(full.compile([A, B]), QUERY), LinkRow([], QUERY)]
+    rows = [LinkRequest(full.compile([A]), QUERY), LinkRequest(full.compile([A, B]), QUERY), LinkRequest([], QUERY)]
     batch = full.link_batch(rows)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     generated = batch.generate(**settings)

@@ -24,7 +24,7 @@ from comb.backbones.identity import weights_fingerprint
 from comb.cache.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
 from comb.cache.store import PICacheStore
 from comb.linking.fork import fork_cache
-from comb.methods.base import LinkRow, Method
+from comb.methods.base import LinkRequest, Method
 from comb.methods.prefix import Prefix, why_not
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,7 +145,7 @@ def test_full_is_the_plain_model(backbone: PreTrainedModel) -> None:
 
 def test_full_batch_equals_rows(backbone: PreTrainedModel) -> None:
     full = methods.create("full", backbone)
-    rows = [LinkRow(full.compile(documents), QUERY, HEAD) for documents in (DOCUMENTS, [], DOCUMENTS[1:2])]
+    rows = [LinkRequest(full.compile(documents), QUERY, HEAD) for documents in (DOCUMENTS, [], DOCUMENTS[1:2])]
     batch = full.link_batch(rows)
     alone = [full.link(row.picaches, QUERY, head_ids=HEAD) for row in rows]
     torch.testing.assert_close(batch.logits, torch.cat([state.logits for state in alone]), atol=1e-4, rtol=1e-4)
@@ -313,14 +313,14 @@ def test_comb_is_the_model_with_documents(comb_model: CombForCausalLM) -> None:
 def test_comb_batch_equals_rows(comb_model: CombForCausalLM) -> None:
     comb = methods.create("comb", comb_model)
     rows = [
-        LinkRow(comb.compile(DOCUMENTS), QUERY, HEAD),
-        LinkRow([], [*QUERY, 40, 41], HEAD),
-        LinkRow(comb.compile(DOCUMENTS[1:2]), [50], HEAD),
+        LinkRequest(comb.compile(DOCUMENTS), QUERY, HEAD),
+        LinkRequest([], [*QUERY, 40, 41], HEAD),
+        LinkRequest(comb.compile(DOCUMENTS[1:2]), [50], HEAD),
     ]
     batch = comb.link_batch(rows)
     alone = torch.cat([comb.link(row.picaches, row.query_ids, head_ids=HEAD).logits for row in rows])
     torch.testing.assert_close(batch.logits, alone, atol=1e-4, rtol=1e-4)
-    empty = comb.link_batch([LinkRow([], QUERY, HEAD)])
+    empty = comb.link_batch([LinkRequest([], QUERY, HEAD)])
     assert empty.documents is None
     torch.testing.assert_close(empty.logits, plain_logits(comb_model.backbone, []), atol=1e-5, rtol=1e-5)
 

@@ -118,7 +118,7 @@ def counted(executor: CompileExecutor, before: Any) -> dict[str, int]:
 def fragile(model: Any, fault: str) -> Method:
     parameters = {"home": os.getpid(), "fault": fault}
     method = Fragile(model, **parameters)
-    method.recipe = methods.Recipe("fragile", parameters)
+    method.spec = methods.MethodSpec("fragile", parameters)
     return method
 
 

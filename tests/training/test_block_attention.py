@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 from transformers.cache_utils import DynamicCache
 
 from comb import Prompt, methods
-from comb.methods.base import LinkRow
+from comb.methods.base import LinkRequest
 from comb_training.config import TrainConfig, config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.models.block_attention import BlockAttentionModel, BlockCollator, block_mask, segment_numbers
@@ -61,7 +61,7 @@ def test_training_computes_what_method_block_links(make: Any) -> None:
     picaches = method.compile(PROMPT.segments)
     with torch.no_grad():
         found = trained(**batch).logits[0, len(PROMPT.flat) - 1]
-        [linked] = method.link_row(LinkRow(picaches, PROMPT.tail, PROMPT.head, PROMPT.gaps)).logits
+        [linked] = method.link_row(LinkRequest(picaches, PROMPT.tail, PROMPT.head, PROMPT.gaps)).logits
         causal = model(input_ids=torch.tensor([PROMPT.flat]), past_key_values=DynamicCache()).logits[0, -1]
     torch.testing.assert_close(found, linked, rtol=1e-4, atol=1e-5)
     assert (found - causal).abs().max() > 1e-3

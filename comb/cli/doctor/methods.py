@@ -149,9 +149,9 @@ class _Trial:
         seen: list[LinkCache] = []
         run = method.run
 
-        def watch(linking: Any, cache: LinkCache, rows: Sequence[int]) -> Tensor | None:
+        def watch(layout: Any, cache: LinkCache, rows: Sequence[int]) -> Tensor | None:
             seen.append(cache)
-            return run(linking, cache, rows)
+            return run(layout, cache, rows)
 
         method.run = watch  # type: ignore[method-assign]
         try:

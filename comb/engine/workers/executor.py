@@ -13,7 +13,7 @@ from comb.cache.picache import PICache
 from comb.engine.workers.pool import WorkerPool
 from comb.engine.workers.run import Run
 from comb.engine.workers.scheduling import Deadline
-from comb.methods.base import Method, Recipe
+from comb.methods.base import Method, MethodSpec
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class CompileExecutor:
         Raises:
             ValueError: the workers' model, adapter, dtype or parameters are others, or they can't make the method.
         """
-        recipe, fingerprint = recipe_of(method), method.fingerprint
+        recipe, fingerprint = spec_of(method), method.fingerprint
         with self._lock:
             run = Run(self, method, recipe, fingerprint, [])
             refusal = run.ask_all()
@@ -129,7 +129,7 @@ class CompileExecutor:
     def run(self, method: Method, segments: Sequence[Sequence[int]], *, workers: int | None = None) -> Compiled:
         """`compile`, with where the time went; `workers` of them at most take part."""
         start = time.perf_counter()
-        recipe = recipe_of(method)
+        recipe = spec_of(method)
         unique = list(dict.fromkeys(tuple(segment) for segment in segments))
         # nothing to spread; an empty segment is an error that the method words best
         if method.keeps_tokens_only or len(unique) < 2 or not all(unique) or self._closed:
@@ -170,14 +170,14 @@ class CompileExecutor:
         self.close()
 
 
-def recipe_of(method: Method) -> Recipe:
+def spec_of(method: Method) -> MethodSpec:
     """How a worker makes `method`. Raises ValueError if nobody knows."""
-    if method.recipe is None:
+    if method.spec is None:
         raise ValueError(
             f"workers make their own copy of method {method.name!r}, and can't know how this instance was made: give "
             "the engine its name and parameters, or make it with comb.methods.create()"
         )
-    return method.recipe
+    return method.spec
 
 
 def _local(method: Method, segments: Sequence[Sequence[int]], start: float) -> Compiled:

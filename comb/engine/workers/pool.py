@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from comb.methods.base import Recipe
+from comb.methods.base import MethodSpec
 
 if TYPE_CHECKING:
     from comb.engine.workers.worker import WorkerSpec
@@ -31,7 +31,7 @@ class Task:
     """
 
     number: int
-    recipe: Recipe
+    recipe: MethodSpec
     fingerprint: str
     key: str = ""
     token_ids: Sequence[int] = ()

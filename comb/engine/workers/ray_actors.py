@@ -17,7 +17,7 @@ from comb.engine.workers.executor import CompileExecutor
 from comb.engine.workers.pool import Reply, StartedPool, Task, WorkerLostError
 from comb.engine.workers.scheduling import Deadline
 from comb.engine.workers.worker import Compiler, WorkerSpec, encoded
-from comb.methods.base import Recipe
+from comb.methods.base import MethodSpec
 from comb.model.source import ModelSource
 
 
@@ -60,7 +60,7 @@ class _Actor:
 
     def compile(self, number: int, name: str, parameters: dict[str, Any], fingerprint: str, key: str, ids: Any) -> Any:
         """The reply's fields, and the PICache's bytes as an array, which Ray shares instead of copying."""
-        task = Task(number, Recipe(name, parameters), fingerprint, key, ids.tolist())
+        task = Task(number, MethodSpec(name, parameters), fingerprint, key, ids.tolist())
         reply, picache = self._compiler.compile(0, task)
         reply = encoded(reply, picache, key)
         data = None if reply.data is None else np.frombuffer(reply.data, np.uint8)

@@ -14,7 +14,7 @@ from comb.cache.picache import PICache, content_key
 from comb.cache.picache_file import PICacheError, deserialize
 from comb.engine.workers.pool import Reply, Task
 from comb.engine.workers.scheduling import lpt
-from comb.methods.base import Method, Recipe
+from comb.methods.base import Method, MethodSpec
 
 if TYPE_CHECKING:
     from comb.engine.workers.executor import CompileExecutor
@@ -30,7 +30,7 @@ class Run:
 
     executor: CompileExecutor
     method: Method
-    recipe: Recipe
+    recipe: MethodSpec
     fingerprint: str
     segments: Sequence[tuple[int, ...]]
     picaches: dict[int, PICache] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from comb.cache.picache import PICache
 from comb.cache.picache_file import serialize
 from comb.engine.workers import wire
 from comb.engine.workers.pool import Reply, Task
-from comb.methods.base import Method, Recipe
+from comb.methods.base import Method, MethodSpec
 from comb.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Compiler:
             logger.debug("could not compile", exc_info=True)
             return Reply(worker, task.number, error=f"{type(error).__name__}: {error}"), None
 
-    def _method(self, recipe: Recipe) -> Method:
+    def _method(self, recipe: MethodSpec) -> Method:
         name = json.dumps(asdict(recipe), sort_keys=True)
         if name not in self._methods:
             self._methods[name] = methods.create(recipe.name, self._model, **recipe.parameters)
@@ -149,7 +149,7 @@ def _read(channel: socket.socket, tasks: queue.SimpleQueue[Task]) -> None:
     try:
         while True:
             message, payload = wire.receive(channel)
-            recipe = Recipe(**message.pop("recipe"))
+            recipe = MethodSpec(**message.pop("recipe"))
             tasks.put(Task(**message, recipe=recipe, token_ids=decode_ids(payload or b"")))
     except EOFError:
         pass

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from comb.engine.library import Segment, UnknownDocumentError
+from comb.documents.catalog import KeyedSegment, UnknownDocumentError
 from comb_serving.api.errors import RequestError
 from comb_serving.api.front import Front
 
@@ -27,12 +27,12 @@ async def answer(front: Front, method: str, path: str, body: dict[str, Any], ten
     if method == "GET":
         if name:
             return 200, _describe(front, _find(front, tenant, name))
-        library = front.library(tenant)
-        data = [_describe(front, segment) for segment in library.find(library.ids())]
+        catalog = front.catalog(tenant)
+        data = [_describe(front, segment) for segment in catalog.find(catalog.ids())]
         return 200, {"object": "list", "data": data}
     if method == "DELETE" and name:
         segment = _find(front, tenant, name)
-        front.library(tenant).remove([name])
+        front.catalog(tenant).remove([name])
         return 200, {"id": segment.id, "object": "document", "deleted": True}
     raise RequestError(405, f"{method} {path} is no route: there are GET and POST {DOCUMENTS}, GET and DELETE of an id")
 
@@ -50,34 +50,34 @@ async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any
         raise RequestError(400, "a document needs text or token_ids", param="text")
     # while the encoder is switched off too: the key must name the weights, for the time when it is on again
     (segment,) = await front.tokenize([body], tenant, encoder=True)
-    library = front.library(tenant, keep=True)
-    known = library.ids()
+    catalog = front.catalog(tenant, keep=True)
+    known = catalog.ids()
     if segment.id not in known and len(known) >= front.max_documents:
         raise RequestError(429, f"{len(known)} documents are registered: delete some", retry_after=60)
     try:
-        library.check([[segment]])
+        catalog.check([[segment]])
     except ValueError as error:
         raise RequestError(400, str(error), param="id") from error
     if not front.linking:
-        library.add([segment], pin=pin, ttl=ttl)
+        catalog.add([segment], pin=pin, ttl=ttl)
         return {**_describe(front, segment), "state": "inlined"}
     lease = await front.acquire([segment])
     try:
-        library.add([segment], pin=pin, ttl=ttl)
+        catalog.add([segment], pin=pin, ttl=ttl)
         state = "encoded" if lease.documents[0].tier == "encoded" else "hit"
     finally:
         lease.release()
     return {**_describe(front, segment), "state": state}
 
 
-def _find(front: Front, tenant: str, name: str) -> Segment:
+def _find(front: Front, tenant: str, name: str) -> KeyedSegment:
     try:
-        return front.library(tenant).find([name])[0]
+        return front.catalog(tenant).find([name])[0]
     except UnknownDocumentError:
         raise RequestError(404, f"unknown document {name!r}", param="id") from None
 
 
-def _describe(front: Front, segment: Segment) -> dict[str, Any]:
+def _describe(front: Front, segment: KeyedSegment) -> dict[str, Any]:
     cached = front.manager is not None and front.manager.lookup(segment.key)
     return {"id": segment.id, "object": "document", "tokens": len(segment.token_ids), "cached": cached}
 

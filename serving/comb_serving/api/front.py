@@ -12,8 +12,8 @@ from typing import Any
 from comb.backbones.loading import resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.picache import content_key
+from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
 from comb.documents.document import Document, PromptBuilder, References, referenced_documents
-from comb.engine.library import Library, Segment, UnknownDocumentError
 from comb.model.config import CombConfig
 from comb_serving.api.errors import RequestError
 from comb_serving.config.options import ServeOptions
@@ -33,7 +33,7 @@ _RESERVED |= {"tokenizer_kwargs", "tools", "truncation"}
 
 
 class NoStore:
-    """The library's store where nothing is compiled."""
+    """The catalog's store where nothing is compiled."""
 
     def pin(self, key: str) -> bool:
         return False
@@ -61,7 +61,7 @@ class Prepared:
     """
 
     body: dict[str, Any]
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[KeyedSegment, ...] = ()
     encoder: bool = True
     prompts: int = 1
     prompt_tokens: int | None = None
@@ -81,7 +81,7 @@ class Front:
     manager: PICManager | None
     max_documents: int = 100_000
     enabled: bool = True
-    libraries: dict[str, Library] = field(default_factory=dict)
+    catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -93,12 +93,12 @@ class Front:
         """Whether documents are encoded and linked; otherwise all go into the prompt."""
         return self.manager is not None and self.enabled
 
-    def library(self, tenant: str, *, keep: bool = False) -> Library:
+    def catalog(self, tenant: str, *, keep: bool = False) -> DocumentCatalog:
         """The documents that a tenant has registered; kept only where there are some, or will be."""
-        library = self.libraries.get(tenant) or Library(self.manager or NoStore())
+        catalog = self.catalogs.get(tenant) or DocumentCatalog(self.manager or NoStore())
         if keep:
-            self.libraries[tenant] = library
-        return library
+            self.catalogs[tenant] = catalog
+        return catalog
 
     async def prepare(self, path: str, body: dict[str, Any], tenant: str) -> Prepared:
         """Takes documents out of a body and builds the prompt; nothing is encoded yet.
@@ -119,8 +119,8 @@ class Front:
             _set_salt(body, prefix_salt(tenant, (), salt))
             return Prepared(body, encoder=encoder)
         listed = await self.tokenize(given or [], tenant, encoder)
-        library = self.library(tenant)
-        inside = {name: _registered(library, name) for name in (*named.before, *named.after)}
+        catalog = self.catalog(tenant)
+        inside = {name: _registered(catalog, name) for name in (*named.before, *named.after)}
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
         _set_salt(body, prefix_salt(tenant, [segment.key for segment in segments] if encoder else (), salt))
@@ -134,16 +134,16 @@ class Front:
                 self.counters.count("inlined", len(segment.token_ids))
         return prepared
 
-    async def tokenize(self, given: Any, tenant: str, encoder: bool) -> list[Segment]:
+    async def tokenize(self, given: Any, tenant: str, encoder: bool) -> list[KeyedSegment]:
         """The documents of a list as it stands in a body: texts, objects, or ids of registered ones."""
         if not isinstance(given, list):
             raise RequestError(400, f"documents is a list, not {type(given).__name__}", param="documents")
-        library = self.library(tenant)
-        segments: list[Segment | None] = []
+        catalog = self.catalog(tenant)
+        segments: list[KeyedSegment | None] = []
         fresh: list[Document] = []
         for place, item in enumerate(given):
             if isinstance(item, Mapping) and set(item) == {"id"}:
-                segments.append(_registered(library, item["id"]))
+                segments.append(_registered(catalog, item["id"]))
                 continue
             segments.append(None)
             fresh.append(_document(item, place))
@@ -153,7 +153,8 @@ class Front:
             raise RequestError(400, str(error), param="documents") from error
         keys = await self.keys(ids, tenant, encoder)  # a registered document has one
         made = iter(
-            Segment(document.name(key), tokens, key) for document, tokens, key in zip(fresh, ids, keys, strict=True)
+            KeyedSegment(document.name(key), tokens, key)
+            for document, tokens, key in zip(fresh, ids, keys, strict=True)
         )
         return [next(made) if segment is None else segment for segment in segments]
 
@@ -166,7 +167,7 @@ class Front:
         except ValueError as error:
             raise RequestError(400, str(error), param="documents") from error
 
-    async def acquire(self, segments: Sequence[Segment]) -> Lease:
+    async def acquire(self, segments: Sequence[KeyedSegment]) -> Lease:
         """A lease of documents. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
         return await self.manager.acquire([WantedDocument(segment.key, segment.token_ids) for segment in segments])
@@ -178,9 +179,9 @@ class Front:
     def _chat(
         self,
         body: dict[str, Any],
-        segments: tuple[Segment, ...],
-        listed: list[Segment],
-        inside: dict[str, Segment],
+        segments: tuple[KeyedSegment, ...],
+        listed: list[KeyedSegment],
+        inside: dict[str, KeyedSegment],
         encoder: bool,
     ) -> Prepared:
         messages = body.get("messages")
@@ -203,7 +204,7 @@ class Front:
         body["kv_transfer_params"] = {**transfer, PROMPT_IDS: ids}
         return Prepared(body, segments, encoder, prompt_tokens=len(ids))
 
-    def _completion(self, body: dict[str, Any], segments: tuple[Segment, ...], encoder: bool) -> Prepared:
+    def _completion(self, body: dict[str, Any], segments: tuple[KeyedSegment, ...], encoder: bool) -> Prepared:
         documents = [token for segment in segments for token in segment.token_ids]
         rows = [self._row(prompt, documents, encoder) for prompt in _prompts(body.get("prompt"))]
         body["prompt"] = rows
@@ -296,11 +297,11 @@ def _check_combinations(body: dict[str, Any]) -> None:
         raise RequestError(400, "add_generation_prompt can't be false with documents", param="add_generation_prompt")
 
 
-def _registered(library: Library, name: Any) -> Segment:
+def _registered(catalog: DocumentCatalog, name: Any) -> KeyedSegment:
     if not isinstance(name, str):
         raise RequestError(400, f"a document's id is a text, not {type(name).__name__}", param="documents")
     try:
-        return library.find([name])[0]
+        return catalog.find([name])[0]
     except UnknownDocumentError:
         raise RequestError(
             404, f"unknown document {name!r}: add it with POST /v1/documents", param="documents"

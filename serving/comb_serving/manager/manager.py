@@ -266,7 +266,7 @@ class PICManager:
             self._free_if_unused(entry)
         self.queue.wake()
 
-    # ---- pins, expiry, removal: what `comb.engine.library.Library` asks of a store ----
+    # ---- pins, expiry, removal: what `comb.documents.catalog.DocumentCatalog` asks of a store ----
 
     def pin(self, key: str) -> bool:
         """Keeps a document from being evicted until as many `unpin`; False if it isn't in the pool."""

@@ -1,4 +1,4 @@
-"""The documents an engine knows by id: what `add_documents` took, until it is removed or its time is over."""
+"""The documents known by id: what `add_documents` took, until it is removed or its time is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UnknownDocumentError(ValueError):
 
 
 @dataclass(frozen=True)
-class Segment:
+class KeyedSegment:
     """A tokenised document, or one part of it where a splitter made several.
 
     Args:
@@ -31,9 +31,9 @@ class Segment:
     part: int = 0
 
 
-def by_document(segments: Sequence[Segment]) -> list[list[Segment]]:
+def by_document(segments: Sequence[KeyedSegment]) -> list[list[KeyedSegment]]:
     """Segments in order, those of one document together."""
-    documents: list[list[Segment]] = []
+    documents: list[list[KeyedSegment]] = []
     for segment in segments:
         if segment.part == 0:
             documents.append([])
@@ -42,8 +42,8 @@ def by_document(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    segments: tuple[Segment, ...]
+class _CatalogEntry:
+    segments: tuple[KeyedSegment, ...]
     pinned: bool
     expires_at: float | None
 
@@ -60,8 +60,8 @@ class _Entry:
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
 
-class Store(Protocol):
-    """What a library asks of the store that keeps the PICaches, see `comb.cache.index.Directory`."""
+class CatalogStore(Protocol):
+    """What a catalog asks of the store that keeps the PICaches, see `comb.cache.index.Directory`."""
 
     def pin(self, key: str) -> bool: ...
 
@@ -73,22 +73,22 @@ class Store(Protocol):
 
 
 @dataclass
-class Library:
+class DocumentCatalog:
     """Ids to segments. Token ids stay here, so an evicted PICache is compiled again, never missed.
 
     Thread-safe. The store's pins follow the ids: each pinned id holds one.
     """
 
-    store: Store
+    store: CatalogStore
     clock: Callable[[], float] = time.monotonic
-    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _entries: dict[str, _CatalogEntry] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def check(self, documents: Sequence[Sequence[Segment]]) -> None:
+    def check(self, documents: Sequence[Sequence[KeyedSegment]]) -> None:
         """Raises ValueError if an id stands for another text, here or within `documents`."""
         with self._lock:
             self._forget_expired()
-            asked = [_Entry(tuple(segments), False, None) for segments in documents]
+            asked = [_CatalogEntry(tuple(segments), False, None) for segments in documents]
             known = self._entries.keys() & {entry.id for entry in asked}  # not all: there may be very many
             meaning = {name: self._entries[name].token_ids for name in known}
         for entry in asked:
@@ -98,9 +98,9 @@ class Library:
                     f"remove_documents([{entry.id!r}]) first, or choose another id"
                 )
 
-    def add(self, segments: Sequence[Segment], *, pin: bool, ttl: float | None) -> None:
+    def add(self, segments: Sequence[KeyedSegment], *, pin: bool, ttl: float | None) -> None:
         """Adds or renews one document, whose PICaches the caller holds. `ttl` in seconds; None is for ever."""
-        entry = _Entry(tuple(segments), pin, None if ttl is None else self.clock() + ttl)
+        entry = _CatalogEntry(tuple(segments), pin, None if ttl is None else self.clock() + ttl)
         with self._lock:
             before = self._entries.get(entry.id)
             self._entries[entry.id] = entry
@@ -111,7 +111,7 @@ class Library:
             if before is not None:
                 self._unpin(before)
 
-    def find(self, ids: Iterable[str]) -> list[Segment]:
+    def find(self, ids: Iterable[str]) -> list[KeyedSegment]:
         """The segments of `ids`, in order. Raises UnknownDocumentError naming the first that isn't here."""
         with self._lock:
             return [segment for entry in self._find(ids) for segment in entry.segments]
@@ -139,7 +139,7 @@ class Library:
         now = self.clock()
         return None if None in ends else max(end - now for end in ends if end is not None)
 
-    def _find(self, ids: Iterable[str]) -> list[_Entry]:
+    def _find(self, ids: Iterable[str]) -> list[_CatalogEntry]:
         if isinstance(ids, str):
             raise ValueError(f"document ids come as a list: write [{ids!r}]")
         self._forget_expired()
@@ -161,6 +161,6 @@ class Library:
             del self._entries[entry.id]
             self._unpin(entry)
 
-    def _unpin(self, entry: _Entry) -> None:
+    def _unpin(self, entry: _CatalogEntry) -> None:
         for key in entry.keys if entry.pinned else ():
             self.store.unpin(key)

@@ -8,9 +8,9 @@ from hashlib import sha256
 from typing import Any
 
 from comb.cache.picache import content_key
+from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Document, PromptBuilder, as_document
 from comb.documents.splitting import Splitter, split_document
-from comb.engine.library import Segment
 from comb.methods.base import Method
 
 
@@ -32,7 +32,7 @@ class Segmenter:
     splitter: Splitter
     salt: str = ""
 
-    def segments(self, documents: Sequence[str | Document]) -> list[Segment]:
+    def segments(self, documents: Sequence[str | Document]) -> list[KeyedSegment]:
         """All documents' segments, in order. Raises ValueError for empty ones, and for one that isn't in a list."""
         if isinstance(documents, str | Document):
             raise ValueError("documents is a list: write documents=[...] around a single one")
@@ -45,15 +45,17 @@ class Segmenter:
             # a document in one part is called after its key; more parts are called after all of them
             digest = own[0] if len(own) == 1 else sha256("".join(own).encode()).hexdigest()
             name = document.name(digest)
-            segments += [Segment(name, ids, key, part) for part, (ids, key) in enumerate(zip(parts, own, strict=True))]
+            segments += [
+                KeyedSegment(name, ids, key, part) for part, (ids, key) in enumerate(zip(parts, own, strict=True))
+            ]
         return segments
 
-    def keyed_anew(self, segments: Sequence[Segment]) -> list[Segment]:
+    def keyed_anew(self, segments: Sequence[KeyedSegment]) -> list[KeyedSegment]:
         """The same segments under today's keys: an adapter may have been trained since they were made."""
         keys = self._keys([segment.token_ids for segment in segments])
         return [replace(segment, key=key) for segment, key in zip(segments, keys, strict=True)]
 
-    def check_lengths(self, segments: Sequence[Segment]) -> None:
+    def check_lengths(self, segments: Sequence[KeyedSegment]) -> None:
         """Raises ValueError for a segment that is longer than the method compiles."""
         limit, compiler = self.method.max_segment_tokens, "encoder" if self.method.uses_encoder else "backbone"
         for segment in segments:
