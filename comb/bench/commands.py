@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from comb.bench.harness import bench
 from comb.bench.inputs import make_random, make_setting, read
-from comb.bench.options import (
+from comb.bench.old_options import (
     Backbone,
     DataPath,
     DatasetName,
@@ -29,7 +30,6 @@ from comb.bench.options import (
     Seed,
     Split,
     Splitter,
-    bench,
 )
 from comb.bench.output import show, wide_console, write
 
@@ -67,8 +67,8 @@ def methods_command(
     from comb.bench.comparison import compare, drop_too_long
     from comb.bench.report import check_out
     from comb.bench.specs import split_methods
-    from comb.evaluation.plot import METRICS, plot_results
-    from comb.evaluation.table import markdown_table, notes, result_table
+    from comb.evaluation.plot import METRICS, Quality, draw
+    from comb.evaluation.table import result_table
 
     check_out(out)
     specs = split_methods(methods)
@@ -95,8 +95,8 @@ def methods_command(
     write(
         out,
         results,
-        f"### {title}\n\n{counts}\n\n{markdown_table(results)}\n{notes(results)}\n",
-        (lambda file: plot_results(results, file, title=title, metric=metric, zoom=True)) if timed else None,
+        f"### {title}\n\n{counts}\n\n{result_table(results).markdown()}\n",
+        (lambda file: draw([Quality(results, metric, zoom=True)], file, title=title)) if timed else None,
         benchmark="methods", model=model, dataset=dataset, path=path, split=split, seed=seed, data=counts.to_dict(),
         splitter=splitter, max_new_tokens=max_new_tokens, kl_examples=kl_examples,
     )  # fmt: skip

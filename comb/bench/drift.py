@@ -2,96 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
-from torch import Tensor
+import typer
 from tqdm import tqdm
 
-from comb.bench.comparison import REFUSALS, one_line
-from comb.bench.request import linked
+from comb.bench.harness import Report, Row, benchmark, or_refused
+from comb.bench.options import Methods, QuestionOptions, split_methods
+from comb.bench.work import linked
 from comb.documents.document import Example
 from comb.evaluation.drift import Drift, drift_of, exact_states
+from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Setting, Timing
+from comb.evaluation.table import Column, TextTable, fixed, spread
 
 
 @dataclass(frozen=True)
-class LayerDrift:
-    """One linear layer, counted from 0: relative errors of its state, and angles in degrees, over all prompts."""
+class DriftOptions(QuestionOptions):
+    """Of `comb bench drift`."""
 
-    layer: int
-    error: Timing
-    degrees: Timing
+    model: Annotated[str, typer.Option(help="folder or Hub id of a hybrid, or nano-hybrid")] = "nano-hybrid"
+    methods: Methods = "addition,hypic:mode=rotation,hypic:0,hypic:4,hypic:8,hypic:16"
+    limit: Annotated[int, typer.Option(min=1, help="questions at most")] = 50
 
 
-@dataclass(frozen=True)
-class MethodDrift:
-    """One method.
+def measure_drift(setting: Setting, examples: Sequence[Example], specs: Sequence[str]) -> list[Row]:
+    """One row per method, all over the same prompts; a method that can't run here says why.
 
-    Args:
-        n: prompts. layers: linear layers that keep a state, from the first on.
-        recomputed_tokens: document tokens prefilled again per prompt, mean.
-        refused: why there is nothing of the above.
+    ``layers`` are the linear layers that keep a state, from the first on: ``error`` is relative, in the Frobenius norm,
+    ``degrees`` an angle, both over the prompts.
     """
-
-    method: str
-    n: int = 0
-    layers: tuple[LayerDrift, ...] = ()
-    recomputed_tokens: float = 0.0
-    refused: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-
-def measure_drift(
-    setting: Setting, examples: Sequence[Example], specs: Sequence[str], *, progress: bool = True
-) -> list[MethodDrift]:
-    """One result per method, in order, all over the same prompts; a method that can't run here says why."""
-    runs = [_Run(setting, spec) for spec in specs]
-    for example in tqdm(examples, "drift", unit="prompt", disable=not progress, leave=False):
+    rows: list[Row] = [
+        {"method": spec, "n": 0, "layers": [], "recomputed_tokens": 0.0, "refused": ""} for spec in specs
+    ]
+    found: dict[str, list[list[Drift]]] = {spec: [] for spec in specs}
+    for example in tqdm(examples, "drift", unit="prompt", leave=False):
         exact = cache(exact_states)  # once for all methods
-        for run in runs:
-            run.add(example, exact)
-    return [run.result() for run in runs]
+        for row in rows:
+            if not row["refused"]:
+                with or_refused(row):
+                    drifts, recomputed = _drift(setting, row["method"], example, exact)
+                    found[row["method"]].append(drifts)
+                    row["recomputed_tokens"] += recomputed / len(examples)
+    for row in rows:
+        if not row["refused"]:
+            row |= {"n": len(examples), "layers": [_over(layer) for layer in zip(*found[row["method"]], strict=True)]}
+    return rows
 
 
-class _Run:
-    """One method, until it is refused."""
-
-    def __init__(self, setting: Setting, spec: str) -> None:
-        self.setting, self.spec = setting, spec
-        self.found: list[list[Drift]] = []
-        self.recomputed = 0
-        self.refused = ""
-        try:
-            self.engine = setting.engine(spec)
-            if self.engine.method.uses_encoder:
-                self.refused = f"{spec} puts no document into the decoder's states"
-        except REFUSALS as error:
-            self.refused = one_line(error)
-
-    def add(self, example: Example, exact: Callable[..., dict[int, Tensor]]) -> None:
-        if self.refused:
-            return
-        try:
-            with linked(self.engine, *self.setting.request(self.spec, example)) as state:
-                self.found.append(drift_of(self.engine.method.backbone, state, exact))
-                self.recomputed += state.recomputed_tokens
-        except REFUSALS as error:
-            self.refused = one_line(error)
-        self.engine.store.clear()
-
-    def result(self) -> MethodDrift:
-        if self.refused:
-            return MethodDrift(self.spec, refused=self.refused)
-        layers = [_summary(of_layer) for of_layer in zip(*self.found, strict=True)]
-        return MethodDrift(self.spec, len(self.found), tuple(layers), self.recomputed / len(self.found))
+def _drift(setting: Setting, spec: str, example: Example, exact: Any) -> tuple[list[Drift], int]:
+    """By layer, and how many document tokens were prefilled again."""
+    engine = setting.engine(spec)
+    if engine.method.uses_encoder:
+        raise ValueError(f"{spec} puts no document into the decoder's states")
+    with linked(engine, *setting.request(spec, example)) as state:
+        return drift_of(engine.method.backbone, state, exact), state.recomputed_tokens
 
 
-def _summary(prompts: Sequence[Drift]) -> LayerDrift:
+def _over(prompts: Sequence[Drift]) -> Row:
     error, degrees = (Timing.over([getattr(drift, name) for drift in prompts]) for name in ("error", "degrees"))
-    return LayerDrift(prompts[0].layer, error, degrees)
+    return {"layer": prompts[0].layer, "error": error, "degrees": degrees}
+
+
+def tables(rows: Sequence[Row]) -> list[TextTable]:
+    """One line per method: its first and deepest linear layer."""
+    columns = (
+        Column("method", "method", names=True),
+        Column("first layer, %", lambda row: row["layers"][0]["error"], _percent),
+        Column("deepest layer, %", lambda row: row["layers"][-1]["error"], _percent),
+        Column("angle, degrees", lambda row: row["layers"][-1]["degrees"], lambda angle: spread(angle, fixed(2))),
+        Column("redone", "recomputed_tokens", fixed(0), "document tokens prefilled again per prompt"),
+    )
+    remarks = [
+        "Distance of the state behind the prompt from full recompute's, relative, in the Frobenius norm, and its "
+        "direction; median (quartiles) over prompts."
+    ]
+    for row in [row for row in rows if row["layers"]][:1]:
+        layers = ", ".join(str(layer["layer"]) for layer in row["layers"])
+        remarks.append(f"{row['n']} prompts; linear layers {layers}.")
+    return [TextTable("State drift", columns, rows, remarks)]
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Relative error over depth, quartiles shaded."""
+    points = [{"method": row["method"], **layer} for row in rows for layer in row["layers"]]
+    return [Lines(points, "layer", "error", "layer", "relative error of the state, %", scale=100)]
+
+
+@benchmark("drift", tables, panels)
+def drift(options: DriftOptions, report: Report) -> None:
+    """How far a hybrid's states are from full recompute's, by layer: what composing costs in depth (HYPIC table 4)."""
+    specs = split_methods(options.methods, control=False)
+    setting, examples = options.questions(report)
+    for row in measure_drift(setting, examples, specs):
+        report.add(row)
+
+
+def _percent(error: Timing) -> str:
+    """``8.9 (8.1-9.6)``; rounding alone is ``<0.001``."""
+    return "<0.001" if error.high < 1e-5 else spread(error, lambda share: f"{100 * share:.1f}")

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from comb.bench.harness import bench
 from comb.bench.inputs import make_setting, read
-from comb.bench.options import (
+from comb.bench.old_options import (
     Backbone,
     DataPath,
     Device,
@@ -21,7 +22,6 @@ from comb.bench.options import (
     QueryTemplate,
     Seed,
     Split,
-    bench,
 )
 from comb.bench.output import show
 

@@ -11,9 +11,8 @@ from torch import nn
 from tqdm import tqdm
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from comb.bench.report import TextTable, ratio
+from comb.bench.report import TextTable, ratio, short_milliseconds
 from comb.evaluation.run import Timing
-from comb.evaluation.table import short_milliseconds
 from comb.mac import MacConfig
 from comb.mac.breakeven import AttentionShape, Costs, least_context
 from comb.mac.interface import Call

@@ -21,7 +21,7 @@ from comb.bench.gpu_run import GpuRun, chosen_device, parser_for
 from comb.bench.gpu_time import Time, exact_attentions, working
 from comb.bench.mac_gpu_check import cases, check
 from comb.evaluation.plot import make_figure, save
-from comb.evaluation.table import environment, write_json
+from comb.evaluation.record import environment, write_json
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import Launch
 from comb.kernels.mac.attend import attend_spans

@@ -1,30 +1,215 @@
-"""Options that the commands below `comb bench` share, and the group they stand in."""
+"""Options that benchmarks share: a model, questions about documents, a model with random weights; and lists of them."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
-bench = typer.Typer(help="Compare methods: quality, time, memory.", no_args_is_help=True)
+from comb import methods
+from comb.backbones.tokenizer import load_tokenizer
+from comb.bench.harness import OutOptions, Report
+from comb.bench.work import random_model
+from comb.documents.datasets import Counts, read_dataset
+from comb.documents.document import Example, PromptBuilder
+from comb.evaluation.run import NO_DOCUMENTS, Setting
+from comb.model.source import load_named
 
-Model = Annotated[str, typer.Option(help="adapter folder, backbone folder, Hub id, or nano")]
+LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
+
 Methods = Annotated[str, typer.Option(help="separated by commas, parameters and all: full,legolink:16,comb")]
-Backbone = Annotated[str | None, typer.Option(help="load the adapter's backbone from here instead")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
-Out = Annotated[Path | None, typer.Option(help="JSON for the results; a .md table and a .png plot go beside it")]
-Seed = Annotated[int, typer.Option(help="of everything drawn at random")]
-DatasetName = Annotated[str, typer.Option("--dataset", help="a dataset's name, or a .jsonl file")]
-DataPath = Annotated[str | None, typer.Option("--path", help="the dataset's file or folder")]
-Split = Annotated[str, typer.Option(help="heldout, train or all")]
-NumDocuments = Annotated[int | None, typer.Option(help="documents per question, for datasets that choose them")]
-Limit = Annotated[int, typer.Option(min=1, help="questions at most")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="longest answer, in tokens")]
-QueryTemplate = Annotated[str | None, typer.Option(help="how a question is written; {query} is replaced")]
-DocumentTemplate = Annotated[str | None, typer.Option(help="how a document is written, with {text} and {title}")]
-Splitter = Annotated[str | None, typer.Option(help="how long documents are split (KVSplit), for example fixed:512")]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="measure peak memory")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="longest answer, in tokens")]
 QueryTokens = Annotated[int, typer.Option(min=1, help="tokens behind the segments")]
+Lengths = Annotated[str, typer.Option(help="tokens of context, separated by commas")]
+Repeats = Annotated[int, typer.Option(min=1, help="measurements; in each, all take their turn")]
 OfRandomModel = Annotated[int, typer.Option(help="of the random model")]
+Seed = Annotated[int, typer.Option(help="of everything drawn at random")]
+
+
+@dataclass(frozen=True)
+class DeviceOptions(OutOptions):
+    """Where to compute, and in which dtype."""
+
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto"
+
+    def place(self) -> tuple[torch.dtype, str]:
+        """What the options mean where no checkpoint says it: float32, and a GPU if there is one."""
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        dtype = torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {self.dtype!r}")
+        return dtype, device
+
+
+@dataclass(frozen=True)
+class ModelOptions(DeviceOptions):
+    """A model by its name."""
+
+    model: Annotated[str, typer.Option(help="adapter folder, backbone folder, Hub id, or nano")] = "nano"
+    backbone: Annotated[str | None, typer.Option(help="load the adapter's backbone from here instead")] = None
+    seed: Seed = 0
+
+    def load(self) -> Any:
+        """The model."""
+        return load_named(self.model, backbone=self.backbone, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class RandomModelOptions(ModelOptions):
+    """A model by its name, or one with random weights: `random`, a Llama, or `random-hybrid`, a Qwen3.5."""
+
+    model: Annotated[
+        str, typer.Option(help="as elsewhere, or `random`: a Llama with random weights, or `random-hybrid`: a Qwen3.5")
+    ] = "random"
+    layers: OfRandomModel = 12
+    hidden: OfRandomModel = 768
+    heads: OfRandomModel = 12
+    kv_heads: OfRandomModel = 12
+    vocab: OfRandomModel = 8192
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the model is made, not loaded."""
+        return self.model in ("random", "random-hybrid")
+
+    @property
+    def title(self) -> str:
+        """The model in words."""
+        if not self.is_random:
+            return self.model
+        return f"{self.model.replace('-', ' ')} model, {self.layers} layers, hidden {self.hidden}"
+
+    def load(self, positions: int = LEAST_POSITIONS) -> Any:
+        """The model; a random one has at least so many positions, in the dtype and on the device asked for."""
+        if not self.is_random:
+            return super().load()
+        dtype, device = self.place()
+        made = random_model(
+            layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab,
+            positions=max(positions, LEAST_POSITIONS), hybrid=self.model == "random-hybrid", seed=self.seed,
+        )  # fmt: skip
+        return made.to(device=device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class QuestionOptions(ModelOptions):
+    """A model, and questions about documents."""
+
+    dataset: Annotated[str, typer.Option(help="a dataset's name, or a .jsonl file")] = "nano"
+    path: Annotated[str | None, typer.Option(help="the dataset's file or folder")] = None
+    split: Annotated[str, typer.Option(help="heldout, train or all")] = "heldout"
+    num_documents: Annotated[int | None, typer.Option(help="documents per question, for datasets that choose them")] = (
+        None
+    )
+    limit: Annotated[int, typer.Option(min=1, help="questions at most")] = 200
+    query_template: Annotated[str | None, typer.Option(help="how a question is written; {query} is replaced")] = None
+    document_template: Annotated[
+        str | None, typer.Option(help="how a document is written, with {text} and {title}")
+    ] = None
+    splitter: Annotated[
+        str | None, typer.Option(help="how long documents are split (KVSplit), for example fixed:512")
+    ] = None
+
+    def setting(self) -> Setting:
+        """Model, tokenizer and templates; an adapter's own templates where none are given."""
+        trained = _trained_templates(self.model)
+        query = self.query_template or trained.get("query_template") or "{query}"
+        if "{query}" not in query:
+            raise ValueError(f"--query-template {query!r} has no {{query}}: every question would be the same")
+        model = self.load()
+        tokenizer = load_tokenizer(self.model, model)
+        document = self.document_template or trained.get("document_template")
+        return Setting(model, tokenizer, PromptBuilder(tokenizer, document_template=document), query, self.splitter)
+
+    def read(self) -> tuple[list[Example], Counts]:
+        """The questions, and what was read and dropped."""
+        extra = {} if self.num_documents is None else {"num_documents": self.num_documents}
+        found = read_dataset(self.dataset, self.path, split=self.split, seed=self.seed, limit=self.limit, **extra)
+        return list(found), found.counts
+
+    def questions(self, report: Report, max_new_tokens: int = 0) -> tuple[Setting, list[Example]]:
+        """`setting`, and the questions with room for so long an answer; the report says what was dropped."""
+        examples, counts = self.read()
+        setting = self.setting()
+        kept = drop_too_long(setting, examples, max_new_tokens, counts)
+        report.facts["data"] = counts.to_dict()
+        report.heading = f"{self.model}, {self.dataset}, {self.split}: {counts}"
+        return setting, kept
+
+
+def _trained_templates(model: str) -> dict[str, Any]:
+    """How text was written when an adapter was trained, if its folder says so."""
+    try:
+        data = json.loads((Path(model) / "training.json").read_text(encoding="utf-8"))["config"]["data"]
+        return {name: data.get(name) for name in ("query_template", "document_template")}
+    except (OSError, KeyError, TypeError, AttributeError, ValueError):
+        return {}
+
+
+def drop_too_long(setting: Setting, examples: Sequence[Example], max_new_tokens: int, counts: Counts) -> list[Example]:
+    """Examples whose whole prompt and answer fit the model's positions; the others are counted as dropped.
+
+    Raises:
+        ValueError: if none is left.
+    """
+    limit = setting.engine("full").method.max_prompt_tokens
+    if limit is None:
+        return list(examples)
+    kept = setting.fitting(examples, limit - max_new_tokens)
+    reason = f"prompt and {max_new_tokens} new tokens exceed the model's {limit} positions"
+    counts.drop(reason, len(examples) - len(kept))
+    if not kept:
+        raise ValueError(f"no example fits the model's {limit} positions ({counts}): use fewer or shorter documents")
+    return kept
+
+
+def split_methods(text: str, *, control: bool = True) -> list[str]:
+    """``"full,legolink:16,quantize=int8,comb"`` -> ``["full", "legolink:16,quantize=int8", "comb"]``, all checked.
+
+    Args:
+        control: whether "none", questions without documents, may be among them.
+
+    Raises:
+        ValueError: for no method, an unknown one, or one given twice.
+    """
+    specs = methods.split_specs(text)
+    if not specs:
+        raise ValueError("--methods names no method: give at least one, for example full,legolink:16")
+    for spec in specs:
+        if specs.count(spec) > 1:
+            raise ValueError(f"--methods names {spec} twice")
+        if spec != NO_DOCUMENTS:
+            methods.parse(spec)
+        elif not control:
+            raise ValueError(f"this benchmark measures work on documents: leave the control {NO_DOCUMENTS!r} out")
+    return specs
+
+
+def integers(text: str, option: str, *, least: int = 1) -> list[int]:
+    """``"512,1024"`` -> ``[512, 1024]``, sorted, each once. Raises ValueError for anything else."""
+    values = numbers(text, option, least=least)
+    if any(value != int(value) for value in values):
+        raise ValueError(f"{option} takes whole numbers separated by commas, got {text!r}")
+    return [int(value) for value in values]
+
+
+def numbers(text: str, option: str, *, least: float = 0.0, most: float = math.inf) -> list[float]:
+    """``"0.5,2"`` -> ``[0.5, 2.0]``, sorted, each once, from `least` to `most`. Raises ValueError for anything else."""
+    try:
+        values = sorted({float(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        raise ValueError(f"{option} takes numbers separated by commas, got {text!r}") from None
+    wrong = next((value for value in values if not least <= value <= most or not math.isfinite(value)), None)
+    if wrong is not None or not values:
+        found = "none" if wrong is None else f"{wrong:g}"
+        upper = "" if most == math.inf else f" and at most {most:g}"
+        raise ValueError(f"{option} takes numbers of at least {least:g}{upper}, got {found}")
+    return values

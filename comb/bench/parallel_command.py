@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from comb.bench.harness import bench
 from comb.bench.inputs import make_random
-from comb.bench.options import Backbone, Device, Dtype, Methods, OfRandomModel, Out, QueryTokens, Seed, bench
+from comb.bench.old_options import Backbone, Device, Dtype, Methods, OfRandomModel, Out, QueryTokens, Seed
 from comb.bench.output import show
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from comb.bench.parallel import ParallelResult, Simulated
-from comb.bench.report import TextTable, mebibytes, ratio, spread
+from comb.bench.report import TextTable, mebibytes, ratio, short_milliseconds, spread
 from comb.evaluation.plot import make_figure, save
-from comb.evaluation.table import short_milliseconds
 
 STAGES = {"dispatch": "#4878cf", "transfer": "#ee854a", "combine": "#6acc64"}
 

@@ -13,8 +13,9 @@ from rich.text import Text
 from comb.bench.asynchronous import AsyncResult
 from comb.bench.context_length import LengthResult, growth_exponent
 from comb.bench.needle import NeedleCell
+from comb.evaluation.record import environment, write_json
 from comb.evaluation.run import Timing
-from comb.evaluation.table import environment, markdown, short_milliseconds, text_table, write_json
+from comb.evaluation.table import text_table
 
 
 @dataclass(frozen=True)
@@ -209,3 +210,22 @@ def write_report(
     except ImportError:
         return written, "matplotlib is not installed (pip install 'comb-pic[demo]')"
     return written, ""
+
+
+def markdown(names: Sequence[str], lines: Sequence[Sequence[str]], remarks: Sequence[str] = ()) -> str:
+    """A Markdown table, and a list of remarks below it."""
+    rules = ("---",) + ("---:",) * (len(names) - 1)
+    table = ["| " + " | ".join(line) + " |" for line in (names, rules, *lines)]
+    below = ["", *(f"- {remark}" for remark in remarks)] if remarks else []
+    return "\n".join([*table, *below]) + "\n"
+
+
+def short_milliseconds(timing: Timing | None) -> str:
+    """``12 ±5.5``: the median, and half the distance of the quartiles."""
+    if timing is None:
+        return "-"
+    return f"{_short(1000 * timing.median)} ±{_short(500 * (timing.high - timing.low))}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"

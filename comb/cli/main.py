@@ -15,11 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from comb.bench import commands as _commands  # noqa: F401  registers itself, and so do the next two
-from comb.bench import drift_command as _drift_command  # noqa: F401
-from comb.bench import mac_command as _mac_command  # noqa: F401
-from comb.bench import parallel_command as _parallel_command  # noqa: F401
-from comb.bench.options import bench
+from comb.bench.harness import bench
 
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",

@@ -1,13 +1,14 @@
-"""Plots as PNG beside the tables: quality against time to first token, and the loss of a run."""
+"""Plots as PNG beside the tables: panels that are declared like a table's columns, and the two plots of training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from comb.evaluation.run import NO_DOCUMENTS, MethodResult
+from comb.evaluation.run import NO_DOCUMENTS, MethodResult, Timing
 
 METRICS = {"em": "exact match, %", "f1": "F1, %", "rouge_l": "ROUGE-L, %"}
 # one colour and marker per family of methods, as in EPIC Fig. 6
@@ -22,17 +23,143 @@ FAMILIES = {
     "block": ("#8c564b", "h"),
     "comb": ("#8a2bc2", "D"),
 }
-_OTHERS = ("#17a2b8", "#e377c2", "#9c8f1c", "#4b0f3a")
+_OTHERS = ("#17a2b8", "#e377c2", "#9c8f1c", "#4b0f3a", "#4878cf", "#ee854a", "#6acc64", "#d65f5f")
 _LIGHTEST = 0.6
 
 
-@dataclass(frozen=True)
-class Style:
+class Style(NamedTuple):
     """How one method is drawn."""
 
     colour: str
     marker: str
     size: float
+
+
+class Panel(Protocol):
+    """One axes of a plot."""
+
+    def draw(self, axes: Any) -> None:
+        """Draws on a matplotlib axes; nothing where there is nothing to draw."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """`y` over `x`: one line per name, its quartiles shaded where values are timings. Refused rows are left out.
+
+    Args:
+        y: key of the values, multiplied by `scale`; or keys by the name of their line, and `by` is then not used.
+        by: key of the name of a row's line, or a function of the row.
+        log: axes with a logarithmic scale: "x", "y" or "xy". level: a dashed horizontal line.
+        diagonal: name of the line on which y equals x.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    x: str
+    y: str | Mapping[str, str]
+    xlabel: str
+    ylabel: str
+    by: str | Callable[[Mapping[str, Any]], str] = "method"
+    scale: float = 1.0
+    log: str = ""
+    level: float | None = None
+    diagonal: str = ""
+
+    def draw(self, axes: Any) -> None:
+        """With a legend beside the axes if there is more than one line."""
+        curves: dict[str, list[tuple[float, Any]]] = {}
+        for row in self.rows:
+            name = row[self.by] if isinstance(self.by, str) else self.by(row)
+            for line, key in ({name: self.y} if isinstance(self.y, str) else self.y).items():
+                if not row.get("refused") and row.get(key) is not None:
+                    curves.setdefault(line, []).append((row[self.x], row[key]))
+        for (name, points), look in zip(curves.items(), styles(list(curves)).values(), strict=True):
+            x, values = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+            times = [v if isinstance(v, Timing) else Timing(v, v, v, 1) for v in values]
+            low, middle, high = ([self.scale * getattr(t, end) for t in times] for end in ("low", "median", "high"))
+            axes.plot(x, middle, color=look.colour, marker=look.marker, markersize=0.7 * look.size, label=name)
+            axes.fill_between(x, low, high, color=look.colour, alpha=0.15, linewidth=0)
+        if self.diagonal:
+            ends = sorted({row[self.x] for row in self.rows})
+            axes.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0, label=self.diagonal)
+        if self.level is not None:
+            axes.axhline(self.level, color="black", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log" if "x" in self.log else "linear")
+        axes.set_yscale("log" if "y" in self.log else "linear")
+        axes.set_xlabel(self.xlabel)
+        axes.set_ylabel(self.ylabel)
+        if len(curves) > 1:
+            axes.legend(frameon=False, fontsize="x-small")
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A horizontal bar per row, made of `parts`: seconds by name in that order, drawn in ms."""
+
+    rows: Sequence[Mapping[str, Any]]
+    label: Callable[[Mapping[str, Any]], str]
+    parts: Callable[[Mapping[str, Any]], Mapping[str, float]]
+    xlabel: str
+
+    def draw(self, axes: Any) -> None:
+        """With the parts' names in a legend."""
+        found = [self.parts(row) for row in self.rows]
+        starts = [0.0] * len(found)
+        for name in dict.fromkeys(name for parts in found for name in parts):
+            widths = [1000 * parts.get(name, 0.0) for parts in found]
+            axes.barh(range(len(found)), widths, left=starts, label=name, height=0.7)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        axes.set_yticks(range(len(found)), [self.label(row) for row in self.rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(self.xlabel)
+        if found:
+            axes.legend(frameon=False, fontsize="small", loc="lower right")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A heat map of shares in percent by `x` and `y`, grey where there is none."""
+
+    rows: Sequence[Mapping[str, Any]]
+    x: str
+    y: str
+    value: str
+    title: str
+    labels: tuple[str, str] = field(default=("", ""))
+
+    def draw(self, axes: Any) -> None:
+        """With every cell's value in it."""
+        columns, lines = (sorted({row[key] for row in self.rows}) for key in (self.x, self.y))
+        values = {(row[self.y], row[self.x]): row.get(self.value) for row in self.rows}
+        cells = [[values.get((line, column)) for column in columns] for line in lines]
+        numbers = [[float("nan") if value is None else 100 * value for value in row] for row in cells]
+        axes.imshow(numbers, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        axes.set_facecolor("#dddddd")
+        for y, row in enumerate(numbers):
+            for x, value in enumerate(row):
+                axes.text(x, y, "-" if value != value else f"{value:.0f}", ha="center", va="center", fontsize="small")
+        axes.set_title(self.title, fontsize="small")
+        axes.grid(visible=False)
+        axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns], fontsize="small")
+        axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines], fontsize="small")
+        axes.set_xlabel(self.labels[0])
+        axes.set_ylabel(self.labels[1])
+
+
+def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "", most_columns: int = 4) -> Path:
+    """Draws panels beside and below each other.
+
+    Raises:
+        ImportError: if matplotlib is not installed (the `demo` extra brings it).
+    """
+    columns = min(most_columns, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = make_figure(4.6 * columns + 1.5, 3.4 * lines + 0.6, columns, lines)
+    several = list(getattr(axes, "flat", [axes]))
+    for panel, one in zip(panels, several, strict=False):
+        panel.draw(one)
+    for one in several[len(panels) :]:
+        one.set_axis_off()
+    return save(figure, several[: len(panels)], path, title)
 
 
 def styles(methods: Sequence[str]) -> dict[str, Style]:
@@ -43,10 +170,7 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
     unknown = [family for family in members if family not in FAMILIES]
     found = {}
     for family, names in members.items():
-        if family in FAMILIES:
-            base, marker = FAMILIES[family]
-        else:
-            base, marker = _OTHERS[unknown.index(family) % len(_OTHERS)], "p"
+        base, marker = FAMILIES.get(family) or (_OTHERS[unknown.index(family) % len(_OTHERS)], "p")
         for place, name in enumerate(names):
             lightness = _LIGHTEST * (1 - place / (len(names) - 1)) if len(names) > 1 else 0.0
             found[name] = Style(_lighter(base, lightness), marker, 13 if marker == "*" else 8)
@@ -54,7 +178,7 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
 
 
 def _family(method: str) -> str:
-    name = method.partition(":")[0]
+    name = re.split("[:,]", method)[0]
     return "legolink" if name == "legolink-0" else name
 
 
@@ -64,54 +188,53 @@ def _lighter(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(channel + share * (255 - channel)):02x}" for channel in channels)
 
 
-def plot_results(
-    results: Sequence[MethodResult], path: str | Path, *, title: str = "", metric: str = "em", zoom: bool = False
-) -> Path:
+@dataclass(frozen=True)
+class Quality:
     """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6). Refused methods are left out.
 
     Args:
         metric: em, f1 or rouge_l.
         zoom: the quality axis covers what the methods reach, instead of everything from zero.
-
-    Raises:
-        ImportError: if matplotlib is not installed (the `demo` extra brings it).
-        ValueError: for another metric.
     """
+
+    results: Sequence[MethodResult]
+    metric: str = "em"
+    zoom: bool = False
+
+    def draw(self, axes: Any) -> None:
+        """One marker pair per method; a dotted line for a method without times."""
+        drawn = [result for result in self.results if not result.refused]
+        looks = styles([result.method for result in drawn])
+        times: list[float] = []
+        for result in drawn:
+            cold, cached = result.ttft_cold_s, result.ttft_cached_s
+            look, height = looks[result.method], 100 * float(getattr(result, self.metric))
+            if cold is None or cached is None or result.method == NO_DOCUMENTS:
+                axes.axhline(height, color=look.colour, linestyle=":", label=f"{result.method} ({height:.0f}%)")
+                continue
+            ends = 1000 * cold.median, 1000 * cached.median
+            times += ends
+            axes.plot(ends, [height, height], color=look.colour, linewidth=1, alpha=0.6)
+            marker = {"marker": look.marker, "color": look.colour, "linestyle": "none"}
+            axes.plot(ends[:1], [height], markerfacecolor="white", markersize=0.8 * look.size, zorder=3, **marker)
+            axes.plot(ends[1:], [height], markersize=look.size, zorder=4, label=result.method, **marker)
+        axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
+        axes.set_ylabel(METRICS[self.metric])
+        if times and max(times) > 30 * min(times):
+            axes.set_xscale("log")
+        else:
+            axes.set_xlim(left=0)
+        heights = [100 * float(getattr(r, self.metric)) for r in drawn if r.method != NO_DOCUMENTS]
+        margin = max(1.0, 0.12 * (max(heights) - min(heights))) if heights else 0.0
+        axes.set_ylim(*((min(heights) - margin, max(heights) + margin) if self.zoom and heights else (-3, 103)))
+        legend_beside(axes)
+
+
+def plot_results(results: Sequence[MethodResult], path: str | Path, *, title: str = "", metric: str = "em") -> Path:
+    """`Quality` as a file. Raises ValueError for another metric, ImportError where matplotlib isn't installed."""
     if metric not in METRICS:
         raise ValueError(f"the metric of a plot is one of {', '.join(METRICS)}, not {metric!r}")
-    drawn = [result for result in results if not result.refused]
-    looks = styles([result.method for result in drawn])
-    figure, axes = make_figure(7.2, 4.2)
-    times: list[float] = []
-    for result in drawn:
-        cold, cached = result.ttft_cold_s, result.ttft_cached_s
-        look, height = looks[result.method], 100 * float(getattr(result, metric))
-        if cold is None or cached is None or result.method == NO_DOCUMENTS:
-            axes.axhline(height, color=look.colour, linestyle=":", label=f"{result.method} ({height:.0f}%)")
-            continue
-        ends = 1000 * cold.median, 1000 * cached.median
-        times += ends
-        axes.plot(ends, [height, height], color=look.colour, linewidth=1, alpha=0.6)
-        marker = {"marker": look.marker, "color": look.colour, "linestyle": "none"}
-        axes.plot(ends[:1], [height], markerfacecolor="white", markersize=0.8 * look.size, zorder=3, **marker)
-        axes.plot(ends[1:], [height], markersize=look.size, zorder=4, label=result.method, **marker)
-    axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
-    axes.set_ylabel(METRICS[metric])
-    if times and max(times) > 30 * min(times):
-        axes.set_xscale("log")
-    else:
-        axes.set_xlim(left=0)
-    axes.set_ylim(*_quality_range([100 * float(getattr(r, metric)) for r in drawn if r.method != NO_DOCUMENTS], zoom))
-    legend_beside(axes)
-    return save(figure, axes, path, title)
-
-
-def _quality_range(values: Sequence[float], zoom: bool) -> tuple[float, float]:
-    lowest, highest = min(values, default=0.0), max(values, default=100.0)
-    if not zoom:
-        return -3, 103
-    margin = max(1.0, 0.12 * (highest - lowest))
-    return lowest - margin, highest + margin
+    return draw([Quality(results, metric)], path, title=title)
 
 
 Curve = Sequence[tuple[int, float]]
@@ -126,55 +249,40 @@ def plot_training(
     Raises:
         ImportError: if matplotlib is not installed (the `demo` extra brings it).
     """
-    scores = {name: curve for name, curve in (scores or {}).items() if curve}
-    figure, axes = make_figure(10.0 if scores else 6.4, columns=2 if scores else 1)
-    left, *right = getattr(axes, "flat", [axes])
-    left.plot(*zip(*losses, strict=True), label="training")
-    if heldout:
-        left.plot(*zip(*heldout, strict=True), marker="o", label="held-out")
-        left.legend(frameon=False)
-    left.set_ylabel("loss per target token")
-    left.set_ylim(bottom=0)
-    for name, curve in scores.items():
-        steps, values = zip(*curve, strict=True)
-        right[0].plot(steps, [100 * value for value in values], marker="o", label=name)
-    for one in right:
-        one.set_ylabel("held-out answers, %")
-        one.set_ylim(0, 100)
-        one.legend(frameon=False)
-    for one in (left, *right):
-        one.set_xlabel("step")
-    return save(figure, axes, path, title)
+
+    def panel(curves: Mapping[str, Curve], ylabel: str, scale: float = 1.0) -> Lines:
+        rows = [{"line": n, "step": step, "value": value} for n, curve in curves.items() for step, value in curve]
+        return Lines(rows, "step", "value", "step", ylabel, by="line", scale=scale)
+
+    panels = [panel({"training": losses, "held-out": heldout}, "loss per target token")]
+    if any((scores or {}).values()):
+        panels.append(panel(scores or {}, "held-out answers, %", 100))
+    return draw(panels, path, title=title)
 
 
-def make_figure(width: float = 6.4, height: float = 4.0, columns: int = 1) -> tuple[Any, Any]:
-    """A figure of so many inches and its axes (an array of them for several columns)."""
+def make_figure(width: float, height: float, columns: int = 1, lines: int = 1) -> tuple[Any, Any]:
+    """A figure of so many inches and its axes (an array of them for several)."""
     # the object interface draws without pyplot, so no display and no global state are involved
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(lines, columns)
 
 
 def legend_beside(axes: Any) -> None:
     """A legend to the right of the axes, where it covers no point."""
-    if not axes.get_legend_handles_labels()[0]:
-        return
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, frameon=False, fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize="small")
 
 
 def save(figure: Any, axes: Any, path: str | Path, title: str) -> Path:
     """Draws title and grid, and writes the figure; `axes` may be several."""
-    several = list(getattr(axes, "flat", [axes]))
-    if len(several) > 1:
-        figure.suptitle(title, fontsize="medium")
-    else:
-        several[0].set_title(title, fontsize="medium")
-    for one in several:
+    for one in getattr(axes, "flat", axes if isinstance(axes, list) else [axes]):
         one.grid(alpha=0.3)
         one.set_axisbelow(True)
+    figure.suptitle(title, fontsize="medium")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return Path(path)

@@ -1,114 +1,90 @@
-"""Results as a table for people, and as JSON that says how it was made."""
+"""Tables for people: rows and a declaration of their columns in; the terminal's table and Markdown out."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from comb.evaluation.run import MethodResult, Timing
 
-PACKAGES = ("comb-pic", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
-COLUMNS = ("method", "EM %", "F1 %", "ROUGE-L", "TTFT cold", "TTFT cached", "B/token", "redone")
+Row = Mapping[str, Any]
+"""What was measured once, by name. Where nothing could be, ``row["refused"]`` says why."""
 _LONGEST_NAME = 18  # of a method, before it folds
-MEASURED = ("KL", "top-1", "peak")
-"""Columns that are there only if some method has a value for them; with them, times are written shorter."""
-WIDE = (*COLUMNS[:4], "KL", "top-1", "cold ms", "cached ms", *COLUMNS[6:], "peak")
-NOTE = (
-    "{n} questions. {times}, one request at a time. B/token: bytes of "
-    "cache per document token. redone: document tokens prefilled again per question."
-)
-TIMES = "TTFT: time to first token in ms, median (quartiles)"
-SHORT_TIMES = "cold, cached: time to first token, median ±half the distance of the quartiles"
-NOTES = {
-    "KL": "KL: from full recompute's next-token distribution, nats per token of its own answer.",
-    "top-1": "top-1: how often both have the same likeliest token, %.",
-    "peak": "peak: MiB that linking and the first token add.",
-}
 
 
-def columns(results: Sequence[MethodResult]) -> tuple[str, ...]:
-    """`COLUMNS`, and among them those of `MEASURED` that some result has a value for."""
-    found = {
-        "KL": any(result.kl is not None for result in results),
-        "top-1": any(result.top1_agreement is not None for result in results),
-        "peak": any(result.peak_memory_bytes is not None for result in results),
-    }
-    return tuple(name for name in WIDE if found.get(name, True)) if any(found.values()) else COLUMNS
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Args:
+        value: its key in a row, or a function of the row. form: writes a value that isn't None, which is ``-``.
+        note: what it means, for the remarks. names: it says which row this is, and so stays when nothing was measured.
+    """
+
+    name: str
+    value: str | Callable[[Row], Any]
+    form: Callable[[Any], str] = str
+    note: str = ""
+    names: bool = False
+
+    def cell(self, row: Row) -> str:
+        """This column's text in one row."""
+        if row.get("refused") and not self.names:
+            return "-"
+        value = row.get(self.value) if isinstance(self.value, str) else self.value(row)
+        return "-" if value is None else self.form(value)
 
 
-def rows(results: Sequence[MethodResult]) -> list[tuple[str, ...]]:
-    """One row of text per result, in the order of `columns`."""
-    names = columns(results)
-    return [tuple(cells[name] for name in names) for cells in map(_cells, results)]
+@dataclass(frozen=True)
+class TextTable:
+    """A table before it is drawn: `rich` prints it as it is, `markdown` is for a file."""
 
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    remarks: Sequence[str] = ()
 
-def _cells(result: MethodResult) -> dict[str, str]:
-    if result.refused:
-        return {**dict.fromkeys((*COLUMNS, *WIDE), "-"), "method": result.method, "EM %": "refused"}
-    return {
-        "method": result.method,
-        "EM %": f"{100 * result.em:.1f}",
-        "F1 %": f"{100 * result.f1:.1f}",
-        "ROUGE-L": f"{100 * result.rouge_l:.1f}",
-        "KL": "-" if result.kl is None else divergence(result.kl),
-        "top-1": "-" if result.top1_agreement is None else f"{100 * result.top1_agreement:.1f}",
-        "TTFT cold": milliseconds(result.ttft_cold_s),
-        "TTFT cached": milliseconds(result.ttft_cached_s),
-        "cold ms": short_milliseconds(result.ttft_cold_s),
-        "cached ms": short_milliseconds(result.ttft_cached_s),
-        "B/token": f"{result.cache_bytes_per_document_token:.0f}",
-        "redone": f"{result.recomputed_tokens:.0f}",
-        "peak": "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 2**20:.1f}",
-    }
+    def lines(self) -> list[tuple[str, ...]]:
+        """The cells as text; a row that was refused says so in its first column that isn't a name."""
+        first = next((number for number, column in enumerate(self.columns) if not column.names), 0)
+        found = []
+        for row in self.rows:
+            cells = [column.cell(row) for column in self.columns]
+            if row.get("refused"):
+                cells[first] = "refused"
+            found.append(tuple(cells))
+        return found
 
+    def notes(self) -> list[str]:
+        """What columns mean, the remarks, and why rows were refused."""
+        meanings = [f"{column.name}: {column.note}." for column in self.columns if column.note]
+        named = [column for column in self.columns if column.names]
+        refused = (
+            (_label([(column.name, column.cell(row)) for column in named]), row["refused"])
+            for row in self.rows
+            if row.get("refused")
+        )
+        return [*([" ".join(meanings)] if meanings else []), *self.remarks, *refusals(refused)]
 
-def remarks(results: Sequence[MethodResult]) -> list[str]:
-    """One line for each method that was refused, or has a note."""
-    said = [(result.method, f" refused: {result.refused}") for result in results if result.refused]
-    said += [(result.method, f": {result.note}") for result in results if result.note]
-    named = {text: [method for method, its in said if its == text] for text in dict.fromkeys(text for _, text in said)}
-    # what holds for all methods is said once, without their names
-    return [
-        text.removeprefix(": ") if len(methods) == len(results) > 1 else f"{', '.join(methods)}{text}"
-        for text, methods in named.items()
-    ]
+    def __rich__(self) -> Group:
+        """For the terminal; notes are as wide as it is, not as the table."""
+        heads = [column.name for column in self.columns]
+        table = text_table(heads, self.lines(), self.title, left=[c.name for c in self.columns if c.names])
+        return Group(table, *(Text(note, style="dim") for note in self.notes()))
 
-
-def result_table(results: Sequence[MethodResult], title: str | None = None) -> Table:
-    """A rich table that fits 80 columns (100 with `MEASURED`); EM, F1 and ROUGE-L in percent, times with quartiles."""
-    below = "\n".join(filter(None, [notes(results), *remarks(results)]))
-    names = columns(results)
-    return text_table(names, rows(results), title, below)
-
-
-def notes(results: Sequence[MethodResult]) -> str:
-    """What the columns mean, in one paragraph."""
-    names = columns(results)
-    counts = [result.n for result in results if not result.refused]
-    times = TIMES if names == COLUMNS else SHORT_TIMES
-    first = [NOTE.format(n=counts[0], times=times)] if counts else []
-    return " ".join([*first, *(NOTES[name] for name in names if name in NOTES), *_intervals(results)])
-
-
-def _intervals(results: Sequence[MethodResult]) -> list[str]:
-    """How far exact match may be from what it would be over all questions of the kind."""
-    known = [(result.method, result.intervals["em"]) for result in results if "em" in result.intervals]
-    if not known:
-        return []
-    said = ", ".join(f"{name} {100 * low:.1f}-{100 * high:.1f}" for name, (low, high) in known)
-    return [f"EM, 95% intervals (bootstrap over questions): {said}."]
+    def markdown(self) -> str:
+        """For a file."""
+        heads = tuple(column.name for column in self.columns)
+        rules = tuple("---" if column.names else "---:" for column in self.columns)
+        lines = ["| " + " | ".join(line) + " |" for line in (heads, rules, *self.lines())]
+        return "\n".join([f"### {self.title}", "", *lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
 
 
 def text_table(
@@ -121,76 +97,62 @@ def text_table(
 ) -> Table:
     """A rich table; the columns in `left` begin at the left, the others are numbers."""
     table = Table(
-        title=title,
-        caption=escape(caption) if caption else None,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for name in names:
+        title=title, caption=escape(caption) if caption else None, title_justify="left", caption_justify="left",
+        box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
+    )  # fmt: skip
+    for number, name in enumerate(names):
         text = name in left
-        longest = max((len(line[names.index(name)]) for line in lines), default=0)
-        width = min(longest, _LONGEST_NAME) if text else None
+        width = min(max((len(line[number]) for line in lines), default=0), _LONGEST_NAME) if text else None
         table.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text, min_width=width)
     for line in lines:
         table.add_row(*line)
     return table
 
 
-def markdown_table(results: Sequence[MethodResult]) -> str:
-    """The same table in Markdown."""
-    return markdown(columns(results), rows(results), remarks(results))
+def refusals(items: Iterable[tuple[str, str]]) -> list[str]:
+    """``a, b refused: reason``, one line per reason."""
+    by_reason: dict[str, dict[str, None]] = {}
+    for name, reason in items:
+        by_reason.setdefault(reason, {})[name] = None
+    return [f"{', '.join(names)} refused: {reason}" for reason, names in by_reason.items()]
 
 
-def markdown(names: Sequence[str], lines: Sequence[Sequence[str]], remarks: Sequence[str] = ()) -> str:
-    """A Markdown table, and a list of remarks below it."""
-    rules = ("---",) + ("---:",) * (len(names) - 1)
-    table = ["| " + " | ".join(line) + " |" for line in (names, rules, *lines)]
-    below = ["", *(f"- {remark}" for remark in remarks)] if remarks else []
-    return "\n".join([*table, *below]) + "\n"
+def _label(cells: Sequence[tuple[str, str]]) -> str:
+    """``naive at ccr 0.5``."""
+    (_, first), *further = cells
+    return " at ".join(filter(None, [first, ", ".join(f"{name} {cell}" for name, cell in further if cell != "-")]))
 
 
-def environment(**settings: Any) -> dict[str, Any]:
-    """What a number was made with: argv, versions, commit, machine, and the `settings` given (seed, data, ...)."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "argv": sys.argv,
-        "versions": {"python": platform.python_version(), **_versions()},
-        "commit": _commit(),
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "gpus": gpus},
-        **settings,
-    }
+def ms(seconds: Timing | float) -> str:
+    """``12`` or ``1.2``; of a timing ``12 ±5.5``: the median, and half the distance of the quartiles."""
+    if isinstance(seconds, Timing):
+        return f"{ms(seconds.median)} ±{ms((seconds.high - seconds.low) / 2)}"
+    return f"{1000 * seconds:.1f}" if 1000 * seconds < 10 else f"{1000 * seconds:.0f}"
 
 
-def write_results(path: str | Path, results: Sequence[MethodResult], **settings: Any) -> None:
-    """Writes results with `environment` as JSON, atomically."""
-    write_json(path, {**environment(**settings), "results": [result.to_dict() for result in results]})
+def spread(timing: Timing, form: Callable[[float], str] = lambda v: f"{v:.2f}" if v < 10 else f"{v:.1f}") -> str:
+    """``3.12 (2.90-3.40)``: median and quartiles, each written by `form`."""
+    return f"{form(timing.median)} ({form(timing.low)}-{form(timing.high)})"
 
 
-def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Writes JSON atomically: a reader never sees half a file."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    temporary.replace(path)
+def _quartiles(timing: Timing) -> str:
+    """``12 (9.1-20)`` in ms."""
+    return spread(timing, ms)
 
 
-def milliseconds(timing: Timing | None) -> str:
-    """``12 (9.1-20)``: the median with its quartiles."""
-    if timing is None:
-        return "-"
-    median, low, high = (_short(1000 * seconds) for seconds in (timing.median, timing.low, timing.high))
-    return f"{median} ({low}-{high})"
+def percent(share: float) -> str:
+    """``0.123`` -> ``12.3``."""
+    return f"{100 * share:.1f}"
 
 
-def short_milliseconds(timing: Timing | None) -> str:
-    """``12 ±5.5``: the median, and half the distance of the quartiles."""
-    if timing is None:
-        return "-"
-    return f"{_short(1000 * timing.median)} ±{_short(500 * (timing.high - timing.low))}"
+def fixed(digits: int) -> Callable[[float], str]:
+    """A form with so many digits behind the point."""
+    return lambda value: f"{value:.{digits}f}"
+
+
+def mebibytes(count: int) -> str:
+    """``1536`` KiB -> ``1.5``."""
+    return f"{count / 2**20:.1f}"
 
 
 def divergence(kl: float) -> str:
@@ -200,28 +162,45 @@ def divergence(kl: float) -> str:
     return f"{kl:.3f}" if abs(kl) >= 0.001 else f"{kl:.0e}"
 
 
-def _short(value: float) -> str:
-    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+_QUALITY = (
+    Column("method", "method", names=True),
+    Column("EM %", "em", percent),
+    Column("F1 %", "f1", percent),
+    Column("ROUGE-L", "rouge_l", percent),
+    Column("KL", "kl", divergence, "from full recompute's next-token distribution, nats per token of its own answer"),
+    Column("top-1", "top1_agreement", percent, "how often both have the same likeliest token, %"),
+    Column("cold ms", "ttft_cold_s", ms, "time to first token, median ±half the distance of the quartiles"),
+    Column("cached ms", "ttft_cached_s", ms, "the same, asked again"),
+    Column("B/token", "cache_bytes_per_document_token", fixed(0), "bytes of cache per document token"),
+    Column("redone", "recomputed_tokens", fixed(0), "document tokens prefilled again per question"),
+    Column("peak", "peak_memory_bytes", mebibytes, "MiB that linking and the first token add"),
+)
+_IF_MEASURED = ("kl", "top1_agreement", "peak_memory_bytes")
 
 
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {"torch": torch.__version__}  # with what it was built for, which its metadata may not name
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _commit() -> str | None:
-    """The commit of the source tree, "-dirty" behind it if files differ; None when not run from one."""
-    folder = Path(__file__).resolve().parent
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="],
-            cwd=folder, capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip() or None
+def result_table(results: Sequence[MethodResult], title: str = "") -> TextTable:
+    """EM, F1 and ROUGE-L in percent, times with quartiles; KL, top-1 and peak where some method has a value."""
+    rows = [vars(result) for result in results]
+    measured = {key for key in _IF_MEASURED if any(row[key] is not None for row in rows)}
+    columns = [column for column in _QUALITY if column.value not in _IF_MEASURED or column.value in measured]
+    if not measured:  # then there is room for the quartiles themselves
+        columns[4:6] = [
+            Column("TTFT cold", "ttft_cold_s", _quartiles, "time to first token in ms, median (quartiles)"),
+            Column("TTFT cached", "ttft_cached_s", _quartiles, "the same, asked again"),
+        ]
+    answered = [result for result in results if not result.refused]
+    remarks = [f"{answered[0].n} questions; times one request at a time."] if answered else []
+    known = [(r.method, *(percent(end) for end in r.intervals["em"])) for r in answered if r.intervals]
+    if known:
+        said = ", ".join(f"{name} {low}-{high}" for name, low, high in known)
+        remarks.append(f"EM, 95% intervals (bootstrap over questions): {said}.")
+    notes: dict[str, list[str]] = {}
+    for result in results:
+        notes.setdefault(result.note, []).append(result.method)
+    # what holds for all methods is said once, without their names
+    remarks += [
+        note if len(methods) == len(results) > 1 else f"{', '.join(methods)}: {note}"
+        for note, methods in notes.items()
+        if note
+    ]
+    return TextTable(title, columns, rows, remarks)

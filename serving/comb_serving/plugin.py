@@ -70,7 +70,7 @@ def serve(
 
 def add_commands(app: typer.Typer) -> None:
     """Adds `serve` and `bench serve` to the `comb` application."""
-    from comb.bench.options import bench
+    from comb.bench.harness import bench
     from comb_serving.bench.command import serve_bench
 
     if "serve" not in {command.name for command in bench.registered_commands}:

@@ -18,7 +18,7 @@ from comb.bench.asynchronous import budget, measure_async, summarize
 from comb.bench.comparison import compare, drop_too_long
 from comb.bench.context_length import LengthResult, Work, growth_exponent, measure_context_length, random_model
 from comb.bench.drift import measure_drift
-from comb.bench.drift_report import drift_table
+from comb.bench.drift import tables as drift_tables
 from comb.bench.fidelity import kl_divergence
 from comb.bench.haystack import ExampleHaystack, TextHaystack, place, read_text, supporting
 from comb.bench.memory import peak_memory, running_maximum
@@ -30,9 +30,9 @@ from comb.bench.specs import integers, numbers, split_methods
 from comb.cli import main as cli
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
-from comb.evaluation.plot import plot_results, styles
+from comb.evaluation.plot import Quality, draw, plot_results, styles
 from comb.evaluation.run import MethodResult, Setting, Timing
-from comb.evaluation.table import COLUMNS, columns, markdown_table, rows
+from comb.evaluation.table import result_table
 from tests.comb.test_documents import byte_tokenizer
 from tests.comb.test_hybrid_methods import text_model
 from tests.helpers.families import open_gates
@@ -186,10 +186,11 @@ def test_what_cannot_run_is_a_row_with_a_reason(setting: Setting, examples: list
     assert [bool(result.refused) for result in found] == [True, True, False]
     assert "plain backbone" in found[0].refused
     assert "legolink:k" in found[1].refused
-    assert rows(found)[0][:2] == ("comb", "refused")
-    assert "comb refused: method 'comb' needs" in markdown_table(found)
+    table = result_table(found)
+    assert table.lines()[0][:2] == ("comb", "refused")
+    assert "comb refused: method 'comb' needs" in table.markdown()
     pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
-    assert plot_results(found, tmp_path / "plot.png", metric="rouge_l", zoom=True).read_bytes()
+    assert draw([Quality(found, "rouge_l", zoom=True)], tmp_path / "plot.png").read_bytes()
     assert plot_results(found[:1], tmp_path / "empty.png").read_bytes()
 
 
@@ -206,10 +207,11 @@ def test_results_survive_json(results: dict[str, MethodResult]) -> None:
 
 def test_measured_columns_appear_only_when_measured(results: dict[str, MethodResult]) -> None:
     bare = MethodResult("full", 1, 1.0, 1.0, 1.0, 1.0, None, None, 0.0, 0.0, 1.0)
-    assert columns([bare]) == COLUMNS
-    names = columns(list(results.values()))
-    assert {"KL", "top-1", "peak"} < set(names)
-    assert {len(row) for row in rows(list(results.values()))} == {len(names)}
+    assert len(result_table([bare]).columns) == 8
+    names = [column.name for column in result_table(list(results.values())).columns]
+    assert names[4:6] == ["KL", "top-1"]
+    assert names[-1] == "peak"
+    assert len(names) == 11
 
 
 def test_prompts_without_room_are_dropped_and_counted(setting: Setting, examples: list[Example]) -> None:
@@ -494,9 +496,9 @@ def test_haystack_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("method", "reason"), [("hypic", "hybrid"), ("prefix", "isn't a hybrid"), ("comb", "decoder")])
 def test_what_has_no_drift_says_so(setting: Setting, examples: list[Example], method: str, reason: str) -> None:
-    [result] = measure_drift(setting, examples[:1], [method], progress=False)
-    assert reason in result.refused
-    [line] = drift_table([result]).lines
+    rows = measure_drift(setting, examples[:1], [method])
+    assert reason in rows[0]["refused"]
+    [line] = drift_tables(rows)[0].lines()
     assert line[:2] == (method, "refused")
 
 

@@ -22,7 +22,7 @@ def register() -> None:
 
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands to the `comb` application."""
-    from comb.bench.options import bench
+    from comb.bench.harness import bench
     from comb_training.cli import commands
 
     app.command("train")(commands.train)

@@ -21,8 +21,8 @@ from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
+from comb.evaluation.record import environment, write_json
 from comb.evaluation.run import MethodResult, evaluate
-from comb.evaluation.table import environment, write_json
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comb.bench.options import OfRandomModel, Out, Seed
+from comb.bench.old_options import OfRandomModel, Out, Seed
 
 if TYPE_CHECKING:
     from comb_serving.bench.models import Models

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from comb.bench.gpu_run import GpuRun, chosen_device, parser_for
 from comb.cache.quantization import quantize
-from comb.evaluation.table import environment, write_json
+from comb.evaluation.record import environment, write_json
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import Launch
 from comb.kernels.paged.attention import attend_plain, why_plain

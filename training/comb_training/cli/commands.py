@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from comb.bench.options import Memory, OfRandomModel
+from comb.bench.old_options import Memory, OfRandomModel
 
 if TYPE_CHECKING:
     from comb.evaluation.run import MethodResult
@@ -183,7 +183,7 @@ def bench_train(
 ) -> None:
     """What a training step costs: COMB against a LoRA fine-tune of the same backbone on the full prompts."""
     from comb.bench.context_length import random_model
-    from comb.evaluation.table import environment, write_json
+    from comb.evaluation.record import environment, write_json
     from comb.model.source import load_named
     from comb_training.bench.training_step import Shape, cost_table, measure_training
 
@@ -254,7 +254,8 @@ def _show_answers(targets: Targets, run: PreparedRun, show: int) -> None:
 def _evaluate(model: Any, tokenizer: Any, settings: Config, out: Path | None, *, split: str = "heldout") -> None:
     """Evaluates, prints the table, and writes JSON and a plot."""
     from comb.evaluation.plot import plot_results
-    from comb.evaluation.table import result_table, write_results
+    from comb.evaluation.record import write_results
+    from comb.evaluation.table import result_table
     from comb.hub.push import refresh_card
     from comb_training.train import evaluate_heldout
 

@@ -22,8 +22,9 @@ from comb.documents.datasets import read_dataset
 from comb.documents.document import Example
 from comb.engine.engine import Answer, PICEngine
 from comb.evaluation.plot import plot_results
+from comb.evaluation.record import write_results
 from comb.evaluation.run import MethodResult, evaluate
-from comb.evaluation.table import result_table, write_results
+from comb.evaluation.table import result_table
 from comb.hub.push import refresh_card
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config, DataConfig, ModelConfig, TrainConfig

@@ -1,0 +1,217 @@
+"""One frame for every benchmark: options to a command, rows to a table, JSON, Markdown and a plot, once.
+
+A benchmark is a function of its options and of a `Report`, in a file of its own in this folder (or in a folder that an
+extension has added to `FOLDERS`); `comb bench` walks the folders. Its options are a dataclass: each field is an option
+of the command, so there is one list of them; bases for models, questions and random models are in `comb.bench.options`.
+
+    @dataclass(frozen=True)
+    class SpeedOptions(OutOptions):
+        repeats: Annotated[int, typer.Option(min=1, help="measurements")] = 5
+
+    def tables(rows):
+        columns = [Column("method", "method", names=True), Column("ms", "seconds", ms, "median ±half the quartiles")]
+        return [TextTable("Speed", columns, rows)]
+
+    def panels(rows):
+        return [Lines(rows, "tokens", "seconds", "tokens", "seconds")]
+
+    @benchmark("speed", tables, panels)
+    def speed(options: SpeedOptions, report: Report) -> None:
+        '''The help text of `comb bench speed`.'''
+        report.heading = "what was measured, on what"
+        for ...:
+            report.add({"method": ..., "tokens": ..., "seconds": Timing.of(...)})   # or {"refused": why not}
+        report.facts["load"] = ...          # what else the JSON shall say, beside options and environment
+
+With ``--out`` the JSON is written after every row; tables and plot come at the end, also of a run that was broken off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import torch
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+from typer.main import get_command_from_info
+
+from comb.cache.store import StoreFullError
+from comb.evaluation.plot import Panel, draw
+from comb.evaluation.record import environment, write_json
+from comb.evaluation.run import Timing
+from comb.evaluation.table import TextTable
+
+Row = dict[str, Any]
+FOLDERS = ["comb.bench"]
+"""Packages in which benchmarks are looked for."""
+REFUSALS = (ValueError, NotImplementedError, StoreFullError, MemoryError, torch.OutOfMemoryError)
+"""What stops one row, not the benchmark."""
+_WIDTH = 110
+
+
+class _Folders(TyperGroup):
+    """Walks the folders when a benchmark is asked for: they import torch and more, which `comb --help` needn't."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        for folder in FOLDERS:
+            for module in pkgutil.iter_modules(import_module(folder).__path__, f"{folder}."):
+                import_module(module.name)
+        made = [get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
+                for info in bench.registered_commands]  # fmt: skip
+        self.commands = {str(command.name): command for command in made}
+        return sorted(self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        self.list_commands(ctx)
+        return self.commands.get(cmd_name)
+
+
+bench = typer.Typer(cls=_Folders, help="Compare methods: quality, time, memory.", no_args_is_help=True)
+
+
+@dataclass(frozen=True)
+class OutOptions:
+    """What every benchmark takes."""
+
+    out: Annotated[Path | None, typer.Option(help="JSON for the results; a .md table and a .png plot go beside it")] = (
+        None
+    )
+
+
+@dataclass
+class Report:
+    """What a run has found so far.
+
+    Attributes:
+        heading: over the tables. rows: the results. facts: what else the JSON says.
+        tables, panels: of the rows; the benchmark may replace them.
+    """
+
+    name: str
+    options: OutOptions
+    tables: Callable[[list[Row]], Sequence[TextTable]]
+    panels: Callable[[list[Row]], Sequence[Panel]]
+    heading: str = ""
+    rows: list[Row] = field(default_factory=list)
+    facts: Row = field(default_factory=dict)
+    begun: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        asked = {each.name: getattr(self.options, each.name) for each in fields(self.options) if each.name != "out"}
+        self._made_with = environment(benchmark=self.name, **asked)
+        # the tables need some 105 columns; on a narrower terminal lines wrap, which is better than columns that vanish
+        self.console = Console(width=max(Console().width, _WIDTH))
+
+    def add(self, row: Row) -> None:
+        """One more result, which is in the file at once."""
+        self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the JSON as it is now, if it is asked for."""
+        if self.options.out is not None:
+            write_json(self.options.out, {**self._made_with, **self.facts, "results": self.rows})
+
+    def say(self, text: str) -> None:
+        """A line on the terminal, with the seconds since the start in front."""
+        self.console.print(f"{time.perf_counter() - self.begun:6.1f} s  {text}", markup=False, soft_wrap=True)
+
+    def finish(self) -> None:
+        """Prints the tables, and writes JSON, Markdown and the plot."""
+        tables, out = self.tables(self.rows) if self.rows else [], self.options.out
+        self.console.print(self.heading, markup=False)
+        self.console.print(*tables, sep="\n")
+        if out is None:
+            return
+        self.write()
+        written = [out, out.with_suffix(".md")]
+        written[1].write_text("\n".join([f"## {self.heading}\n", *(t.markdown() for t in tables)]), encoding="utf-8")
+        if any(not row.get("refused") for row in self.rows) and (panels := self.panels(self.rows)):
+            try:
+                written.append(draw(panels, out.with_suffix(".png"), title=self.heading))
+            except ImportError:
+                self.console.print("no plot: matplotlib is not installed (pip install 'comb-pic[demo]')", markup=False)
+        self.console.print(f"written: {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+
+
+Benchmark = Callable[[Any, Report], None]
+
+
+def benchmark(
+    name: str,
+    tables: Callable[[list[Row]], Sequence[TextTable]],
+    panels: Callable[[list[Row]], Sequence[Panel]] = lambda rows: (),
+) -> Callable[[Benchmark], Benchmark]:
+    """Makes a function of its options and a `Report` the command ``comb bench NAME``."""
+
+    def add(run: Benchmark) -> Benchmark:
+        kind = get_type_hints(run)["options"]
+        hints = get_type_hints(kind, include_extras=True)
+
+        def command(**given: Any) -> None:
+            options = kind(**given)
+            check_out(options.out)
+            report = Report(name, options, tables, panels)
+            try:
+                run(options, report)
+            except BaseException:
+                if report.rows:
+                    report.say("broken off; what was measured until then:")
+                    report.finish()
+                raise
+            report.finish()
+
+        command.__doc__ = run.__doc__
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # how typer learns of the options
+            [
+                inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default,
+                                  annotation=hints[each.name])
+                for each in fields(kind)
+            ]
+        )  # fmt: skip
+        bench.command(name)(command)
+        return run
+
+    return add
+
+
+def check_out(out: Path | None) -> None:
+    """Raises ValueError unless `out` can take JSON, with a plot and a table beside it."""
+    if out is not None and out.suffix != ".json":
+        raise ValueError(f"--out is the JSON file, with .png and .md beside it: expected a name in .json, got {out}")
+    if out is not None and out.name == "results.json" and (out.parent / "config.json").exists():
+        raise ValueError(
+            f"{out} is where `comb eval` leaves what the adapter's card shows: choose another name for --out"
+        )
+
+
+@contextmanager
+def or_refused(row: Row) -> Iterator[None]:
+    """Puts what stopped the block into ``row["refused"]``, on one line, if it is one of `REFUSALS`."""
+    try:
+        yield
+    except REFUSALS as error:
+        row["refused"] = " ".join(str(error).split())
+
+
+def in_turns(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call in each repeat. All take their turn in a repeat: a slow moment meets them all."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            found[name].append(call())
+    return found
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> Timing | None:
+    """Ratios within a repeat, with their quartiles."""
+    return Timing.of([one / other for one, other in zip(over, under, strict=False)])

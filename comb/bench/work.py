@@ -1,0 +1,133 @@
+"""What is measured where no text is needed: a model with random weights, random segments, and the first token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from comb.backbones.exclusive import backbone_of
+from comb.cache.picache import PICache
+from comb.documents.document import Document
+from comb.engine.engine import PICEngine
+from comb.methods.base import DecodeState, Method
+
+
+def random_model(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    positions: int,
+    hybrid: bool = False,
+    seed: int = 0,
+) -> Any:
+    """A Llama with random weights, the same for the same seed.
+
+    Args:
+        hybrid: a Qwen3.5 instead, three gated DeltaNet layers to each full one.
+
+    Raises:
+        ValueError: if the sizes don't go together.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig
+
+    if min(layers, hidden, heads, kv_heads, vocab) < 1 or hidden % heads or heads % kv_heads or (hidden // heads) % 2:
+        raise ValueError(
+            f"no Llama has hidden={hidden}, heads={heads}, kv_heads={kv_heads}: heads must divide hidden into an even "
+            "size, and kv_heads must divide heads"
+        )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": positions,
+        "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    if hybrid:
+        width = hidden // heads
+        kinds = ["full_attention" if index % 4 == 3 or index == layers - 1 else "linear_attention"
+                 for index in range(layers)]  # fmt: skip
+        config: Any = Qwen3_5TextConfig(
+            **sizes, head_dim=width, layer_types=kinds, linear_num_key_heads=heads, linear_num_value_heads=heads,
+            linear_key_head_dim=width, linear_value_head_dim=width,
+        )  # fmt: skip
+    else:
+        config = LlamaConfig(**sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+@dataclass(frozen=True)
+class Work:
+    """The segments and the query of one measurement, as token ids."""
+
+    segments: tuple[tuple[int, ...], ...]
+    query: tuple[int, ...]
+
+    @classmethod
+    def random(cls, vocab: int, tokens: int, segment_tokens: int, query_tokens: int, seed: int = 0) -> Work:
+        """`tokens` random ids cut into segments of `segment_tokens` (the last may be shorter), and a query."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(vocab, (tokens + query_tokens,), generator=generator).tolist()
+        cuts = range(0, tokens, segment_tokens)
+        return cls(tuple(tuple(ids[cut : min(cut + segment_tokens, tokens)]) for cut in cuts), tuple(ids[tokens:]))
+
+    @property
+    def flat(self) -> list[int]:
+        """The whole prompt."""
+        return [*(token for segment in self.segments for token in segment), *self.query]
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of the model's embedding table."""
+    return int(backbone_of(model).get_input_embeddings().weight.shape[0])
+
+
+def first_token(
+    method: Method, picaches: Sequence[PICache], query: Sequence[int]
+) -> tuple[dict[str, float], DecodeState]:
+    """Seconds by stage from PICaches to the first token, other linking last but one, and the state it came from."""
+    start = time.perf_counter()
+    state = method.link(picaches, query)
+    try:
+        synchronize(method.backbone.device)
+        linked_at = time.perf_counter()
+        state.logits.argmax(-1).cpu()
+        end = time.perf_counter()
+    finally:
+        state.release()
+    own = dict(getattr(state, "seconds", {}))
+    rest = max(0.0, linked_at - start - sum(own.values()))
+    return {**own, "other linking": rest, "first token": end - linked_at}, state
+
+
+@contextmanager
+def linked(engine: PICEngine, question: str, documents: Sequence[str | Document]) -> Iterator[DecodeState]:
+    """The state for `question` over `documents`, which are compiled unless the engine's store has them.
+
+    Everything is given back to the store when the block ends.
+    """
+    segments = engine.segments_of(documents)
+    prompt = engine.prompt_builder.build(question, [segment.token_ids for segment in segments])
+    handles = engine.store.acquire(
+        [segment.key for segment in segments],
+        lambda missing: engine.method.compile([segments[index].token_ids for index in missing]),
+    )
+    with handles:
+        state = engine.method.link([handle.picache for handle in handles], prompt.tail, head_ids=prompt.head)
+        try:
+            yield state
+        finally:
+            state.release()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what was launched on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
