@@ -15,7 +15,7 @@ from comb.bench.report import TextTable, ratio, short_milliseconds
 from comb.evaluation.run import Timing
 from comb.mac import MacConfig
 from comb.mac.breakeven import AttentionShape, Costs, least_context
-from comb.mac.interface import Call
+from comb.mac.interface import AttentionCall
 from comb.mac.measure import at_length, measure_costs, reusing, seconds, shape_of
 from comb.mac.rotation import LayerQueries
 from comb.mac.rule import HIT_RATE
@@ -105,9 +105,9 @@ def cost_table(found: LayerCosts) -> TextTable:
     return TextTable("One layer", ("context", "exact ms", "MAC ms", "exact/MAC", "the rule takes"), lines, remarks)
 
 
-def _call(shape: AttentionShape, rows: int, dtype: torch.dtype, device: str) -> Call:
+def _call(shape: AttentionShape, rows: int, dtype: torch.dtype, device: str) -> AttentionCall:
     module = nn.Identity()
     module.num_key_value_groups, module.is_causal = shape.heads // shape.kv_heads, True  # type: ignore[assignment]
     query = torch.zeros(rows, shape.heads, 1, shape.width, dtype=dtype, device=device)
     keys = torch.zeros(rows, shape.kv_heads, 1, shape.width, dtype=dtype, device=device)
-    return Call(sdpa_attention_forward, module, query, keys, keys, None, None, 0.0, {})
+    return AttentionCall(sdpa_attention_forward, module, query, keys, keys, None, None, 0.0, {})

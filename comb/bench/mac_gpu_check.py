@@ -12,7 +12,7 @@ from comb.kernels.launch import Launch, Pages
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.fill import prompt_rows
 from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import Step, step
+from comb.kernels.mac.step import MacStep, step
 from comb.kernels.mac.step_kernel import mac_step_triton
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -163,7 +163,7 @@ def paged(keys: Tensor, values: Tensor, page: int) -> tuple[tuple[Tensor, Tensor
     return (stored[0], stored[1]), Pages(table.view(rows, count).int(), lengths)
 
 
-def _apart(fast: Step, plain: Step, same: Tensor) -> float:
+def _apart(fast: MacStep, plain: MacStep, same: Tensor) -> float:
     pairs = [(getattr(fast, name), getattr(plain, name)) for name in ("output", "lse", "tail_lse")]
     pairs += [(fast.rows.o[:, 0], plain.rows.o[:, 0]), (fast.rows.lse[:, 0], plain.rows.lse[:, 0])]
     return max(_distance(left[same], right[same]) for left, right in pairs)

@@ -1,10 +1,10 @@
 """Links compiled segments of a hybrid backbone into an ordinary cache of transformers, from left to right.
 
 Tokens to be computed (head, seams, gaps, query) go through all layers behind what the cache holds; a compiled interior
-is jumped over: linear layers take S <- T S + S_C, full layers append its keys, turned to their places, and its values.
-Every later token sees all of it by plain causality, so there is no mask, and the cache can be continued by
-``generate()``. This is the sequential reference: one pass per run of tokens between two interiors. `comb.hybrid.packed`
-does it in one.
+is jumped over: linear layers take S <- T S + S_C, full layers append its keys, re-rotated to their places,
+and its values. Every later token sees all of it by plain causality, so there is no mask, and the cache can be continued
+by ``generate()``. This is the sequential reference: one pass per run of tokens between two interiors.
+`comb.hybrid.packed` does it in one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from comb.hybrid.caches import give_room, new_cache, read_state, run, write_stat
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.probe import apply_on
 from comb.hybrid.support import HybridSupport, LinearLayer
-from comb.hybrid.transition import Turn
-from comb.linking.positions import Rotation, Turns
+from comb.hybrid.transition import Rerotate
+from comb.linking.positions import Rerotation, Rotation
 
 Mode = Literal["addition", "transition", "rotation", "seam"]
-"""HYPIC's ablation: states added up | with transitions | and keys turned to their places | and seams recomputed."""
+"""HYPIC's ablation: states added up | with transitions | and keys re-rotated to their places | and seams recomputed."""
 
 
 @dataclass
-class Linked:
+class LinkedPrompt:
     """A prompt that is linked up to its last token.
 
     Args:
@@ -46,7 +46,7 @@ class Linked:
     seconds: dict[str, float]
 
 
-class Linker:
+class SequentialLinker:
     """Builds one cache: `tokens` and `interior` in the order of the prompt, then `finish`.
 
     Args:
@@ -84,12 +84,12 @@ class Linker:
         picache = picache.to(self.model.get_input_embeddings().weight.device)
         self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
         # states and keys were compiled at the segment's own positions, with the interior from picache.start on
-        turns = self._turns(place - picache.start)
+        rerotation = self._rerotation(place - picache.start)
         for number, part in picache.linear.items():
-            self.jump(number, part, self.support.linear[number], turns)
+            self.jump(number, part, self.support.linear[number], rerotation)
         for number, (keys, values) in picache.attention.items():
             moved = [
-                turned(tensor[None], rotation, turns)
+                rerotated(tensor[None], rotation, rerotation)
                 for tensor, rotation in zip((keys, values), self.support.positions.layers[number], strict=True)
             ]
             self.cache.update(moved[0], moved[1], number)
@@ -107,27 +107,31 @@ class Linker:
         self._pending = []
         self.seconds["recompute"] += time.perf_counter() - begun
 
-    def _turns(self, shift: int) -> Turns | None:
+    def _rerotation(self, shift: int) -> Rerotation | None:
         if self.mode in ("addition", "transition") or shift == 0:
             return None
         device = self.model.get_input_embeddings().weight.device
-        return self.support.positions.turns(torch.zeros(1, device=device), torch.full((1,), shift, device=device), 1)
+        return self.support.positions.rerotation(
+            torch.zeros(1, device=device), torch.full((1,), shift, device=device), 1
+        )
 
-    def jump(self, number: int, part: SegmentState, layer: LinearLayer, turns: Turns | None) -> None:
+    def jump(self, number: int, part: SegmentState, layer: LinearLayer, rerotation: Rerotation | None) -> None:
         columns, state = read_state(self.cache, number)
         if part.columns is not None:
             columns = convolution.shift_in(columns, part.columns, layer.kernel)
         if part.state is not None:
-            state = self._composed(part, layer, state, turns)
+            state = self._composed(part, layer, state, rerotation)
         write_state(self.cache, number, _row(columns), _row(state))
 
-    def _composed(self, part: SegmentState, layer: LinearLayer, before: Tensor | None, turns: Turns | None) -> Tensor:
+    def _composed(
+        self, part: SegmentState, layer: LinearLayer, before: Tensor | None, rerotation: Rerotation | None
+    ) -> Tensor:
         assert part.state is not None
         state, transition = part.state.float(), part.transition
-        if layer.rotation is not None and turns is not None:
-            turn = _turn(layer.rotation, turns)
-            state = turn(state) if layer.axis == -1 else turn(state.transpose(-1, -2)).transpose(-1, -2)
-            transition = None if transition is None else transition.turned(turn)
+        if layer.rotation is not None and rerotation is not None:
+            rerotate = _rerotate(layer.rotation, rerotation)
+            state = rerotate(state) if layer.axis == -1 else rerotate(state.transpose(-1, -2)).transpose(-1, -2)
+            transition = None if transition is None else transition.rerotated(rerotate)
         if before is None or transition is None:
             return state.to(layer.dtype)
         earlier = before.float()
@@ -135,15 +139,15 @@ class Linker:
         return (state.to(kept.device) + kept).to(layer.dtype)
 
 
-def _turn(rotation: Rotation, turns: Turns) -> Turn:
-    return lambda tensor: turns.apply(tensor.clone(memory_format=torch.contiguous_format), rotation)
+def _rerotate(rotation: Rotation, rerotation: Rerotation) -> Rerotate:
+    return lambda tensor: rerotation.apply(tensor.clone(memory_format=torch.contiguous_format), rotation)
 
 
-def turned(tensor: Tensor, rotation: Rotation | None, turns: Turns | None) -> Tensor:
-    """A copy of keys or values [1, heads, tokens, D], turned where they have a rotation."""
+def rerotated(tensor: Tensor, rotation: Rotation | None, rerotation: Rerotation | None) -> Tensor:
+    """A copy of keys or values [1, heads, tokens, D], re-rotated where they have a rotation."""
     # the cache may keep what it is given, and the PICache must stay as it is
     copy = tensor.clone()
-    return copy if rotation is None or turns is None else turns.apply(copy, rotation)
+    return copy if rotation is None or rerotation is None else rerotation.apply(copy, rotation)
 
 
 def _row(tensor: Tensor | None) -> Tensor | None:
@@ -160,8 +164,8 @@ def link_segments(
     mode: Mode = "seam",
     before: Sequence[int] = (),
     cache: Any = None,
-    linker_type: Callable[..., Linker] = Linker,
-) -> Linked:
+    linker_type: Callable[..., SequentialLinker] = SequentialLinker,
+) -> LinkedPrompt:
     """The prompt ``before + fresh[0] + picaches[0] + fresh[1] + ... + fresh[-1]``. The caller holds the model's lock.
 
     `cache` covers `before` and is written to; without it the prompt is linked from its start.
@@ -193,4 +197,4 @@ def link_segments(
         linker.tokens(ids[picache.end :])
         recomputed += len(ids) - (picache.end - picache.start)
     linker.tokens(fresh[-1])
-    return Linked(linker.token_ids, linker.finish(), recomputed, linker.seconds)
+    return LinkedPrompt(linker.token_ids, linker.finish(), recomputed, linker.seconds)

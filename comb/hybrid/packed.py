@@ -1,9 +1,9 @@
 """The packed link: everything that is to be computed goes through the backbone in one pass.
 
-`Linker` takes one run of tokens after the other through all layers; this does so inside of each linear layer only: the
-layer takes the first run from its state, jumps over the interior behind it, takes the next run, and so on. The rest of
-the model, full attention included, sees all rows at once, under a mask by position. No layer's own code is touched: its
-`forward` is called once per run instead of once. `Linker` is the reference.
+`SequentialLinker` takes one run of tokens after the other through all layers; this does so inside of each linear layer
+only: it takes the first run from its state, jumps over the interior behind it, takes the next run, and so on. The rest
+of the model, full attention included, sees all rows at once, under a mask by position. Hooks call a layer
+once per run instead of once; its own code isn't touched. `SequentialLinker` is the reference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from comb.backbones.forward import run_decoder
 from comb.hybrid.caches import attention_layers
-from comb.hybrid.link import Linker, turned
+from comb.hybrid.link import SequentialLinker, rerotated
 from comb.hybrid.picache import HybridPICache
-from comb.linking.cache import ROOM, LinkLayer, RoomyLayer, Rows
+from comb.linking.cache import ROOM, RoomyLayer, ScatteredRows, ScatterLayer
 from comb.linking.masks import Masks, masked_attention
-from comb.linking.positions import Turns
+from comb.linking.positions import Rerotation
 
 _MAX_MASK_ELEMENTS = 2**26
 # what models call their linear layers in a mapping of masks
@@ -37,19 +37,19 @@ class _Jump:
 
     picache: HybridPICache
     place: int
-    turns: Turns | None
+    rerotation: Rerotation | None
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RowRange:
     """Rows [first, last) of the pass, which are neighbours in the prompt."""
 
     first: int
     last: int
 
 
-class PackedLinker(Linker):
-    """As `Linker`, with one pass of the backbone, in `finish`.
+class PackedLinker(SequentialLinker):
+    """As `SequentialLinker`, with one pass of the backbone, in `finish`.
 
     A prompt without an interior, or whose mask would be a burden, is linked in order after all.
 
@@ -62,14 +62,14 @@ class PackedLinker(Linker):
         self._mapping = mapping
         self._held = len(self.token_ids)
         self._rows: list[int] = []
-        self._items: list[_Jump | _Run] = []
+        self._items: list[_Jump | _RowRange] = []
 
     def interior(self, picache: HybridPICache) -> None:
         self._close(len(self.token_ids))
         place = len(self.token_ids)
         picache = picache.to(self.model.get_input_embeddings().weight.device)
         self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
-        self._items.append(_Jump(picache, place, self._turns(place - picache.start)))
+        self._items.append(_Jump(picache, place, self._rerotation(place - picache.start)))
 
     def finish(self) -> Any:
         begun = time.perf_counter()
@@ -78,7 +78,7 @@ class PackedLinker(Linker):
         jumps = any(isinstance(item, _Jump) for item in self._items)
         if not jumps or not self._rows or len(self._rows) * end > _MAX_MASK_ELEMENTS:
             return self._finish_in_order()
-        rows = Rows(end, torch.tensor(self._rows))
+        rows = ScatteredRows(end, torch.tensor(self._rows))
         self._place(rows)
         self.seconds["compose"] += time.perf_counter() - begun
         ids = torch.tensor(self.token_ids)[rows.positions][None]
@@ -94,7 +94,9 @@ class PackedLinker(Linker):
 
     def _finish_in_order(self) -> Any:
         tokens = self.token_ids
-        linker = Linker(self.model, self.support, self.mode, self.length, before=tokens[: self._held], cache=self.cache)
+        linker = SequentialLinker(
+            self.model, self.support, self.mode, self.length, before=tokens[: self._held], cache=self.cache
+        )
         for item in self._items:
             if isinstance(item, _Jump):
                 linker.interior(item.picache)
@@ -108,11 +110,11 @@ class PackedLinker(Linker):
         """Ends a run of tokens to be computed in front of position `end`."""
         start = len(self.token_ids) - len(self._pending)
         if end > start:
-            self._items.append(_Run(len(self._rows), len(self._rows) + end - start))
+            self._items.append(_RowRange(len(self._rows), len(self._rows) + end - start))
             self._rows += range(start, end)
         self._pending = []
 
-    def _place(self, rows: Rows) -> None:
+    def _place(self, rows: ScatteredRows) -> None:
         """Keys and values of what is held and of all interiors at their places, room for those of the rows."""
         jumps = [item for item in self._items if isinstance(item, _Jump)]
         for number in self.support.attention:
@@ -124,9 +126,11 @@ class PackedLinker(Linker):
                     buffer[:, :, : self._held] = (held.keys, held.values)[part]
                 for jump in jumps:
                     tensor = jump.picache.attention[number][part][None]
-                    buffer[:, :, jump.place : jump.place + tensor.shape[2]] = turned(tensor, rotation, jump.turns)
+                    buffer[:, :, jump.place : jump.place + tensor.shape[2]] = rerotated(
+                        tensor, rotation, jump.rerotation
+                    )
                 buffers.append(buffer)
-            self.cache.layers[number] = LinkLayer(rows, *buffers)
+            self.cache.layers[number] = ScatterLayer(rows, *buffers)
 
     @contextmanager
     def _by_runs(self) -> Iterator[None]:
@@ -144,13 +148,13 @@ class PackedLinker(Linker):
                 return forward(*args, **kwargs)
             outputs = []
             for item in self._items:
-                if isinstance(item, _Run):
+                if isinstance(item, _RowRange):
                     parts = [_cut(value, rows, item) for value in args]
                     named = {name: _cut(value, rows, item) for name, value in kwargs.items()}
                     outputs.append(forward(*parts, **named))
                     continue
                 begun = time.perf_counter()
-                self.jump(number, item.picache.linear[number], self.support.linear[number], item.turns)
+                self.jump(number, item.picache.linear[number], self.support.linear[number], item.rerotation)
                 self.seconds["compose"] += time.perf_counter() - begun
             if isinstance(outputs[0], tuple):
                 return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
@@ -159,7 +163,7 @@ class PackedLinker(Linker):
         return by_runs
 
 
-def _cut(value: Any, rows: int, run: _Run) -> Any:
+def _cut(value: Any, rows: int, run: _RowRange) -> Any:
     """A run's part of an argument that has all rows, [1, rows] or [1, rows, ...]."""
     if isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == rows:
         return value[:, run.first : run.last]

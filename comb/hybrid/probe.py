@@ -99,7 +99,7 @@ def watch_layers(model: nn.Module, cache: Any) -> Iterator[dict[int, LayerRun]]:
             handle.remove()
 
 
-class Probe:
+class TransitionProbe:
     """Runs one linear layer over tokens [start, end) of a recorded call, from states of our choice.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from comb.backbones.identity import weights_stamp
 from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run
 from comb.hybrid.families.scalar import constant_decay
-from comb.hybrid.probe import LayerRun, Probe, apply_on, watch_layers
+from comb.hybrid.probe import LayerRun, TransitionProbe, apply_on, watch_layers
 from comb.hybrid.scans import listen, read_scan
 from comb.hybrid.transition import Transition, TransitionError
 from comb.linking.positions import (
@@ -151,7 +151,7 @@ def transition_of(
         found = constant_decay(recording.layers[number].module, len(recording.token_ids) - recording.start)
         assert found is not None
         return found, None
-    probe = Probe(model, recording.layers[number], recording.cache, recording.start, step=step)
+    probe = TransitionProbe(model, recording.layers[number], recording.cache, recording.start, step=step)
     return probe.transition(layer.family, layer.axis)
 
 
@@ -181,8 +181,8 @@ def _try(model: Any) -> HybridSupport:
         raise UnmovableError("its rotary embedding changes all keys with the length of the prompt")
     numbers = sorted(whole.layers)
     stateful = [number for number in numbers if read_state(whole.cache, number)[1] is not None]
-    turned = states_by_position(model, stateful, partial(new_cache, model), read_states)
-    linear = {number: _linear_layer(model, whole, number, positions, turned.get(number), step) for number in numbers}
+    seen = states_by_position(model, stateful, partial(new_cache, model), read_states)
+    linear = {number: _linear_layer(model, whole, number, positions, seen.get(number), step) for number in numbers}
     modules = {number: layer.module for number, layer in whole.layers.items()}
     return HybridSupport(positions, linear, attention, step, modules)
 
@@ -202,14 +202,14 @@ def _step(model: Any, whole: Recording) -> int | None:
 
 
 def _linear_layer(
-    model: Any, whole: Recording, number: int, positions: PositionMap, turned: Tensor | None, step: int | None
+    model: Any, whole: Recording, number: int, positions: PositionMap, seen: Tensor | None, step: int | None
 ) -> LinearLayer:
-    """`turned`: the layer's part of `states_by_position`, if it has one."""
+    """`seen`: the layer's part of `states_by_position`, if it has one."""
     columns, state = read_state(whole.cache, number)
     kernel = 0 if columns is None else columns.shape[-1]
     if state is None:
         return LinearLayer("convolution", None, kernel=kernel)
-    probe = Probe(model, whole.layers[number], whole.cache, _HEAD, step=step)
+    probe = TransitionProbe(model, whole.layers[number], whole.cache, _HEAD, step=step)
     known = probe.classify()
     source: Source = "probe"
     if number in whole.scans:
@@ -225,10 +225,10 @@ def _linear_layer(
             "can't be told from outside, and it calls no scan that is known"
         )
     family, axis = known
-    rotation, turned_axis = (None, -2) if turned is None else explain_states(model, positions, number, turned)
+    rotation, rotated_axis = (None, -2) if seen is None else explain_states(model, positions, number, seen)
     if rotation is not None and family == "scalar":
-        axis = turned_axis  # a scalar decay doesn't say where the keys are
-    if rotation is not None and (family not in ("scalar", "dense") or axis != turned_axis):
+        axis = rotated_axis  # a scalar decay doesn't say where the keys are
+    if rotation is not None and (family not in ("scalar", "dense") or axis != rotated_axis):
         raise UnmovableError(
             f"layer {number} rotates keys by their position inside of a {family} linear layer: the state of a segment "
             "can't be moved to another position"
@@ -248,7 +248,7 @@ def _key_axis(transition: Transition, state: Tensor) -> int:
     return -1 if transition.family in ("dense", "diagonal") and state.shape[-2] != keys else -2
 
 
-def _agrees(transition: Transition, probe: Probe, axis: int, model: Any) -> bool:
+def _agrees(transition: Transition, probe: TransitionProbe, axis: int, model: Any) -> bool:
     zeros = probe.state()
     random = torch.randn(zeros.shape, generator=torch.Generator().manual_seed(1)).to(zeros)
     (seen,), _ = probe.response(random[None])

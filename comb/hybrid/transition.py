@@ -18,12 +18,12 @@ from comb.registry import Registry
 
 Family = TypeVar("Family", bound="Transition")
 
-Turn = Callable[[Tensor], Tensor]
-"""Turns the key channels (the last axis) of [..., K] by one rotation R."""
+Rerotate = Callable[[Tensor], Tensor]
+"""Re-rotates the key channels (the last axis) of [..., K] by one rotation R."""
 
 
 class TransitionError(ValueError):
-    """A transition that can't be used: not finite, amplifying, or turned where that isn't exact."""
+    """A transition that can't be used: not finite, amplifying, or re-rotated where that isn't exact."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Transition(ABC):
         """T of `earlier`'s tokens followed by these: self.T times earlier.T, later tokens on the left."""
 
     @abstractmethod
-    def turned(self, turn: Turn) -> Self:
+    def rerotated(self, rerotate: Rerotate) -> Self:
         """T of the same tokens at other positions, where keys are rotated inside of the layer.
 
         Raises:

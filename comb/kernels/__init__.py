@@ -1,6 +1,6 @@
 """Triton kernels of MAC attention, and of attention to paged documents (`paged`, chosen by `paged.attention`).
 
-Importing this package imports no triton: its modules do, `choice` and `paged_plan` don't.
+Importing this package imports no triton: its modules do, `mac.dispatch`, `paged.layout` and `paged.plan` don't.
 A step of MAC is five launches, none of which waits for the host, so it can be captured in a CUDA graph:
 
     match     one program per (row, query head, tile of the ring): nearest reusable query of the tile

@@ -36,7 +36,7 @@ class Span:
 
 
 @dataclass
-class Rows:
+class ScatteredRows:
     """The prompt's length N, and the sorted positions [S] of the rows that are being computed."""
 
     length: int
@@ -48,10 +48,10 @@ class Rows:
         return int(self.positions[-1]) + 1
 
 
-class LinkLayer(DynamicLayer):
+class ScatterLayer(DynamicLayer):
     """Keys and values [1, H, N, D] of one layer, at their final positions. `update` scatters instead of appending."""
 
-    def __init__(self, rows: Rows, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+    def __init__(self, rows: ScatteredRows, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         super().__init__()
         self.rows = rows
         if keys is not None and values is not None:
@@ -129,7 +129,7 @@ class LayerReached(Exception):  # noqa: N818  a signal, not an error
     """A pass was stopped where it was asked to stop."""
 
 
-class LinkCache(Cache):
+class ScatterCache(Cache):
     """The keys and values of a whole prompt, some cached, some to be computed.
 
     Args:
@@ -138,8 +138,8 @@ class LinkCache(Cache):
     """
 
     def __init__(self, length: int, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.rows = Rows(length, torch.arange(length))
-        super().__init__(layers=[LinkLayer(self.rows, keys, values) for keys, values in layers])
+        self.rows = ScatteredRows(length, torch.arange(length))
+        super().__init__(layers=[ScatterLayer(self.rows, keys, values) for keys, values in layers])
         self.stop_layer: int | None = None
         self.deviation: Tensor | None = None
 
@@ -188,7 +188,7 @@ def assemble(
     device: torch.device | str = "cpu",
     before: Cache | None = None,
     start: int = 0,
-) -> LinkCache:
+) -> ScatterCache:
     """The first `end` tokens of a prompt of `length`: cached segments at their places, zeros elsewhere.
 
     Args:
@@ -202,18 +202,18 @@ def assemble(
     for span in spans:
         linked[span.start - start : span.end - start] = torch.arange(span.start, span.end)
         compiled[span.start - start : span.end - start] = torch.arange(compiled_from, compiled_from + span.length)
-    turns = positions.turns(compiled.to(device), linked.to(device), length) if rotate else None
+    rerotation = positions.rerotation(compiled.to(device), linked.to(device), length) if rotate else None
     layers = []
     for number, rotations in enumerate(positions.layers):
         parts = [picache.keys[number] for picache in picaches], [picache.values[number] for picache in picaches]
         keys, values = (_place(spans, tensors, start, end + ROOM)[None] for tensors in parts)
-        if turns is not None:
-            keys, values = turns.apply(keys, rotations[0]), turns.apply(values, rotations[1])
+        if rerotation is not None:
+            keys, values = rerotation.apply(keys, rotations[0]), rerotation.apply(values, rotations[1])
         if before is not None:
             layer: Any = before.layers[number]
             keys, values = _behind(layer.keys, keys, start), _behind(layer.values, values, start)
         layers.append((keys, values))
-    return LinkCache(end, layers)
+    return ScatterCache(end, layers)
 
 
 def _behind(earlier: Tensor, later: Tensor, start: int) -> Tensor:

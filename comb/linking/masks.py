@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from comb.linking.cache import Rows
+from comb.linking.cache import ScatteredRows
 from comb.linking.positions import UnmovableError
 
 STAND_INS = {"comb_mac": "sdpa", "comb_mac_eager": "eager"}
@@ -35,7 +35,7 @@ class Masks:
     windows: tuple[tuple[str, int | None], ...]
     mapping: bool
 
-    def build(self, rows: Rows, model: Any) -> Tensor | dict[str, Tensor]:
+    def build(self, rows: ScatteredRows, model: Any) -> Tensor | dict[str, Tensor]:
         """Masks [1, 1, S, visible keys] for `rows`: True (sdpa) or 0 (eager) where a row may look."""
         device = model.get_input_embeddings().weight.device
         positions = rows.positions.to(device)[:, None]

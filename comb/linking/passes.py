@@ -1,6 +1,6 @@
 """Recomputes chosen tokens of a prompt inside cached keys and values: one pass of the backbone over those rows alone.
 
-A pass feeds the chosen tokens with their positions; each layer scatters their new keys and values into the `LinkCache`
+A pass feeds the chosen tokens with their positions; each layer scatters their keys and values into the `ScatterCache`
 and attends to all of it, under a mask by position (``key_pos <= query_pos``), never aligned to a corner: a recomputed
 token can't see what stands behind it.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from comb.backbones.forward import run_decoder, takes_positions
-from comb.linking.cache import LayerReached, LinkCache
+from comb.linking.cache import LayerReached, ScatterCache
 from comb.linking.masks import Masks
 
 # A portion reads all weights once and attends to the keys in front of its last row only. On a CPU small portions save
@@ -30,7 +30,7 @@ _MAX_MASK_ELEMENTS = 2**26
 
 
 def recompute(
-    model: Any, cache: LinkCache, token_ids: Tensor, positions: Tensor, masks: Masks, *, with_last: bool = False
+    model: Any, cache: ScatterCache, token_ids: Tensor, positions: Tensor, masks: Masks, *, with_last: bool = False
 ) -> Tensor | None:
     """One pass over the rows at `positions` (sorted, [S]) of the prompt `token_ids` [N]; writes into `cache`.
 
@@ -62,7 +62,7 @@ def recompute(
     return hidden
 
 
-def recompute_in_order(model: Any, cache: LinkCache, token_ids: Tensor, positions: Tensor) -> Tensor | None:
+def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, positions: Tensor) -> Tensor | None:
     """What `recompute` does, run by run: each run of neighbouring tokens continues an ordinary cache of all before it.
 
     Uses no mask but the model's own, so it works for any model with keys and values, and says what `recompute` must

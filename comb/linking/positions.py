@@ -110,7 +110,7 @@ class PositionMap:
             source.at(1)
             source.at(length)
 
-    def turns(self, compiled: Tensor, linked: Tensor, length: int) -> Turns:
+    def rerotation(self, compiled: Tensor, linked: Tensor, length: int) -> Rerotation:
         """Cosines and sines that take tokens from `compiled` positions [T] to `linked` positions [T].
 
         Args:
@@ -129,17 +129,17 @@ class PositionMap:
                 angles = linked.double()[:, None] * after.to(linked.device)
                 angles -= compiled.double()[:, None] * before.to(linked.device)
                 factors.append((angles.cos().float(), angles.sin().float()))
-        return Turns(tuple(factors))
+        return Rerotation(tuple(factors))
 
 
 @dataclass(frozen=True)
-class Turns:
+class Rerotation:
     """Per frequency set, cosines and sines [T, m] in float32."""
 
     factors: tuple[tuple[Tensor, Tensor], ...]
 
     def apply(self, tensor: Tensor, rotation: Rotation | None) -> Tensor:
-        """Turns `tensor` [..., T, D] in place, computing in float32 (in float64 for a float64 tensor)."""
+        """Re-rotates `tensor` [..., T, D] in place, computing in float32 (in float64 for a float64 tensor)."""
         if rotation is None:
             return tensor
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -165,7 +165,7 @@ def find_positions(model: Any, new_cache: Callable[[], Any] = DynamicCache) -> P
     return _with_position_ids(model, new_cache) if takes_positions(model) else _without_position_ids(model, new_cache)
 
 
-class Probe:
+class RotaryProbe:
     """Single tokens at several positions, and which rotation explains how a tensor made from them changes.
 
     Args:
@@ -251,7 +251,7 @@ def explain_states(model: Any, positions: PositionMap, number: int, seen: Tensor
 
 
 def _with_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
-    probe = Probe(model)
+    probe = RotaryProbe(model)
     explained = _explanations(model, probe, [probe.positions], new_cache)
     if any(None in found for found in explained):
         # the rows of one pass may differ by rounding alone (`states_by_position`)
@@ -290,9 +290,9 @@ def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionM
 
 
 def _explanations(
-    model: Any, probe: Probe, passes: Sequence[Sequence[int]], new_cache: Callable[[], Any]
+    model: Any, probe: RotaryProbe, passes: Sequence[Sequence[int]], new_cache: Callable[[], Any]
 ) -> list[list[Rotation | str | None]]:
-    """Per layer, what explains its keys and its values (`Probe.explain`), seen in `passes` over all positions."""
+    """Per layer, what explains its keys and its values (`RotaryProbe.explain`), seen in `passes` over all positions."""
     seen = [_single_tokens(model, probe, positions, new_cache) for positions in passes]
     return [
         [probe.explain(torch.cat(parts, dim=1)) for parts in zip(*layer, strict=True)]
@@ -301,7 +301,7 @@ def _explanations(
 
 
 def _single_tokens(
-    model: Any, probe: Probe, positions: Sequence[int], new_cache: Callable[[], Any]
+    model: Any, probe: RotaryProbe, positions: Sequence[int], new_cache: Callable[[], Any]
 ) -> list[tuple[Tensor, Tensor] | tuple[()]]:
     """Per layer, keys and values [probe tokens, positions, H, D] of tokens that see only themselves.
 
@@ -343,13 +343,13 @@ def _explain(
     for source, frequencies in candidates:
         m = len(frequencies)
         angles = where[:, None] * frequencies
-        turns = Turns(((angles.cos()[:, None], angles.sin()[:, None]),))
+        rerotation = Rerotation(((angles.cos()[:, None], angles.sin()[:, None]),))
         for start in sorted({0, seen.shape[-1] - 2 * m}):
             if start < 0 or start + 2 * m > seen.shape[-1]:
                 continue
             for interleaved in (False, True):
                 rotation = Rotation(0, start, interleaved)
-                predicted = turns.apply(origin.expand_as(seen).clone(), rotation)
+                predicted = rerotation.apply(origin.expand_as(seen).clone(), rotation)
                 error = float(((predicted - seen).abs() / (_pair_sizes(size, rotation, m) + least)).amax())
                 if error < best[0]:
                     best = (error, Rotation(source, start, interleaved))

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from comb.backbones.forward import run_decoder, takes_positions
 from comb.backbones.identity import weights_stamp
 from comb.cache.picache import DecoderPICache
-from comb.linking.cache import LinkCache, Span, assemble
+from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import Masks, attention, cache_kinds, exact_attention, mask_candidates, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import PositionMap, UnmovableError, find_positions
@@ -29,7 +29,7 @@ _QUERY = 4
 
 
 @dataclass(frozen=True)
-class Support:
+class LinkSupport:
     """How a model's prompts are linked.
 
     Args:
@@ -42,14 +42,14 @@ class Support:
 
 
 @torch.no_grad()
-def find_support(model: Any) -> Support:
+def find_support(model: Any) -> LinkSupport:
     """How `model` is linked, found anew when weights, dtype or attention have changed. The caller holds its lock.
 
     Raises:
         UnmovableError: when it can't be, with the reason.
     """
     name, stamp = exact_attention(model), weights_stamp(model)
-    known: dict[str, tuple[int, Support | str]] = model.__dict__.setdefault("_comb_link_support", {})
+    known: dict[str, tuple[int, LinkSupport | str]] = model.__dict__.setdefault("_comb_link_support", {})
     if name not in known or known[name][0] != stamp:
         try:
             with attention(model, name):
@@ -62,7 +62,7 @@ def find_support(model: Any) -> Support:
     return found
 
 
-def _try(model: Any) -> Support:
+def _try(model: Any) -> LinkSupport:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnmovableError("its weights are on the meta device")
     peft = getattr(model, "peft_config", None)
@@ -70,7 +70,7 @@ def _try(model: Any) -> Support:
         raise UnmovableError("peft puts learned tokens in front of every prompt (prompt learning)")
     cache_kinds(model)
     positions = find_positions(model)
-    prompt = _Prompt(model, positions)
+    prompt = _TrialPrompt(model, positions)
     every = torch.arange(prompt.length)
     reference = prompt.plain()
     ordered = recompute_in_order(model, prompt.cache(), prompt.token_ids, every)
@@ -79,10 +79,10 @@ def _try(model: Any) -> Support:
     masks = _understood(model, prompt)
     if masks is None and positions.length_dependent:
         raise UnmovableError("it takes no mask by position, and its rotary embedding depends on the prompt's length")
-    return Support(positions, masks)
+    return LinkSupport(positions, masks)
 
 
-def _understood(model: Any, prompt: _Prompt) -> Masks | None:
+def _understood(model: Any, prompt: _TrialPrompt) -> Masks | None:
     """The first way of masking under which scattered rows come out as run by run; None if there is none."""
     if not takes_positions(model):
         return None
@@ -102,7 +102,7 @@ def _understood(model: Any, prompt: _Prompt) -> Masks | None:
     return None
 
 
-class _Prompt:
+class _TrialPrompt:
     """Two compiled segments and a query."""
 
     def __init__(self, model: Any, positions: PositionMap) -> None:
@@ -116,7 +116,7 @@ class _Prompt:
         self.spans = [Span(0, _SEGMENTS[0], first=True), Span(_SEGMENTS[0], _SEGMENTS[1])]
         self.picaches = [self._compile(span) for span in self.spans]
 
-    def cache(self) -> LinkCache:
+    def cache(self) -> ScatterCache:
         device = self.model.get_input_embeddings().weight.device
         arguments = {"end": self.length, "length": self.length, "device": device}
         return assemble(self.positions, self.picaches, self.spans, **arguments)
@@ -132,7 +132,7 @@ class _Prompt:
         return DecoderPICache("", tuple(keys), tuple(values))
 
 
-def _tensors(cache: LinkCache) -> list[Tensor]:
+def _tensors(cache: ScatterCache) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
 
 

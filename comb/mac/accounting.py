@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from comb.kernels.mac.match import end
-from comb.kernels.mac.step import Step
+from comb.kernels.mac.step import MacStep
 
 PERCENTILES = (5, 50, 95)
 
@@ -126,7 +126,7 @@ class LayerCounts:
         self.value_norms: list[Tensor] = []
         self.off = ""
 
-    def add(self, done: Step, config: Any) -> None:
+    def add(self, done: MacStep, config: Any) -> None:
         """Counts one step of all rows."""
         searched = (done.position >= config.min_length)[:, None]
         length = done.position[:, None] + 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Seen:
+class KeysIdentity:
     """A layer's keys [B, G, L, D] after a pass, without keeping them alive."""
 
     root: weakref.ref[Tensor]
@@ -25,7 +25,7 @@ class Seen:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, layer: Any) -> Seen | None:
+    def of(cls, layer: Any) -> KeysIdentity | None:
         """What `layer` of a cache holds now; None if it holds nothing."""
         keys = _keys(layer)
         if keys is None:

@@ -25,7 +25,7 @@ Attended = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of a layer's attention, as transformers makes it.
 
     Args:
@@ -56,17 +56,17 @@ class Call:
         return float(self.query.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
 
 
-class Attending(Protocol):
+class AttentionHandler(Protocol):
     """Whoever answers the attention calls of a forward pass."""
 
-    def attend(self, call: Call) -> Attended:
+    def attend(self, call: AttentionCall) -> Attended:
         """The call's output [B, N, H, V]."""
 
 
-_CURRENT: ContextVar[Attending | None] = ContextVar("comb_mac_pass", default=None)
+_CURRENT: ContextVar[AttentionHandler | None] = ContextVar("comb_mac_pass", default=None)
 
 
-def begin(attending: Attending | None) -> Any:
+def begin(attending: AttentionHandler | None) -> Any:
     """Lets `attending` answer this thread's attention calls; `end` takes the token that it returns."""
     return _CURRENT.set(attending)
 
@@ -77,7 +77,7 @@ def end(token: Any) -> None:
 
 
 @contextmanager
-def answering(attending: Attending) -> Iterator[None]:
+def answering(attending: AttentionHandler) -> Iterator[None]:
     """`begin` and `end` around a block."""
     token = begin(attending)
     try:
@@ -121,6 +121,6 @@ def _answer(
     dropout: float = 0.0,
     **options: Any,
 ) -> Attended:
-    call = Call(exact, module, query, key, value, attention_mask, scaling, dropout, options)
+    call = AttentionCall(exact, module, query, key, value, attention_mask, scaling, dropout, options)
     current = _CURRENT.get()
     return call.exact() if current is None else current.attend(call)

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from comb.kernels.mac.choice import computed_step
 from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import Step
+from comb.kernels.mac.step import MacStep
 from comb.mac.breakeven import AttentionShape, Costs, fit_costs
-from comb.mac.interface import Call
+from comb.mac.interface import AttentionCall
 from comb.mac.rotation import LayerQueries
 
 # keys and values of one layer: more than the device's caches hold
@@ -22,14 +22,14 @@ _MOST_TOKENS = 2**17
 _BATCHES, _BATCH_S, _MOST_CALLS = 3, 0.02, 20
 
 
-def shape_of(call: Call) -> AttentionShape:
+def shape_of(call: AttentionCall) -> AttentionShape:
     """What decides how many bytes `call` reads per key."""
     heads, width = call.query.shape[1], call.query.shape[3]
     return AttentionShape(heads, call.keys.shape[1], width, call.values.shape[-1], call.keys.element_size())
 
 
 @torch.no_grad()
-def measure_costs(call: Call, queries: LayerQueries, config: MacConfig) -> Costs:
+def measure_costs(call: AttentionCall, queries: LayerQueries, config: MacConfig) -> Costs:
     """Costs of attention like `call`'s [B, H, 1, D], in some tenths of a second.
 
     Exact attention at two lengths, and steps of MAC whose heads all reuse the oldest query of the window. Python's
@@ -52,13 +52,13 @@ def measure_costs(call: Call, queries: LayerQueries, config: MacConfig) -> Costs
         return Costs(exact_s=exact[-1][1], mac_s=reused[1], bytes_per_s=float("inf"))
 
 
-def at_length(call: Call, length: int) -> Call:
+def at_length(call: AttentionCall, length: int) -> AttentionCall:
     """A call like this one over so many keys, all alike."""
     keys, values = (t.new_full((*t.shape[:2], length, t.shape[-1]), 0.1) for t in (call.keys, call.values))
     return replace(call, query=torch.full_like(call.query, 0.1), keys=keys, values=values, mask=None)
 
 
-def reusing(call: Call, queries: LayerQueries, config: MacConfig) -> Callable[[], Step]:
+def reusing(call: AttentionCall, queries: LayerQueries, config: MacConfig) -> Callable[[], MacStep]:
     """A step of MAC in place of `call` (of `at_length`) in which all heads reuse the oldest query of the window."""
     # nothing but the price counts here: everything hits
     config = replace(config, min_length=0, tau=0.0, max_chain=None, max_drift=False)
@@ -72,7 +72,7 @@ def reusing(call: Call, queries: LayerQueries, config: MacConfig) -> Callable[[]
     state.pos[:, latest % config.window] = latest
     start = torch.zeros(rows, dtype=torch.long, device=device)
 
-    def reuse() -> Step:
+    def reuse() -> MacStep:
         unrotated = queries.unrotated(query, position)[:, :, 0]
         with torch.autocast(device.type, enabled=False):  # as in a session
             return computed_step(state, unrotated, query[:, :, 0], keys, values, start, config, call.scale)[0]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.linking.cache import LinkCache, LinkLayer, RoomyLayer
-from comb.mac.interface import Call
+from comb.linking.cache import RoomyLayer, ScatterCache, ScatterLayer
+from comb.mac.interface import AttentionCall
 
 # kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
-_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, LinkLayer.__name__)
+_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, ScatterLayer.__name__)
 _OPTIONS = {
     "sliding_window": "sliding window",
     "softcap": "soft cap",
@@ -25,7 +25,7 @@ _MAX_CHECKED = 2**26
 
 
 @dataclass
-class Pass:
+class DecoderPass:
     """One forward pass of the decoder.
 
     Args:
@@ -49,13 +49,13 @@ class Pass:
     audited: bool = False
     masks: list[tuple[Tensor, bool]] = field(default_factory=list)
 
-    def key_indices(self, call: Call) -> Tensor:
+    def key_indices(self, call: AttentionCall) -> Tensor:
         """Key indices [N] of a call's queries."""
         length, device = call.keys.shape[2], call.query.device
         last = torch.arange(length - call.query.shape[2], length, device=device)
         return last if self.index is None else self.index.to(device)
 
-    def plain_mask(self, call: Call) -> bool:
+    def plain_mask(self, call: AttentionCall) -> bool:
         """Whether attention gets no other mask than its arguments promise; layers that share a mask share the answer.
 
         Some models choose keys inside of their layers (chunks, indexers, dynamic masks) and say so in the mask only.
@@ -68,7 +68,7 @@ class Pass:
         self.masks.append((call.mask, self._causal(call, call.mask)))
         return self.masks[-1][1]
 
-    def _causal(self, call: Call, mask: Tensor) -> bool:
+    def _causal(self, call: AttentionCall, mask: Tensor) -> bool:
         if self.start is None or mask.shape[-1] != call.keys.shape[2] or mask.shape[1] != 1:
             return False
         start, index = self.start.to(mask.device)[:, None, None, None], self.key_indices(call).to(mask.device)
@@ -93,7 +93,7 @@ class PassReader:
         self._unpadded: Tensor | None = None
         self._padding: Tensor | None = None
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderPass:
         """Where the queries of a pass stand, as far as its arguments say."""
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         given = {**bound, **bound.get("kwargs", {})}
@@ -104,7 +104,7 @@ class PassReader:
         cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
         start: Tensor | None = self._no_padding(rows, inputs.device)
         index, unclear, mask_length = None, "", None
-        if isinstance(cache, LinkCache):
+        if isinstance(cache, ScatterCache):
             index = cache.rows.positions.to(inputs.device)  # its masks are comb's own: causal by position
         elif isinstance(mask, Tensor) and mask.ndim == 2:
             mask_length = mask.shape[1]
@@ -120,7 +120,7 @@ class PassReader:
         if isinstance(positions, Tensor) and positions.ndim != 2:
             unclear = "positions of several axes"
         # a single row that linking computes is still a part of a prompt: it may stand anywhere
-        return Pass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
+        return DecoderPass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
 
     def _no_padding(self, rows: int, device: torch.device) -> Tensor:
         if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:
@@ -136,7 +136,7 @@ class PassReader:
         return last
 
 
-def why_exact(call: Call, current: Pass, index: int | None) -> str:
+def why_exact(call: AttentionCall, current: DecoderPass, index: int | None) -> str:
     """Why this call has to be left to exact attention; empty if it hasn't."""
     for option, reason in _OPTIONS.items():
         if call.options.get(option) is not None:

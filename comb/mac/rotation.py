@@ -1,7 +1,7 @@
-"""Queries as they were before the rotary embedding, from what attention gets: turned back by the model's own angles.
+"""Queries as they were before the rotary embedding, from what attention gets: rotated back by the model's own angles.
 
 Nothing here knows a model class. One pass over single tokens at several positions shows which channels of every layer's
-query turn with the position (`comb.linking.positions.Probe`); what no rotation explains is left to exact attention.
+query turn with the position (`comb.linking.positions.RotaryProbe`); what no rotation explains stays exact.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from comb.backbones.forward import decoder_of, takes_positions
 from comb.backbones.identity import weights_stamp
 from comb.kernels.mac.algebra import accumulator
 from comb.linking.masks import attention
-from comb.linking.positions import Frequencies, Probe, Rotation, Turns
-from comb.mac.interface import Attended, Call, answering, register, stand_in
+from comb.linking.positions import Frequencies, Rerotation, RotaryProbe, Rotation
+from comb.mac.interface import Attended, AttentionCall, answering, register, stand_in
 
 # under which sparse attention (DeepSeek-V3.2, GLM-MoE-DSA, MiniMax-M3) hands over the keys that its indexer has chosen
 _CHOSEN = ("indices", "block_indices")
@@ -48,16 +48,16 @@ class LayerQueries:
 
         Angles are taken in float64; the embedding's scale (YaRN) is divided out, so that distances are comparable.
         """
-        turned = query.to(accumulator(query.dtype), copy=True)
+        unrotated = query.to(accumulator(query.dtype), copy=True)
         if self.source is None or self.rotation is None:
-            return turned
+            return unrotated
         frequencies = self.source.now().to(query.device)
         angles = -positions.to(query.device).double()[:, None, :, None] * frequencies
-        turned = Turns(((angles.cos(), angles.sin()),)).apply(turned, replace(self.rotation, source=0))
+        unrotated = Rerotation(((angles.cos(), angles.sin()),)).apply(unrotated, replace(self.rotation, source=0))
         if self.source.scaling != 1.0:
-            for half in self.rotation.pairs(turned, frequencies.shape[0]):
+            for half in self.rotation.pairs(unrotated, frequencies.shape[0]):
                 half.div_(self.source.scaling)
-        return turned
+        return unrotated
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def _find(model: Any) -> dict[int, LayerQueries]:
             "use it without MAC"
         )
     register()
-    probe, recorder = Probe(model), _Recorder()
+    probe, recorder = RotaryProbe(model), _Recorder()
     tokens, positions = (tensor.to(probe.device) for tensor in probe.inputs())
     with attention(model, stand_in(model.config._attn_implementation)), answering(recorder):
         decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
@@ -111,7 +111,7 @@ def _find(model: Any) -> dict[int, LayerQueries]:
     return {index: _explained(probe, *calls) for index, calls in recorder.seen.items()}
 
 
-def _explained(probe: Probe, *calls: Call) -> LayerQueries:
+def _explained(probe: RotaryProbe, *calls: AttentionCall) -> LayerQueries:
     module, query = calls[0].module, calls[0].query
     if len(calls) > 1:
         return LayerQueries(module, unknown="several attentions in one layer")
@@ -127,9 +127,9 @@ class _Recorder:
     """Notes every call and answers it exactly."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, list[Call]] = {}
+        self.seen: dict[int, list[AttentionCall]] = {}
 
-    def attend(self, call: Call) -> Attended:
+    def attend(self, call: AttentionCall) -> Attended:
         index = getattr(call.module, "layer_idx", None)
         if isinstance(index, int):
             self.seen.setdefault(index, []).append(call)

@@ -6,7 +6,7 @@ from typing import Any
 
 from comb.kernels.mac.config import MacConfig
 from comb.mac.breakeven import Costs, least_context, pays_reading
-from comb.mac.interface import Call
+from comb.mac.interface import AttentionCall
 from comb.mac.measure import measure_costs, shape_of
 from comb.mac.rotation import LayerQueries
 
@@ -14,7 +14,7 @@ HIT_RATE = 0.99
 """Of one query head, that a session counts on unless told otherwise."""
 
 
-class Rule:
+class BreakEvenRule:
     """Asked at every step; what it needs is found out once per batch size and layer, by index.
 
     Args:
@@ -28,7 +28,7 @@ class Rule:
         self.model, self.enabled, self.costs, self.hit_rate = model, enabled, costs, hit_rate
         self._known: dict[tuple[int, int], tuple[Costs, int | None]] = {}
 
-    def pays(self, call: Call, layer: int, queries: LayerQueries, config: MacConfig) -> bool:
+    def pays(self, call: AttentionCall, layer: int, queries: LayerQueries, config: MacConfig) -> bool:
         """Whether a step of MAC is at least as fast as this exact one."""
         if not self.enabled:
             return True
@@ -43,7 +43,7 @@ class Rule:
         """Whether no context is long enough, as far as is known."""
         return (rows, layer) in self._known and self._known[rows, layer][1] is None
 
-    def pays_at(self, share: float, call: Call, layer: int, config: MacConfig) -> bool:
+    def pays_at(self, share: float, call: AttentionCall, layer: int, config: MacConfig) -> bool:
         """Whether it pays if this share of the keys is read, rather than what `hit_rate` makes of it."""
         rows, length = call.query.shape[0], call.keys.shape[2]
         if (rows, layer) not in self._known:
@@ -59,7 +59,7 @@ class Rule:
             found[rows] = None if least is None or known is None else max(least, known)
         return found
 
-    def _measured(self, call: Call, queries: LayerQueries, config: MacConfig) -> Costs:
+    def _measured(self, call: AttentionCall, queries: LayerQueries, config: MacConfig) -> Costs:
         kept: dict[Any, Costs] = self.model.__dict__.setdefault("_comb_mac_costs", {})
         key = call.query.shape[0], shape_of(call), str(call.query.device), call.query.dtype, config
         if key not in kept:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.forward import decoder_of
-from comb.kernels.mac.choice import computed_step
 from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.fill import prompt_rows, rows_to_keep
 from comb.kernels.mac.state import MacState
 from comb.linking.masks import STAND_INS, attention
@@ -28,15 +28,15 @@ from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.audit import band_mass, exceeds, relative_error
 from comb.mac.breakeven import Costs
-from comb.mac.continuity import Seen, empty
-from comb.mac.interface import Attended, Call, begin, end, stand_in
-from comb.mac.passes import Pass, PassReader, cache_layer, why_exact
+from comb.mac.continuity import KeysIdentity, empty
+from comb.mac.interface import Attended, AttentionCall, begin, end, stand_in
+from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
-from comb.mac.rule import HIT_RATE, Rule
+from comb.mac.rule import HIT_RATE, BreakEvenRule
 
 
 @dataclass
-class _Layer:
+class _LayerState:
     """What the session knows of one layer."""
 
     index: int
@@ -44,7 +44,7 @@ class _Layer:
     config: MacConfig
     state: MacState | None = None
     start: Tensor | None = None
-    seen: Seen | None = None
+    seen: KeysIdentity | None = None
     counts: LayerCounts | None = None
     off: str = ""
 
@@ -65,13 +65,13 @@ class MacSession:
     ) -> None:
         self.backbone = backbone_of(model)
         self.config = config
-        self.rule = Rule(self.backbone, enabled=config.break_even, costs=costs, hit_rate=hit_rate)
+        self.rule = BreakEvenRule(self.backbone, enabled=config.break_even, costs=costs, hit_rate=hit_rate)
         self.steps = 0
         self.prompts = 0
         self.exact: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
-        self._layers: dict[int, _Layer] = {}
-        self._pass: Pass | None = None
+        self._layers: dict[int, _LayerState] = {}
+        self._pass: DecoderPass | None = None
         self._token: Any = None
         self._stack = ExitStack()
 
@@ -86,7 +86,7 @@ class MacSession:
             for index, queries in find_queries(self.backbone).items():
                 config = self.config.for_layer(index)
                 off = queries.unknown or ("" if config is not None else "switched off")
-                layer = self._layers.setdefault(index, _Layer(index, queries, config or self.config, off=off))
+                layer = self._layers.setdefault(index, _LayerState(index, queries, config or self.config, off=off))
                 layer.queries = queries  # anew where weights have changed since the session was left
             stack.enter_context(attention(self.backbone, stand_in(name)))
             decoder = decoder_of(self.backbone)
@@ -160,7 +160,7 @@ class MacSession:
             cache = getattr(output, "past_key_values", None)
         for index, layer in self._layers.items():
             if layer.state is not None:
-                layer.seen = Seen.of(cache_layer(cache, index))
+                layer.seen = KeysIdentity.of(cache_layer(cache, index))
 
     def _end_pass(self) -> None:
         end(self._token)
@@ -181,7 +181,7 @@ class MacSession:
 
     # ---- a layer ----
 
-    def attend(self, call: Call) -> Attended:
+    def attend(self, call: AttentionCall) -> Attended:
         """Answers one attention call of the pass under way."""
         current = self._pass
         assert current is not None
@@ -209,7 +209,7 @@ class MacSession:
         with torch.autocast(call.query.device.type, enabled=False):
             return self._reuse(call, layer, current, decodes=current.decodes and not reason)
 
-    def _reuse(self, call: Call, layer: _Layer, current: Pass, *, decodes: bool) -> Attended:
+    def _reuse(self, call: AttentionCall, layer: _LayerState, current: DecoderPass, *, decodes: bool) -> Attended:
         """Exact attention that leaves rows, or one step of MAC."""
         config = layer.config
         heads, tokens = call.query.shape[1:3]
@@ -249,7 +249,7 @@ class MacSession:
                 return exact
         return done.output.to(call.query.dtype)[:, None], None
 
-    def _why_off(self, error: float, call: Call, layer: _Layer, counts: LayerCounts) -> str:
+    def _why_off(self, error: float, call: AttentionCall, layer: _LayerState, counts: LayerCounts) -> str:
         """Why an audit switches the layer off; empty where it doesn't."""
         if exceeds(error, layer.config.audit_bound):
             return f"audit: error {error:.3f} above {layer.config.audit_bound:g}"
@@ -259,7 +259,7 @@ class MacSession:
             return ""
         return f"does not pay: {100 * share:.0f}% of keys are read"
 
-    def _state(self, call: Call, layer: _Layer, start: Tensor) -> MacState:
+    def _state(self, call: AttentionCall, layer: _LayerState, start: Tensor) -> MacState:
         """The layer's rings; new ones for a new batch, rows emptied whose padding has changed."""
         rows, heads, _, width = call.query.shape
         if layer.state is None or layer.start is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from comb.linking.cache import LinkCache, Span
+from comb.linking.cache import ScatterCache, Span
 from comb.methods import register
 from comb.methods.decoder import Decoder, PromptLayout
 
@@ -54,7 +54,7 @@ class CacheBlend(Decoder):
         # the first token of a prompt is never wrong, so a single one can't deviate
         return not any(not span.first for span in spans)
 
-    def recompute(self, layout: PromptLayout, cache: LinkCache) -> list[int]:
+    def recompute(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         if self.recomputes_nothing(layout.spans):
             return super().recompute(layout, cache)
         with layout.timed("select"):
@@ -66,7 +66,7 @@ class CacheBlend(Decoder):
     def select(self, spans: Sequence[Span]) -> list[int]:
         return []  # what is recomputed depends on what the first layers say
 
-    def _most_deviant(self, layout: PromptLayout, cache: LinkCache) -> list[int]:
+    def _most_deviant(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         spans = layout.spans
         rows = range(spans[0].end if spans[0].first else layout.start, layout.end)
         if not rows:  # all but the last token, which is left for `generate`

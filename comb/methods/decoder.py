@@ -21,10 +21,10 @@ from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import run_decoder, takes_positions
 from comb.backbones.identity import weights_fingerprint
 from comb.cache.picache import DecoderPICache, PICache
-from comb.linking.cache import LinkCache, Span, assemble
+from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import masked_attention
 from comb.linking.passes import recompute, recompute_in_order
-from comb.linking.support import Support, find_support
+from comb.linking.support import LinkSupport, find_support
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import continue_tokens
@@ -48,7 +48,7 @@ class PromptLayout:
     spans: list[Span]
     fresh: list[int]
     end: int
-    support: Support
+    support: LinkSupport
     past: PastState | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class Decoder(Method):
             _ = self.support
 
     @property
-    def support(self) -> Support:
+    def support(self) -> LinkSupport:
         """How this model is linked; asked anew when its weights, dtype or attention have changed."""
         with exclusive(self.backbone):
             return find_support(self.backbone)
@@ -185,7 +185,7 @@ class Decoder(Method):
             state.recomputed = (len(chosen) + (layout.spans[-1].end == last + 1 and last not in chosen),)
             return state
 
-    def recompute(self, layout: PromptLayout, cache: LinkCache) -> list[int]:
+    def recompute(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         """Computes fresh and selected tokens; returns the positions of document tokens that were recomputed."""
         chosen = [position for position in self.select(layout.spans) if position < layout.end]
         rows = sorted({*chosen, *layout.fresh_rows})
@@ -194,7 +194,7 @@ class Decoder(Method):
                 self.run(layout, cache, rows)
         return chosen
 
-    def run(self, layout: PromptLayout, cache: LinkCache, rows: Sequence[int]) -> Tensor | None:
+    def run(self, layout: PromptLayout, cache: ScatterCache, rows: Sequence[int]) -> Tensor | None:
         """One pass over `rows`, by the fast path where the model takes it, else in order."""
         positions = torch.tensor(list(rows))
         masks = layout.support.masks
@@ -239,7 +239,7 @@ class Decoder(Method):
         """Whether no document token will be recomputed."""
         return not self.select(spans)
 
-    def assemble(self, layout: PromptLayout, picaches: Sequence[DecoderPICache]) -> LinkCache:
+    def assemble(self, layout: PromptLayout, picaches: Sequence[DecoderPICache]) -> ScatterCache:
         """All layers' keys and values [1, H, end, D]: cached ones moved to their places, zeros elsewhere."""
         return assemble(
             layout.support.positions, picaches, layout.spans,

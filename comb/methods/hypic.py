@@ -11,8 +11,8 @@ from comb.backbones.exclusive import exclusive
 from comb.backbones.identity import weights_fingerprint
 from comb.cache.picache import PICache
 from comb.hybrid.compile import compile_segment
-from comb.hybrid.link import Linker, Mode, link_segments
-from comb.hybrid.packing import linker_for
+from comb.hybrid.link import Mode, SequentialLinker, link_segments
+from comb.hybrid.packed_support import linker_for
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
@@ -141,7 +141,7 @@ class Hypic(Method):
         with exclusive(self.backbone):
             linked = link_segments(
                 self.backbone, support, picaches, row.fresh, mode=self.mode, before=before, cache=cache,
-                linker_type=linker_for(self.backbone, support) if self.packed else Linker,
+                linker_type=linker_for(self.backbone, support) if self.packed else SequentialLinker,
             )  # fmt: skip
         input_ids, attention_mask = self.tensors([linked.token_ids])
         return DecodeState(

@@ -161,9 +161,9 @@ def turn(by: int) -> Callable[[Tensor], Tensor]:
     positions = PositionMap(((None, None),), (frequencies,))
 
     def apply(tensor: Tensor) -> Tensor:
-        turns = positions.turns(torch.zeros(tensor.shape[-2], dtype=torch.long),
+        rerotation = positions.rerotation(torch.zeros(tensor.shape[-2], dtype=torch.long),
                                 torch.full((tensor.shape[-2],), by), 1)  # fmt: skip
-        return turns.apply(tensor.clone(memory_format=torch.contiguous_format), Rotation(0, 0, False))
+        return rerotation.apply(tensor.clone(memory_format=torch.contiguous_format), Rotation(0, 0, False))
 
     return apply
 
@@ -195,9 +195,9 @@ def test_states_turn_with_their_keys(family: str, exact: bool) -> None:
     assert relative(state, expected) > 0.1
     if family == "diagonal":
         with pytest.raises(TransitionError, match="can't be moved"):
-            here.turned(turn(117))
+            here.rerotated(turn(117))
         return
-    assert (relative(here.turned(turn(117)).tensor, there.tensor) < 1e-6) == exact
+    assert (relative(here.rerotated(turn(117)).tensor, there.tensor) < 1e-6) == exact
     if family == "gdn":
         assert relative(here.tensor, there.tensor) > 0.01
 

@@ -21,9 +21,9 @@ from comb.hybrid.caches import new_cache, read_state, run
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.families.dense import DenseTransition, of_gates, recurrence
 from comb.hybrid.families.scalar import ScalarTransition
-from comb.hybrid.link import Linked, link_segments
+from comb.hybrid.link import LinkedPrompt, link_segments
 from comb.hybrid.picache import HybridPICache
-from comb.hybrid.probe import Probe
+from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, record, transition_of
 from tests.helpers.hybrids import BASE, HYBRIDS, slow_decays, tiny_hybrid
@@ -55,7 +55,9 @@ def compiled(model: Any, segments: Sequence[list[int]], head: int, tail: int, **
         return [compile_segment(model, support, "f", s, head=head, tail=tail, **options) for s in segments]
 
 
-def linked(model: Any, picaches: Sequence[HybridPICache], query: list[int] = QUERY, head: Sequence[int] = ()) -> Linked:
+def linked(
+    model: Any, picaches: Sequence[HybridPICache], query: list[int] = QUERY, head: Sequence[int] = ()
+) -> LinkedPrompt:
     fresh = [list(head), *([] for _ in picaches[1:]), query]
     with exclusive(model):
         return link_segments(model, find_hybrid_support(model), picaches, fresh)
@@ -239,9 +241,9 @@ def test_scan_and_probe_agree(name: str) -> None:
         recording, other = record(model, B, 4), record(model, B[:6] + C[6:], 4)
         for number, layer in support.linear.items():
             fast, state = transition_of(model, recording, number, layer, support.step)
-            slow, end = Probe(model, recording.layers[number], recording.cache, 4, step=support.step).transition(
-                layer.family, layer.axis
-            )
+            slow, end = TransitionProbe(
+                model, recording.layers[number], recording.cache, 4, step=support.step
+            ).transition(layer.family, layer.axis)
             assert error(fast.apply(some := torch.randn(end.shape)), slow.apply(some)) < 1e-5
             assert state is None or error(state, end) < 1e-5
         number = max(support.linear)

@@ -14,9 +14,9 @@ from torch import Tensor
 from comb import methods
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import decoder_of
-from comb.hybrid import packing
+from comb.hybrid import packed_support
 from comb.hybrid.caches import attention_layers, read_state
-from comb.hybrid.link import Linker
+from comb.hybrid.link import SequentialLinker
 from comb.hybrid.packed import PackedLinker
 from comb.methods.base import DecodeState
 from tests.comb.test_hybrid_link import EXACT, MODELS, QUERY, A, B, C, error, ids, model_of
@@ -136,13 +136,13 @@ def test_what_does_not_agree_is_linked_in_order(monkeypatch: pytest.MonkeyPatch)
     """The trial compares: a model whose packed states come out wrong never links that way."""
     method, _ = pair("qwen3_next")
     with exclusive(method.backbone):
-        assert packing.linker_for(method.backbone, method.support) is not Linker
+        assert packed_support.linker_for(method.backbone, method.support) is not SequentialLinker
         vars(method.backbone).pop("_comb_linker")
-        jump = Linker.jump
+        jump = SequentialLinker.jump
         late = lambda self, number, *rest: None if isinstance(self, PackedLinker) else jump(self, number, *rest)  # noqa: E731
         with monkeypatch.context() as broken:
-            broken.setattr(Linker, "jump", late)
-            assert packing.linker_for(method.backbone, method.support) is Linker
+            broken.setattr(SequentialLinker, "jump", late)
+            assert packed_support.linker_for(method.backbone, method.support) is SequentialLinker
         vars(method.backbone).pop("_comb_linker")
 
 

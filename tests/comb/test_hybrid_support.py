@@ -16,7 +16,7 @@ from comb.backbones.exclusive import exclusive
 from comb.hybrid import scans
 from comb.hybrid.caches import attention_layers, give_room, new_cache, read_state, run, write_state
 from comb.hybrid.families.dense import DenseTransition
-from comb.hybrid.probe import Probe
+from comb.hybrid.probe import TransitionProbe
 from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, read_states, record
 from comb.linking.cache import RoomyLayer
@@ -158,7 +158,7 @@ def test_a_layer_that_forgets_the_probe_is_known_by_its_scan() -> None:
     number = min(support.linear)
     with torch.no_grad():
         recording = record(fresh, list(range(5, 20)), 4)
-        assert Probe(fresh, recording.layers[number], recording.cache, 4).classify() is None
+        assert TransitionProbe(fresh, recording.layers[number], recording.cache, 4).classify() is None
 
 
 def test_a_forgetful_layer_whose_scan_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from transformers.cache_utils import DynamicCache
 from comb import methods
 from comb.cache.picache import DecoderPICache
 from comb.cache.picache_file import deserialize, serialize
-from comb.linking.cache import LinkCache, RoomyLayer, Span, assemble
+from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble
 from comb.linking.fork import fork_cache
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.passes import recompute, recompute_in_order, runs
-from comb.linking.positions import Rotation, Turns, UnmovableError, find_positions
+from comb.linking.positions import Rerotation, Rotation, UnmovableError, find_positions
 from comb.linking.support import find_support
 from comb.methods.decoder import Decoder
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny
@@ -358,11 +358,11 @@ def test_keys_are_turned_in_float32_and_rounded_once() -> None:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 50, 16, generator=generator, dtype=torch.float64)
     angles = torch.rand(50, 8, generator=generator, dtype=torch.float64) * 100
-    turns = Turns(((angles.cos().float(), angles.sin().float()),))
+    rerotation = Rerotation(((angles.cos().float(), angles.sin().float()),))
     rotation = Rotation(0, 0, interleaved=False)
     stored = keys.bfloat16()
-    exact = Turns(((angles.cos(), angles.sin()),)).apply(stored.double(), rotation)
-    got = turns.apply(stored.clone(), rotation)
+    exact = Rerotation(((angles.cos(), angles.sin()),)).apply(stored.double(), rotation)
+    got = rerotation.apply(stored.clone(), rotation)
     assert torch.equal(got, exact.bfloat16()) or float((got.double() - exact).abs().max()) < 2**-7
     assert float((got.double() - exact).abs().mean()) <= 1.01 * float((exact.bfloat16().double() - exact).abs().mean())
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()  # the control: all of it in bfloat16
@@ -536,5 +536,5 @@ def spans_of(documents: Any, head: Any, query: Any) -> tuple[list[Span], Tensor,
 
 
 def held(cache: Any, length: int) -> list[Tensor]:
-    assert isinstance(cache, (LinkCache, DynamicCache))
+    assert isinstance(cache, (ScatterCache, DynamicCache))
     return [t[:, :, :length] for layer in cache.layers for t in (layer.keys, layer.values)]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from comb.kernels.mac.choice import why_plain
 from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.dispatch import why_plain
 from comb.kernels.mac.state import MacState
 from tests.helpers.kernel_process import compiled_kernels, needs_triton, run_interpreted
 
@@ -41,7 +41,7 @@ def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
         some = torch.zeros(1, 1, 3, width, dtype=keys or dtype)
         return why_plain(state, query, some, some)
 
-    monkeypatch.setattr("comb.kernels.mac.choice.has_triton", lambda: True)
+    monkeypatch.setattr("comb.kernels.mac.dispatch.has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert why(torch.float32) == "device cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -50,7 +50,7 @@ def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why(torch.float32, torch.bfloat16) == "float32 queries, bfloat16 keys"
     assert why(torch.float32, width=320) == "heads of more than 256 channels"
     assert why(torch.float32, heads=65) == "more than 64 query heads to a key/value head"
-    monkeypatch.setattr("comb.kernels.mac.choice.has_triton", lambda: False)
+    monkeypatch.setattr("comb.kernels.mac.dispatch.has_triton", lambda: False)
     assert why(torch.float32) == "triton is not installed"
 
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from comb.backbones.forward import decoder_of
 from comb.mac import MacConfig, MacSession, mac
 from comb.mac.breakeven import PAPER_H100, Costs
-from comb.mac.continuity import Seen
+from comb.mac.continuity import KeysIdentity
 from comb.mac.rotation import UnsupportedModelError, find_queries
 from tests.helpers.families import BASE, MLA, tiny
 
@@ -253,7 +253,7 @@ def test_a_swapped_cache_of_the_same_length_is_noticed(monkeypatch: pytest.Monke
                 forward(model, prompt, cache)
             with monkeypatch.context() as patch:
                 if not check:
-                    patch.setattr(Seen, "continues", lambda self, layer: True)
+                    patch.setattr(KeysIdentity, "continues", lambda self, layer: True)
                 return forward(model, torch.tensor([[5]]), caches[0]), session
 
     exact_cache = DynamicCache(config=model.config)

@@ -17,8 +17,8 @@ from comb.kernels.mac.algebra import EMPTY, attend, attend_range, downdate, merg
 from comb.kernels.mac.config import MacConfig, chance_tau
 from comb.kernels.mac.fill import prompt_rows
 from comb.kernels.mac.match import find_match
-from comb.kernels.mac.state import MacState, Rows
-from comb.kernels.mac.step import Step, step, step_in_order
+from comb.kernels.mac.state import MacState, RingEntries
+from comb.kernels.mac.step import MacStep, step, step_in_order
 from comb.mac.breakeven import PAPER_H100, AttentionShape, Costs, fit_costs, least_context, pays, step_seconds
 
 EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}
@@ -56,7 +56,7 @@ class Decode:
         seen = slice(0, m + 1)
         return self.queries[:, :, m], self.rotated[:, :, m], self.keys[:, :, seen], self.values[:, :, seen], self.start
 
-    def step(self, m: int) -> Step:
+    def step(self, m: int) -> MacStep:
         done = step(self.state, *self.inputs(m), self.config, self.scale)
         self.state.write(done.rows)
         return done
@@ -256,8 +256,8 @@ def ring(config: MacConfig, positions: list[int], queries: list[float], **values
     query[0, :, 0, 0] = torch.tensor(queries, dtype=torch.float64)
     ones = torch.ones(1, count, 1)
     state.write(
-        Rows(query, torch.zeros(1, count, 1, 2), 0 * ones, ones * values.get("chain", 0), ones * values.get("drift", 0),
-             torch.tensor([positions]))
+        RingEntries(query, torch.zeros(1, count, 1, 2), 0 * ones, ones * values.get("chain", 0),
+                    ones * values.get("drift", 0), torch.tensor([positions]))
     )  # fmt: skip
     return state
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from comb.kernels.launch import Launch
 from comb.kernels.paged.attention import attend, attend_plain, why_plain
 from comb.kernels.paged.layout import BlockTable, PagedBatch
-from comb.kernels.paged.plan import Sizes, make_plan, to_device
+from comb.kernels.paged.plan import PagedLaunch, make_plan, to_device
 from tests.helpers.kernel_process import compiled_kernels, needs_triton, run_interpreted
 from tests.helpers.paged_cases import by_hand, in_fp8, paged_case
 
@@ -67,7 +67,7 @@ def batches(draw: st.DrawFn) -> PagedBatch:
 )  # fmt: skip
 def test_a_plan_shows_each_token_its_own_blocks_once(batch: PagedBatch, shared: int, programs: int, least: int) -> None:
     launch = Launch(programs=programs)
-    plan = make_plan(batch, heads=2 * shared, groups=2, device=CPU, sizes=Sizes(launch, launch, 64, least))
+    plan = make_plan(batch, heads=2 * shared, groups=2, device=CPU, sizes=PagedLaunch(launch, launch, 64, least))
     parts: dict[int, list[int]] = {}
     seen: dict[int, list[int]] = {}
     direct, used = set(), []
@@ -100,7 +100,7 @@ def test_shares_fill_the_programs_and_grow_with_the_documents_of_the_step_alone(
     launch = Launch(programs=64)
     for length in (16, 1000, 16_000):
         batch = PagedBatch((1, 1, 1, 1), tuple(BlockTable([(length, range(-(-length // 16)))], 16) for _ in range(4)))
-        plan = make_plan(batch, heads=8, groups=2, device=CPU, sizes=Sizes(launch, launch, least_keys=128))
+        plan = make_plan(batch, heads=8, groups=2, device=CPU, sizes=PagedLaunch(launch, launch, least_keys=128))
         (items,) = plan.launches
         sizes = items.numbers[:, 3] - items.numbers[:, 2]
         assert len(items.numbers) * 2 <= 64 + 4 * 2
@@ -121,7 +121,7 @@ def test_arrays_arrive_as_they_were() -> None:
 
 def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     query, layer, _ = paged_case(torch.float32)
-    monkeypatch.setattr("comb.kernels.mac.choice.has_triton", lambda: True)
+    monkeypatch.setattr("comb.kernels.mac.dispatch.has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert why_plain(query, layer) == "device cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -131,7 +131,7 @@ def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_plain(query.to("meta"), layer) == "the pool is on cpu, queries are on meta"
     assert why_plain(torch.zeros(1, 2, 300), layer) == "heads of more than 256 channels"
     assert why_plain(torch.zeros(1, 200, 10), layer) == "more than 64 query heads to a key/value head"
-    monkeypatch.setattr("comb.kernels.mac.choice.has_triton", lambda: False)
+    monkeypatch.setattr("comb.kernels.mac.dispatch.has_triton", lambda: False)
     assert why_plain(query, layer) == "triton is not installed"
 
 

@@ -23,13 +23,13 @@ from triton.runtime.jit import JITFunction
 from comb.kernels.launch import Launch
 from comb.kernels.paged.kernel import attend_paged
 from comb.kernels.paged.layout import FP8, BlockTable, PagedBatch, PagedLayer
-from comb.kernels.paged.plan import Sizes, sizes_for
+from comb.kernels.paged.plan import PagedLaunch, launch_for
 from tests.helpers.compiled_mac_kernels import NoDevice, compile_only, compiled
 
 
-def launch(dtype: torch.dtype, *, shared: int, width: int, fp8: bool = False, sizes: Sizes | None = None) -> None:
+def launch(dtype: torch.dtype, *, shared: int, width: int, fp8: bool = False, sizes: PagedLaunch | None = None) -> None:
     groups, slots = 2, 4096
-    sizes = sizes or sizes_for(dtype, width)
+    sizes = sizes or launch_for(dtype, width)
     sizes = replace(sizes, decode=replace(sizes.decode, programs=528), prefill=replace(sizes.prefill, programs=264))
     stored = FP8 if fp8 else dtype
     keys, values = torch.zeros(2, slots, groups, width, dtype=torch.uint8).to(stored)
@@ -67,7 +67,7 @@ if __name__ == "__main__":
         launch(torch.float16, shared=8, width=128, fp8=True)
         usual = len(compiled)
         for keys, warps in ((32, 4), (128, 4), (128, 8)):
-            sizes = Sizes(Launch(key_tile=keys, warps=warps), Launch(key_tile=keys, warps=warps))
+            sizes = PagedLaunch(Launch(key_tile=keys, warps=warps), Launch(key_tile=keys, warps=warps))
             launch(torch.bfloat16, shared=4, width=128, sizes=sizes)
             launch(torch.bfloat16, shared=4, width=128, fp8=True, sizes=sizes)
     for number, (name, kernel) in enumerate(compiled):

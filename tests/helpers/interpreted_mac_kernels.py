@@ -19,7 +19,7 @@ from comb.kernels.mac import match_kernel as match_module
 from comb.kernels.mac import merge as merge_module
 from comb.kernels.mac import schedule as schedule_module
 from comb.kernels.mac.algebra import EMPTY, attend_range, merge
-from comb.kernels.mac.attend import Pieces, attend_spans
+from comb.kernels.mac.attend import PartialAttention, attend_spans
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.fill import prompt_rows
 from comb.kernels.mac.match import find_match
@@ -27,7 +27,7 @@ from comb.kernels.mac.match_kernel import nearest_in_tiles
 from comb.kernels.mac.merge import merge_spans
 from comb.kernels.mac.schedule import make_schedule
 from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import Step, step
+from comb.kernels.mac.step import MacStep, step
 from comb.kernels.mac.step_kernel import mac_step_triton
 from comb.mac import mac
 from comb.mac.breakeven import PAPER_H100
@@ -91,7 +91,7 @@ class Stream:
         return (*inputs[:3], *stored, *inputs[5:]), Pages(table, torch.full((rows,), m + 1))
 
 
-def assert_same(fast: Step, plain: Step, bound: float) -> None:
+def assert_same(fast: MacStep, plain: MacStep, bound: float) -> None:
     assert torch.equal(fast.match.hit, plain.match.hit)
     for name in ("keys_read", "group_keys_read", "position"):
         assert torch.equal(getattr(fast, name), getattr(plain, name)), name
@@ -331,7 +331,7 @@ def test_pieces_and_merge_are_the_reference_s() -> None:
             spans.append((o, lse))
             assert distance(pieces.o[g * 3 + kind, h % 3], o) < EXACT
             assert distance(pieces.lse[g * 3 + kind, h % 3], lse) < EXACT
-    made = Pieces(noise(7, 3, 12, seed=7), noise(7, 3, seed=8))
+    made = PartialAttention(noise(7, 3, 12, seed=7), noise(7, 3, seed=8))
     merged = merge_spans(state, unrotated, position, schedule, made, write=False)
     for h in range(6):
         sink, band, tail = ((made.o[h // 3 * 3 + kind, h % 3], made.lse[h // 3 * 3 + kind, h % 3]) for kind in range(3))

@@ -17,15 +17,15 @@ from comb.kernels.paged import plan as plan_module
 from comb.kernels.paged.attention import attend, attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged
 from comb.kernels.paged.layout import PagedBatch
-from comb.kernels.paged.plan import Sizes
+from comb.kernels.paged.plan import PagedLaunch
 from tests.helpers.interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from tests.helpers.paged_cases import by_hand, in_fp8, paged_case
 
 # up to many shares of one block each; some of whole rows; everything in one
 SHARES = {
-    "blocks": Sizes(Launch(key_tile=16, programs=300), Launch(key_tile=32, programs=300), 16, 1),
-    "some": Sizes(Launch(key_tile=16, programs=12), Launch(key_tile=16, programs=12), 32, 24),
-    "whole": Sizes(least_keys=1000),
+    "blocks": PagedLaunch(Launch(key_tile=16, programs=300), Launch(key_tile=32, programs=300), 16, 1),
+    "some": PagedLaunch(Launch(key_tile=16, programs=12), Launch(key_tile=16, programs=12), 32, 24),
+    "whole": PagedLaunch(least_keys=1000),
 }
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 

@@ -86,10 +86,10 @@ def test_what_an_instance_is_set_up_with() -> None:
     v1, v2 = options(logits_processors=["mine:Mine"]), options(use_v2_model_runner=True)
     for given in (v1, v2, v1):
         set_up(given)
-    assert v1.parallel_config.worker_cls == "comb_serving.vllm.worker_cpu.CombWorker"
-    assert v1.model_config.logits_processors == ["mine:Mine", "comb_serving.vllm.admission:CheckDocuments"]
+    assert v1.parallel_config.worker_cls == "comb_serving.vllm.worker_cpu.CombCPUWorker"
+    assert v1.model_config.logits_processors == ["mine:Mine", "comb_serving.vllm.admission:DocumentCheckV1"]
     assert v2.parallel_config.worker_cls == "auto"
-    assert v2.model_config.logits_processors == ["comb_serving.vllm.admission_v2:CheckDocuments"]
+    assert v2.model_config.logits_processors == ["comb_serving.vllm.admission_v2:DocumentCheckV2"]
     refused = {
         "pipeline_parallel_size 1, not 2": {"pipeline_parallel_size": 2},
         "data_parallel_size 1, not 2": {"data_parallel_size": 2},

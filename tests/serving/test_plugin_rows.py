@@ -17,14 +17,14 @@ from comb.model.config import CombEncoderConfig
 from comb_serving.pool.handles import KEY, PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
 from comb_serving.vllm.pool import check_documents, pool_device, rank_layout, total_bytes
-from comb_serving.vllm.rows import Documents
+from comb_serving.vllm.rows import RequestDocuments
 
 A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> Documents:
-    return Documents(SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=6, block_size=4)))
+def documents(tmp_path: Path) -> RequestDocuments:
+    return RequestDocuments(SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=6, block_size=4)))
 
 
 def args(*handles: PoolHandle) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_heads_that_share_keys_as_rows_of_one_product(tokens: int, heads: int, k
         assert (attend_row(query.flip(1), keys, values) - naive).abs().max() > 0.1
 
 
-def test_rows_follow_requests_through_the_batch(documents: Documents) -> None:
+def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> None:
     documents.add("x", args(A, B))
     documents.add("y", None)
     documents.add("z", args(B))
@@ -60,7 +60,7 @@ def test_rows_follow_requests_through_the_batch(documents: Documents) -> None:
     assert documents.step.rows == ()
 
 
-def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Documents) -> None:
+def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: RequestDocuments) -> None:
     documents.add("x", args(A))
     documents.add("x", args(B))
     documents.begin(["x"], [0, 1])
@@ -75,7 +75,7 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Documen
     with pytest.raises(ValueError, match="the pool has 6"):
         documents.add("x", args(PoolHandle(1, (6,))))
     with pytest.raises(ValueError, match="no pool"):
-        Documents().add("x", args(A))
+        RequestDocuments().add("x", args(A))
 
 
 def test_ranks_divide_the_pool() -> None:
@@ -102,7 +102,7 @@ def test_the_pool_lies_where_the_model_is_or_on_the_host(monkeypatch: pytest.Mon
         pool_device(own)
 
 
-def test_index_tensors_are_made_once_a_step(documents: Documents) -> None:
+def test_index_tensors_are_made_once_a_step(documents: RequestDocuments) -> None:
     documents.add("x", args(A, B))
     documents.begin(["x"], [0, 2])
     step, cpu = documents.step, torch.device("cpu")
@@ -138,7 +138,7 @@ def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.vllm
-def test_the_v2_model_state_sets_the_step(documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -164,7 +164,7 @@ def test_the_v2_model_state_sets_the_step(documents: Documents, monkeypatch: pyt
     monkeypatch.setattr(state, "create_pool", lambda model, dtype, *, rank, ranks: pool)
     for name, value in (("get_tensor_model_parallel_rank", 0), ("get_tensor_model_parallel_world_size", 1)):
         monkeypatch.setattr(state, name, lambda value=value: value)
-    model = SimpleNamespace(comb=Documents())
+    model = SimpleNamespace(comb=RequestDocuments())
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     found = state.with_documents(Base)(config, model, None, None)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from comb import methods
 from comb.backbones.exclusive import backbone_of
 from comb.cli.doctor.check import Check, gap, tolerance_for
-from comb.linking.cache import LinkCache
+from comb.linking.cache import ScatterCache
 from comb.methods.base import DecodeState, Method
 from comb.methods.decoder import Decoder
 from comb.methods.hypic import Hypic
@@ -146,10 +146,10 @@ class _Trial:
         return Check("nothing sees what comes later", worst <= self.tolerance, f"max |diff| {worst:.1e}")
 
     def _cached(self, method: Decoder, query: list[int], end: int) -> list[Tensor] | None:
-        seen: list[LinkCache] = []
+        seen: list[ScatterCache] = []
         run = method.run
 
-        def watch(layout: Any, cache: LinkCache, rows: Sequence[int]) -> Tensor | None:
+        def watch(layout: Any, cache: ScatterCache, rows: Sequence[int]) -> Tensor | None:
             seen.append(cache)
             return run(layout, cache, rows)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comb.hybrid.scans import ScanCall, reads_scan
-from comb.hybrid.transition import Transition, TransitionError, Turn, register_family
+from comb.hybrid.transition import Rerotate, Transition, TransitionError, register_family
 
 _POWER_STEPS = 4
 _NORM_SLACK = 1e-3
@@ -32,10 +32,10 @@ class DenseTransition(Transition):
     def after(self, earlier: DenseTransition) -> DenseTransition:
         return DenseTransition(self.tensor @ earlier.tensor)
 
-    def turned(self, turn: Turn) -> DenseTransition:
+    def rerotated(self, rerotate: Rerotate) -> DenseTransition:
         """R T R^T: exact where gates are scalar (DeltaNet, gated DeltaNet), not for KDA's. An extension of eq. 7."""
-        turned_columns = turn(self.tensor)
-        return DenseTransition(turn(turned_columns.transpose(-1, -2)).transpose(-1, -2))
+        columns = rerotate(self.tensor)
+        return DenseTransition(rerotate(columns.transpose(-1, -2)).transpose(-1, -2))
 
     def check(self) -> None:
         super().check()

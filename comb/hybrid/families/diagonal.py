@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from comb.hybrid.transition import LogDecay, TransitionError, Turn, register_family
+from comb.hybrid.transition import LogDecay, Rerotate, TransitionError, register_family
 
 
 @register_family
@@ -21,7 +21,7 @@ class DiagonalTransition(LogDecay):
     def apply(self, state: Tensor) -> Tensor:
         return state * self.decay(state)[:, :, None]
 
-    def turned(self, turn: Turn) -> DiagonalTransition:
+    def rerotated(self, rerotate: Rerotate) -> DiagonalTransition:
         raise TransitionError(
             "rotary positions inside a linear layer with one decay per key channel: the state of a segment can't be "
             "moved to another position"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comb.hybrid.scans import ScanCall, reads_scan
-from comb.hybrid.transition import LogDecay, TransitionError, Turn, register_family
+from comb.hybrid.transition import LogDecay, Rerotate, TransitionError, register_family
 
 
 @register_family
@@ -24,7 +24,7 @@ class ElementwiseTransition(LogDecay):
     def apply(self, state: Tensor) -> Tensor:
         return state * self.decay(state)
 
-    def turned(self, turn: Turn) -> ElementwiseTransition:
+    def rerotated(self, rerotate: Rerotate) -> ElementwiseTransition:
         raise TransitionError(
             "rotary positions inside a linear layer with one decay per entry of its state: the state of a segment "
             "can't be moved to another position"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comb.hybrid.scans import ScanCall, reads_scan
-from comb.hybrid.transition import LogDecay, Turn, register_family
+from comb.hybrid.transition import LogDecay, Rerotate, register_family
 
 
 @register_family
@@ -24,7 +24,7 @@ class ScalarTransition(LogDecay):
     def apply(self, state: Tensor) -> Tensor:
         return state * self.decay(state)[:, None, None]
 
-    def turned(self, turn: Turn) -> ScalarTransition:
+    def rerotated(self, rerotate: Rerotate) -> ScalarTransition:
         return self  # a multiple of the identity commutes with every rotation (HYPIC eq. 7)
 
 

@@ -21,7 +21,7 @@ from comb.kernels.launch import AMEND as AMEND_KIND
 from comb.kernels.launch import SINK as SINK_KIND
 from comb.kernels.launch import Launch, Pages, power_of_two
 from comb.kernels.mac.config import MacConfig
-from comb.kernels.mac.schedule import Schedule
+from comb.kernels.mac.schedule import SpanSchedule
 
 SINK = tl.constexpr(SINK_KIND)
 AMEND = tl.constexpr(AMEND_KIND)
@@ -30,7 +30,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PartialAttention:
     """Attention of parts of spans: o [P + spans, H / G, V] and lse [P + spans, H / G]; see `schedule`."""
 
     o: Tensor
@@ -128,9 +128,9 @@ def _attend_kernel(
 
 
 def attend_spans(
-    query: Tensor, keys: Tensor, values: Tensor, start: Tensor, position: Tensor, schedule: Schedule,
+    query: Tensor, keys: Tensor, values: Tensor, start: Tensor, position: Tensor, schedule: SpanSchedule,
     config: MacConfig, scale: float, launch: Launch, pages: Pages | None = None,
-) -> Pieces:  # fmt: skip
+) -> PartialAttention:  # fmt: skip
     """Attention of `query` [B, H, D] to every span of `schedule`, in pieces.
 
     Args:
@@ -158,4 +158,4 @@ def attend_spans(
         UPCAST=INTERPRETED and keys.dtype == torch.bfloat16,
         num_warps=launch.warps, num_stages=launch.depth(wide + value_wide, keys.element_size()),
     )  # fmt: skip
-    return Pieces(o, lse)
+    return PartialAttention(o, lse)

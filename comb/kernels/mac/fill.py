@@ -1,4 +1,4 @@
-"""Rows of a prompt: the summaries that its last queries leave behind, computed directly.
+"""Ring entries of a prompt: the summaries that its last queries leave behind, computed directly.
 
 `MacState` asks for the summary of [F, E(p)) as the query at p saw it. Taking the band out of the attention that the
 model has computed anyway (`algebra.downdate`) would be cheaper, but what is left then has the rounding of the whole:
@@ -15,7 +15,7 @@ from torch import Tensor
 from comb.kernels.mac.algebra import EMPTY, accumulator
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match import end
-from comb.kernels.mac.state import Rows
+from comb.kernels.mac.state import RingEntries
 
 _MAX_SCORES = 2**24
 
@@ -29,8 +29,8 @@ def prompt_rows(
     start: Tensor,
     config: MacConfig,
     scale: float,
-) -> Rows:
-    """Rows of the queries [B, H, N, D] that stand at the key indices `index` [N] of keys [B, G, L, D].
+) -> RingEntries:
+    """Ring entries of the queries [B, H, N, D] that stand at the key indices `index` [N] of keys [B, G, L, D].
 
     Args:
         start: [B], keys of padding in front of a row; queries inside of it give no row.
@@ -58,7 +58,7 @@ def prompt_rows(
         o[:, :, part] = torch.einsum("bghnt,bgtv->bghnv", weights, some_values).flatten(1, 2)
         lse[:, :, part] = sums.flatten(1, 2)
     zeros = torch.zeros(shape, device=query.device).transpose(1, 2)
-    return Rows(
+    return RingEntries(
         query=unrotated.to(kind).transpose(1, 2),
         o=o.transpose(1, 2),
         lse=lse.transpose(1, 2),

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from comb.kernels.launch import power_of_two
-from comb.kernels.mac.attend import Pieces
-from comb.kernels.mac.schedule import Schedule
+from comb.kernels.mac.attend import PartialAttention
+from comb.kernels.mac.schedule import SpanSchedule
 from comb.kernels.mac.state import MacState
 
 
@@ -152,7 +152,13 @@ def _merge_kernel(
 
 
 def merge_spans(
-    state: MacState, unrotated: Tensor, position: Tensor, schedule: Schedule, pieces: Pieces, *, write: bool
+    state: MacState,
+    unrotated: Tensor,
+    position: Tensor,
+    schedule: SpanSchedule,
+    pieces: PartialAttention,
+    *,
+    write: bool,
 ) -> Merged:
     """One output and one entry per row and query head, and with `write` the entry, query and position in the rings."""
     rows, heads, width = unrotated.shape

@@ -27,13 +27,13 @@ from comb.kernels.mac.match_kernel import NO_POSITION
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SpanSchedule:
     """What is read, and by whom.
 
     Args:
         match: as `find_match` gives it.
         low: first key that each query head amends its summary with [B, H].
-        keys_read, group_keys_read: as in `comb.kernels.mac.step.Step`.
+        keys_read, group_keys_read: as in `comb.kernels.mac.step.MacStep`.
         first_tile: [3 B G + 1], number of each span's first tile; the last is the number of tiles.
         share: [1], tiles per program.
     """
@@ -101,7 +101,7 @@ def _schedule_kernel(count_ptr, first_ptr, share_ptr, spans, programs, BLOCK: tl
 
 def make_schedule(
     near: Tensor, near_pos: Tensor, position: Tensor, groups: int, window: int, config: MacConfig, launch: Launch
-) -> Schedule:
+) -> SpanSchedule:
     """From what `nearest_in_tiles` gives [B, H, tiles], for `groups` key/value heads."""
     rows, heads, tiles = near.shape
     device, spans = near.device, 3 * rows * groups
@@ -119,4 +119,4 @@ def make_schedule(
         SHARED=shared, M=power_of_two(shared), TILES=power_of_two(tiles), KEYS=launch.key_tile,
     )  # fmt: skip
     _schedule_kernel[(1,)](count, first, share, spans, launch.count(device), BLOCK=power_of_two(min(spans, 1024)))
-    return Schedule(Match(hit.view(torch.bool), slot, pos, distance), low, read, group_read, first, share)
+    return SpanSchedule(Match(hit.view(torch.bool), slot, pos, distance), low, read, group_read, first, share)

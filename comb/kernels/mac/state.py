@@ -26,7 +26,7 @@ from comb.kernels.mac.config import MacConfig
 
 
 @dataclass
-class Rows:
+class RingEntries:
     """What queries leave behind, ready to be written: [B, N, ...] for N positions of every row.
 
     Shapes: query [B, N, H, D], o [B, N, H, V], lse, chain and drift [B, N, H], pos [B, N] (negative: not written).
@@ -95,7 +95,7 @@ class MacState:
         for name in ("query", "o", "lse", "pos", "chain", "drift"):
             setattr(self, name, getattr(self, name).index_select(0, order.to(self.pos.device)))
 
-    def write(self, rows: Rows) -> None:
+    def write(self, rows: RingEntries) -> None:
         """Puts `rows` into their slots, over whatever was there."""
         row, number = (rows.pos >= 0).nonzero(as_tuple=True)
         pos = rows.pos[row, number]

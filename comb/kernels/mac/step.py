@@ -24,11 +24,11 @@ from torch import Tensor
 from comb.kernels.mac.algebra import EMPTY, accumulator, attend, attend_range, merge
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match import Match, end, find_match
-from comb.kernels.mac.state import MacState, Rows
+from comb.kernels.mac.state import MacState, RingEntries
 
 
 @dataclass(frozen=True)
-class Step:
+class MacStep:
     """What one step gave.
 
     Args:
@@ -44,7 +44,7 @@ class Step:
     """
 
     output: Tensor
-    rows: Rows
+    rows: RingEntries
     match: Match
     position: Tensor
     keys_read: Tensor
@@ -62,7 +62,7 @@ def step(
     start: Tensor,
     config: MacConfig,
     scale: float,
-) -> Step:
+) -> MacStep:
     """Attention of one new token per row, its own key included; reads `state`, doesn't change it.
 
     Args:
@@ -96,7 +96,7 @@ def step(
             *result, *_gathered(query, keys, values, start[:, None].expand(-1, heads), sink_end, every, scale)
         )
     keys_read = torch.where(match.hit, position[:, None] + 1 - low + config.sink, position[:, None] + 1)
-    rows = Rows(
+    rows = RingEntries(
         query=unrotated.to(kind)[:, None],
         o=entry_o[:, None],
         lse=entry_lse[:, None],
@@ -105,7 +105,7 @@ def step(
         pos=position[:, None],
     )
     worst = keys_read.unflatten(1, (groups, heads // groups)).amax(-1)
-    return Step(result[0], rows, match, position, keys_read, worst, tail[1], result[1])
+    return MacStep(result[0], rows, match, position, keys_read, worst, tail[1], result[1])
 
 
 def step_in_order(

@@ -15,8 +15,8 @@ from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match_kernel import nearest_in_tiles
 from comb.kernels.mac.merge import merge_spans
 from comb.kernels.mac.schedule import make_schedule
-from comb.kernels.mac.state import MacState, Rows
-from comb.kernels.mac.step import Step
+from comb.kernels.mac.state import MacState, RingEntries
+from comb.kernels.mac.step import MacStep
 
 
 def mac_step_triton(
@@ -32,7 +32,7 @@ def mac_step_triton(
     write: bool = False,
     pages: Pages | None = None,
     launch: Launch | None = None,
-) -> Step:
+) -> MacStep:
     """Attention of one new token per row, its own key included. Never waits for the device.
 
     Args:
@@ -49,7 +49,7 @@ def mac_step_triton(
         schedule = make_schedule(near, near_pos, position, groups, state.window, config, launch)
         pieces = attend_spans(query, keys, values, start, position, schedule, config, scale, launch, pages)
         merged = merge_spans(state, unrotated, position, schedule, pieces, write=write)
-    rows = Rows(
+    rows = RingEntries(
         query=unrotated.to(merged.output.dtype)[:, None],
         o=merged.entry_o[:, None],
         lse=merged.entry_lse[:, None],
@@ -57,7 +57,7 @@ def mac_step_triton(
         drift=merged.drift[:, None],
         pos=position[:, None],
     )
-    return Step(
+    return MacStep(
         merged.output, rows, schedule.match, position, schedule.keys_read, schedule.group_keys_read,
         merged.tail_lse, merged.lse,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comb.kernels.mac.choice import KEY_DTYPES, why_no_kernels, why_too_large
+from comb.kernels.mac.dispatch import KEY_DTYPES, why_no_kernels, why_too_large
 from comb.kernels.paged.layout import FP8, PagedBatch, PagedLayer
 
 

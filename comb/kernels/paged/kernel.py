@@ -18,7 +18,7 @@ from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import power_of_two
 from comb.kernels.mac.attend import LOG2_E, _product
 from comb.kernels.paged.layout import PagedBatch, PagedLayer
-from comb.kernels.paged.plan import Items, Plan, Sizes, make_plan, sizes_for
+from comb.kernels.paged.plan import PagedLaunch, PagedPlan, PlanItems, launch_for, make_plan
 
 MERGED = 16  # shares that one turn of the merge's loop reads
 
@@ -123,10 +123,10 @@ def _paged_merge_kernel(
     )  # fmt: skip
 
 
-def attend_paged(query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: Sizes | None = None) -> Tensor:
+def attend_paged(query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: PagedLaunch | None = None) -> Tensor:
     """`comb.kernels.paged.attention.attend_plain` by the kernels: query [T, H, D] -> the same shape and dtype."""
     heads, groups, device = query.shape[1], layer.keys.shape[1], query.device
-    chosen = sizes or sizes_for(query.dtype, query.shape[-1])
+    chosen = sizes or launch_for(query.dtype, query.shape[-1])
     plan = batch.plan(
         (device, heads, groups, chosen),
         lambda: make_plan(batch, heads=heads, groups=groups, device=device, sizes=chosen),
@@ -134,7 +134,7 @@ def attend_paged(query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: Siz
     return run_plan(query, layer, plan)
 
 
-def run_plan(query: Tensor, layer: PagedLayer, plan: Plan) -> Tensor:
+def run_plan(query: Tensor, layer: PagedLayer, plan: PagedPlan) -> Tensor:
     """The launches of a plan; none of them waits for the device, or the host for them."""
     _, heads, width = query.shape
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -152,7 +152,7 @@ def run_plan(query: Tensor, layer: PagedLayer, plan: Plan) -> Tensor:
 
 
 def _launch(
-    query: Tensor, layer: PagedLayer, plan: Plan, items: Items, output: Tensor, part: Tensor, lse: Tensor
+    query: Tensor, layer: PagedLayer, plan: PagedPlan, items: PlanItems, output: Tensor, part: Tensor, lse: Tensor
 ) -> None:
     groups, width = layer.keys.shape[1], query.shape[-1]
     keys, values, wide = layer.keys, layer.values, power_of_two(width, 16)

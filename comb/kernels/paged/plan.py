@@ -23,7 +23,7 @@ from comb.kernels.paged.layout import PagedBatch
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PagedLaunch:
     """Sizes of the launches; they change rounding and speed, nothing else.
 
     Args:
@@ -38,17 +38,17 @@ class Sizes:
     least_keys: int = 256
 
 
-def sizes_for(dtype: torch.dtype, width: int) -> Sizes:
+def launch_for(dtype: torch.dtype, width: int) -> PagedLaunch:
     """What is taken for queries [T, H, `width`], so that no program's registers overflow (tests/helpers/compiled_*)."""
     if dtype == torch.float32:  # products without tensor cores take many more registers
-        return Sizes(Launch(32, 32), Launch(32, 32), prefill_rows=16)
+        return PagedLaunch(Launch(32, 32), Launch(32, 32), prefill_rows=16)
     if width > 128:
-        return Sizes(Launch(key_tile=32), Launch(key_tile=32, warps=8))
-    return Sizes()
+        return PagedLaunch(Launch(key_tile=32), Launch(key_tile=32, warps=8))
+    return PagedLaunch()
 
 
 @dataclass(frozen=True)
-class Items:
+class PlanItems:
     """One launch.
 
     Args:
@@ -64,7 +64,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PagedPlan:
     """A step's work.
 
     Args:
@@ -75,12 +75,12 @@ class Plan:
     """
 
     table: Tensor
-    launches: tuple[Items, ...]
+    launches: tuple[PlanItems, ...]
     merges: Tensor
     partial_rows: int
 
 
-def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.device, sizes: Sizes) -> Plan:
+def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.device, sizes: PagedLaunch) -> PagedPlan:
     """The plan of a batch: every tile sees each entry of its row once, and entries of no other row."""
     decode, prefill = sizes.decode, sizes.prefill
     shared, block = heads // groups, batch.tables[0].block_size
@@ -112,8 +112,8 @@ def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.devic
     tensors = to_device(
         [np.concatenate([table.last for table in batch.tables]), *numbers, np.concatenate(merges)], device
     )
-    lists = (Items(tensors[1], few // shared, few, decode), Items(tensors[2], many // shared, many, prefill))
-    return Plan(tensors[0], tuple(items for items in lists if len(items.numbers)), tensors[3], partial_rows)
+    lists = (PlanItems(tensors[1], few // shared, few, decode), PlanItems(tensors[2], many // shared, many, prefill))
+    return PagedPlan(tensors[0], tuple(items for items in lists if len(items.numbers)), tensors[3], partial_rows)
 
 
 def _items(

@@ -27,7 +27,7 @@ from comb.kernels.launch import Launch
 from comb.kernels.paged.attention import attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged, run_plan
 from comb.kernels.paged.layout import FP8, BlockTable, PagedBatch, PagedLayer
-from comb.kernels.paged.plan import Sizes, make_plan, sizes_for
+from comb.kernels.paged.plan import PagedLaunch, launch_for, make_plan
 from comb_serving.bench.gpu_handover import HandOver, blocks_needed, hand_over
 from comb_serving.pool.pool import PoolLayout
 
@@ -120,12 +120,12 @@ class Bench(GpuRun):
         """The kernels against the plain way in float64: last blocks filled in part, rows with few and many tokens."""
         rows, documents, tokens = self.measured.requests[-1 if INTERPRETED else 2]
         rows = min(rows, 4)
-        usual = sizes_for(self.dtype, self.measured.width)
+        usual = launch_for(self.dtype, self.measured.width)
         split = replace(usual, least_keys=self.measured.block)
         cases = [(self.dtype, fp8, sizes) for fp8 in (False, True) for sizes in (usual, split)]
         if not INTERPRETED:
             others = (torch.float16, torch.float32)
-            cases += [(dtype, fp8, sizes_for(dtype, self.measured.width)) for dtype in others for fp8 in (False, True)]
+            cases += [(dtype, fp8, launch_for(dtype, self.measured.width)) for dtype in others for fp8 in (False, True)]
         for dtype, fp8, sizes in cases:
             queries = [1 if row % 2 else 37 for row in range(rows)]
             query, layer, batch = self.step(rows, documents, tokens - 3, queries, fp8=fp8, dtype=dtype)
@@ -186,7 +186,7 @@ class Bench(GpuRun):
     def _point(self, rows: int, documents: int, tokens: int, queries: int, fp8: bool, copied: float) -> Point:
         sizes = self.measured
         query, layer, batch = self.step(rows, documents, tokens, [queries] * rows, fp8=fp8, dtype=self.dtype)
-        chosen = sizes_for(self.dtype, sizes.width)
+        chosen = launch_for(self.dtype, sizes.width)
         begun = time.perf_counter()
         for _ in range(3):
             plan = make_plan(batch, heads=sizes.heads, groups=sizes.groups, device=self.device, sizes=chosen)
@@ -207,7 +207,7 @@ class Bench(GpuRun):
         if self.device.type != "cuda":
             return {}
         tried = [
-            Sizes(Launch(key_tile=keys, warps=warps, per_processor=per, stages=stages), least_keys=least)
+            PagedLaunch(Launch(key_tile=keys, warps=warps, per_processor=per, stages=stages), least_keys=least)
             for keys, warps, per, stages, least in (
                 (64, 4, 4, None, 256), (32, 4, 4, None, 256), (32, 4, 8, None, 256), (128, 4, 2, None, 256),
                 (128, 8, 2, None, 256), (64, 2, 8, None, 256), (64, 4, 8, 2, 256), (64, 4, 2, 4, 256),

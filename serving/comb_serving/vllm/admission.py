@@ -13,7 +13,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from comb_serving.vllm.pool import check_documents
 
 
-class CheckDocuments(LogitsProcessor):
+class DocumentCheckV1(LogitsProcessor):
     """For vLLM's V1 model runner."""
 
     @classmethod

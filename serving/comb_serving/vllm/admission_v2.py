@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from comb_serving.vllm.pool import check_documents
 
 
-class CheckDocuments(LogitsProcessor):
+class DocumentCheckV2(LogitsProcessor):
     """Changes no logits; vLLM asks it about each request's parameters."""
 
     @classmethod

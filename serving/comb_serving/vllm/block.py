@@ -15,7 +15,7 @@ from comb.kernels.paged.attention import attend
 from comb.kernels.paged.layout import PagedBatch, PagedLayer
 from comb.model.config import CombEncoderConfig
 from comb_serving.vllm import OP
-from comb_serving.vllm.rows import Documents
+from comb_serving.vllm.rows import RequestDocuments
 
 
 class ParallelCrossAttention(nn.Module):
@@ -72,7 +72,7 @@ class PagedCrossBlock(nn.Module):
         name: under which the op finds the block again.
     """
 
-    def __init__(self, config: CombEncoderConfig, layer: int, documents: Documents, name: str) -> None:
+    def __init__(self, config: CombEncoderConfig, layer: int, documents: RequestDocuments, name: str) -> None:
         super().__init__()
         check_divisible(config, get_tensor_model_parallel_world_size())
         self.layer, self.documents, self.name = layer, documents, name

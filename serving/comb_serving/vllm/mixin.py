@@ -16,7 +16,7 @@ from comb.backbones.fingerprint import same_embedding
 from comb_serving.vllm.block import PagedCrossBlock
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
 from comb_serving.vllm.layer import put_in_front
-from comb_serving.vllm.rows import Documents
+from comb_serving.vllm.rows import RequestDocuments
 
 if TYPE_CHECKING:  # what it is mixed into is any of vLLM's model classes
     from vllm.model_executor.models.llama import LlamaForCausalLM as ModelClass
@@ -34,7 +34,7 @@ class CombMixin(ModelClass):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
         model_config = vllm_config.model_config
         adapter = getattr(model_config.hf_config, ATTRIBUTE)
-        self.comb = Documents()
+        self.comb = RequestDocuments()
         self.comb_config = encoder_config(model_config.hf_config)
         self._comb_vllm_config = vllm_config
         self.comb_blocks: dict[str, PagedCrossBlock] = {}
@@ -54,22 +54,22 @@ class CombMixin(ModelClass):
             ValueError: if the checkpoint lacks a weight of the cross blocks, one is not finite, or the backbone's
                 embedding isn't the one that the adapter was trained on.
         """
-        reading = _Reading(getattr(self._comb_vllm_config.model_config.hf_config, ATTRIBUTE)["fingerprint"])
-        names = set(super().load_weights(self._of_backbone(weights, reading)))
+        check = _WeightCheck(getattr(self._comb_vllm_config.model_config.hf_config, ATTRIBUTE)["fingerprint"])
+        names = set(super().load_weights(self._of_backbone(weights, check)))
         ours = [pair for block in self.comb_blocks.values() for pair in block.named_parameters()]
-        missing = [name for name, weight in ours if id(weight) not in reading.loaded]
+        missing = [name for name, weight in ours if id(weight) not in check.loaded]
         if missing:
             raise ValueError(f"the checkpoint lacks {len(missing)} weights of its cross blocks, such as {missing[:3]}")
-        if reading.embedding_seen and not reading.embedding_found:
+        if check.embedding_seen and not check.embedding_found:
             place = self.secondary_weights[-1].model_or_path
             raise ValueError(f"the embedding in {place} differs from the one that this adapter was trained on")
-        return names | {name for name, weight in self.named_parameters() if id(weight) in reading.loaded}
+        return names | {name for name, weight in self.named_parameters() if id(weight) in check.loaded}
 
-    def _of_backbone(self, weights: Iterable[tuple[str, Tensor]], reading: _Reading) -> Iterator[tuple[str, Tensor]]:
+    def _of_backbone(self, weights: Iterable[tuple[str, Tensor]], check: _WeightCheck) -> Iterator[tuple[str, Tensor]]:
         """Passes the backbone's weights on; the adapter's are taken out."""
         for name, tensor in weights:
             if name.startswith(BACKBONE):
-                reading.look(tensor)
+                check.look(tensor)
                 yield name.removeprefix(BACKBONE), tensor
                 continue
             block = next((found for start, found in self.comb_blocks.items() if name.startswith(start)), None)
@@ -81,7 +81,7 @@ class CombMixin(ModelClass):
                 raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
             weight = block.get_parameter(name.split(".", 2)[2])
             getattr(weight, "weight_loader", default_weight_loader)(weight, tensor)
-            reading.loaded.add(id(weight))
+            check.loaded.add(id(weight))
 
     def get_model_state_cls(self) -> type:
         """For vLLM's V2 model runner: the backbone's model state, which also knows documents."""
@@ -97,7 +97,7 @@ class CombMixin(ModelClass):
 
 
 @dataclass
-class _Reading:
+class _WeightCheck:
     """What has been seen of the weights so far.
 
     Attributes:

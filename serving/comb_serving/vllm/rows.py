@@ -18,7 +18,7 @@ from comb_serving.pool.pool import SharedPool
 
 
 @dataclass(frozen=True)
-class Row:
+class RequestRows:
     """One request's tokens in this step's batch, ``start .. stop - 1``, and the blocks of its documents."""
 
     start: int
@@ -27,10 +27,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDocuments:
     """The rows of one forward pass that have documents; without any, cross blocks do nothing."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[RequestRows, ...] = ()
     _tokens: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass
-class Documents:
+class RequestDocuments:
     """Documents of the requests that this worker knows, by request id: batch positions are reused, ids are not.
 
     Shared by all cross blocks of a model. Whoever knows the batch (`worker.RunnerRows`, `state.CombModelState`)
@@ -59,7 +59,7 @@ class Documents:
     """
 
     pool: SharedPool | None = None
-    step: Step = field(default_factory=Step)
+    step: StepDocuments = field(default_factory=StepDocuments)
     _tables: dict[str, BlockTable] = field(default_factory=dict)
     _numbers: dict[str, Sequence[int]] = field(default_factory=dict)
 
@@ -95,9 +95,9 @@ class Documents:
 
     def begin(self, request_ids: Sequence[str], starts: Sequence[int]) -> None:
         """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch."""
-        self.step = Step(
+        self.step = StepDocuments(
             tuple(
-                Row(int(starts[index]), int(starts[index + 1]), self._tables[name])
+                RequestRows(int(starts[index]), int(starts[index + 1]), self._tables[name])
                 for index, name in enumerate(request_ids)
                 if name in self._tables and starts[index + 1] > starts[index]
             )
@@ -105,4 +105,4 @@ class Documents:
 
     def begin_without(self) -> None:
         """Sets a step without documents: profiling, warm-up, graph capture."""
-        self.step = Step()
+        self.step = StepDocuments()

@@ -8,8 +8,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
-CHECKS = {False: "comb_serving.vllm.admission:CheckDocuments", True: "comb_serving.vllm.admission_v2:CheckDocuments"}
-WORKERS = {True: "comb_serving.vllm.worker_cpu.CombWorker", False: "comb_serving.vllm.worker.CombWorker"}
+CHECKS = {False: "comb_serving.vllm.admission:DocumentCheckV1", True: "comb_serving.vllm.admission_v2:DocumentCheckV2"}
+WORKERS = {True: "comb_serving.vllm.worker_cpu.CombCPUWorker", False: "comb_serving.vllm.worker.CombGPUWorker"}
 
 
 def config_hook(backbone: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdateConfig]:

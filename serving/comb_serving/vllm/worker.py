@@ -9,7 +9,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.worker.gpu_worker import Worker
 
 from comb_serving.vllm.pool import create_pool
-from comb_serving.vllm.rows import Documents
+from comb_serving.vllm.rows import RequestDocuments
 
 
 class RunnerRows:
@@ -20,7 +20,7 @@ class RunnerRows:
         documents: what the model's cross blocks look at.
     """
 
-    def __init__(self, runner: Any, documents: Documents) -> None:
+    def __init__(self, runner: Any, documents: RequestDocuments) -> None:
         self.runner, self.documents = runner, documents
 
     def __call__(self, *_: Any) -> None:
@@ -41,7 +41,7 @@ class PoolOwner:
 
     model_runner: Any
     vllm_config: Any
-    comb_documents: Documents | None = None
+    comb_documents: RequestDocuments | None = None
 
     def load_model(self, **options: Any) -> None:
         """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
@@ -63,5 +63,5 @@ class PoolOwner:
             self.comb_documents.pool.close()
 
 
-class CombWorker(PoolOwner, Worker):
+class CombGPUWorker(PoolOwner, Worker):
     """For GPUs."""

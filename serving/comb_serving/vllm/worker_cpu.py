@@ -7,5 +7,5 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from comb_serving.vllm.worker import PoolOwner
 
 
-class CombWorker(PoolOwner, CPUWorker):
+class CombCPUWorker(PoolOwner, CPUWorker):
     """For CPUs."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import Step, step
+from comb.kernels.mac.step import MacStep, step
 
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_CHANNELS = 256
@@ -65,7 +65,7 @@ def computed_step(
     start: Tensor,
     config: MacConfig,
     scale: float,
-) -> tuple[Step, str]:
+) -> tuple[MacStep, str]:
     """One step as `comb.kernels.mac.step.step` takes it, its rows put into `state`.
 
     Returns:

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from comb.backbones.forward import takes_positions
 from comb.hybrid.caches import attention_layers, new_cache, read_state
 from comb.hybrid.compile import compile_segment
-from comb.hybrid.link import Linker, link_segments
+from comb.hybrid.link import SequentialLinker, link_segments
 from comb.hybrid.packed import PackedLinker
 from comb.hybrid.support import HybridSupport
 from comb.linking.masks import STAND_INS
@@ -27,24 +27,24 @@ _FORMS = (partial(PackedLinker, mapping=True), partial(PackedLinker, mapping=Fal
 
 
 @torch.no_grad()
-def linker_for(model: Any, support: HybridSupport) -> Callable[..., Linker]:
-    """Makes a `PackedLinker` where that gives what `Linker` gives, else that. The caller holds the model's lock."""
+def linker_for(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker]:
+    """`PackedLinker` where that gives what `SequentialLinker` gives, else that. The caller holds the model's lock."""
     if model.config._attn_implementation in STAND_INS:
-        return Linker  # MAC keeps the rows of a prompt in order, and doesn't know the packed pass's mask
-    known: tuple[HybridSupport, Callable[..., Linker]] | None = vars(model).get("_comb_linker")
+        return SequentialLinker  # MAC keeps the rows of a prompt in order, and doesn't know the packed pass's mask
+    known: tuple[HybridSupport, Callable[..., SequentialLinker]] | None = vars(model).get("_comb_linker")
     if known is None or known[0] is not support:
         known = vars(model)["_comb_linker"] = support, _tried(model, support)
     return known[1]
 
 
-def _tried(model: Any, support: HybridSupport) -> Callable[..., Linker]:
+def _tried(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker]:
     layers: list[Any] = new_cache(model).layers
     kinds = {type(layers[number]) for number in support.attention if number < len(layers)}
     # a layer with states and keys has no place for scattered ones, nor has a cache of the model's own
     if support.step is not None or kinds != {DynamicLayer} or set(support.attention) & set(support.linear):
-        return Linker
+        return SequentialLinker
     if hasattr(new_cache(model), "linear_cache") or not takes_positions(model):
-        return Linker
+        return SequentialLinker
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_FRESH[-1][1] + sum(_SEGMENTS),), generator=generator)
@@ -61,7 +61,7 @@ def _tried(model: Any, support: HybridSupport) -> Callable[..., Linker]:
         pairs = zip(packed, plain, strict=False)
         if len(packed) == len(plain) and all(distance(left, right) <= tolerance_of(model) for left, right in pairs):
             return linker
-    return Linker
+    return SequentialLinker
 
 
 def _tensors(cache: Any, support: HybridSupport) -> list[Tensor]:

@@ -1,0 +1,79 @@
+"""Every reach into names of transformers that it doesn't document, in one place; nothing stays changed.
+
+| name | what for | seen in |
+|---|---|---|
+| ``config._attn_implementation`` | the attention that is set: there is a setter (`set_attn_implementation`), no getter | 5.16 to 5.19 |
+| ``model._can_set_attn_implementation()`` | whether a model calls attention through `AttentionInterface` | 5.16 to 5.19 |
+| ``eager_attention_forward`` in a model's file | eager attention with what the model adds (soft caps, sinks) | 5.16 to 5.19 |
+| scan functions in a model's file | layers call them as globals of their file, and no hook tells what they are given | 5.16 to 5.19 |
+| cache classes in a model's file | MiniMax makes its own cache for its linear layers, and no attribute names it | 5.16 to 5.19 |
+"""  # fmt: skip
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+# names in a module are shared by all threads: one replacement at a time, and it acts in its own thread only
+_replacing = threading.Lock()
+
+
+def attention_name(model: Any) -> str:
+    """The attention implementation that is set: "sdpa", "eager", "flash_attention_2", or a registered one's name."""
+    name: str = model.config._attn_implementation
+    return name
+
+
+def can_set_attention(model: Any) -> bool:
+    """Whether `model` calls its attention through transformers' `AttentionInterface`."""
+    return bool(model._can_set_attn_implementation())
+
+
+def eager_attention(module: nn.Module) -> Callable[..., Any]:
+    """The eager attention of the file that `module`'s class stands in; Llama's where it has none."""
+    own: Callable[..., Any] = _file_of(module).get("eager_attention_forward", eager_attention_forward)
+    return own
+
+
+def classes_beside(module: nn.Module, base: type) -> list[Any]:
+    """The subclasses of `base` that the file of `module`'s class knows."""
+    return [value for value in _file_of(module).values() if isinstance(value, type) and issubclass(value, base)]
+
+
+@contextmanager
+def wrapped_functions(
+    model: nn.Module, names: Iterable[str], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """For a while, ``wrap(name, function)`` stands for each function called so in the files of `model`'s modules.
+
+    Calls from other threads go to the function itself.
+    """
+    thread = threading.get_ident()
+
+    def here_only(function: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (wrapped if threading.get_ident() == thread else function)(*args, **kwargs)
+
+        return call
+
+    with _replacing:
+        files = {type(module).__module__: _file_of(module) for module in model.modules()}
+        places = [(file, name, file[name]) for file in files.values() for name in names if callable(file.get(name))]
+        try:
+            for file, name, function in places:
+                file[name] = here_only(function, wrap(name, function))
+            yield
+        finally:
+            for file, name, function in places:
+                file[name] = function
+
+
+def _file_of(module: nn.Module) -> dict[str, Any]:
+    """The globals of the file that `module`'s class was defined in."""
+    return vars(sys.modules[type(module).__module__])
