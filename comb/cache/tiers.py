@@ -1,343 +1,324 @@
-"""The tiers of a PICache store: a byte-budgeted LRU index, and the disk tier, whose index describes a folder.
+"""The store's tiers: one index over device, host and disk, what is quickly asked of it, and how entries move down.
 
-Nothing here locks: `store` calls the index methods under its lock, and `DiskTier.read`, `encode` and `stage`,
-which move data, outside of it.
+What takes time (copies, contents of files) happens outside of the lock, with the key claimed in the index.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import time
-from collections import OrderedDict
+import re
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from comb.cache.atomic import TEMPORARY_PREFIX, is_abandoned, write_temporary
-from comb.cache.picache import PICache
-from comb.cache.picache_file import (
-    MAX_HEADER_BYTES,
-    PICacheError,
-    PICacheHeader,
-    deserialize,
-    parse_header,
-    serialize,
-)
+from comb.cache.disk import DiskFolder, FoundFile
+from comb.cache.index import CacheIndex, Claim, IndexEntry, check
+from comb.cache.picache_file import serialize
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".picache.safetensors"  # ours alone: files without it are never touched
+StoreEntry = IndexEntry[Any]  # the value is a PICache, on disk None
+Evicted = list[tuple[StoreEntry, Claim]]
+
+# keys are file names, so nothing that leads out of a folder or hides a file
+_KEY = re.compile(r"[0-9A-Za-z_][0-9A-Za-z._-]{0,127}")
 
 
-@dataclass(eq=False)
-class IndexEntry:
-    """One PICache in one tier. `expires_at` is by the store's clock (inf: never); on disk, `picache` is None."""
-
-    key: str
-    nbytes: int
-    expires_at: float = math.inf
-    picache: PICache | None = None
-    references: int = 0
-
-
-@dataclass
+@dataclass(frozen=True)
 class TierStats:
-    """Entries and bytes now, and counts since the store was made.
+    """A tier's size now, and counts since the store was made.
 
-    hits: keys found in this tier. misses: keys looked for and not found in it (a tier is asked after those above it).
-    evictions: entries that left for lack of room, of which `demotions` went one or two tiers down. promotions: entries
-    copied from this tier to the device. damaged: unusable files met. write_errors: files that could not be written.
+    hits: keys found in this tier. evictions: entries that left for lack of room. damaged: unusable files met.
+    write_errors: files that could not be written.
     """
 
-    entries: int = 0
-    bytes: int = 0
-    budget_bytes: int | None = None
+    entries: int
+    bytes: int
+    budget_bytes: int | None
     hits: int = 0
-    misses: int = 0
     evictions: int = 0
-    promotions: int = 0
-    demotions: int = 0
     damaged: int = 0
     write_errors: int = 0
 
 
-@dataclass
-class LRUTier:
-    """Entries by key, least recently used first, and the bytes they take of a budget (None: unbounded).
+@dataclass(frozen=True)
+class StoreStats:
+    """The store now, and counts since it was made.
 
-    `held_bytes` counts against the budget without being in an entry: removed entries still in use, files being written.
+    hits, misses: distinct keys per acquire call that were found (in any tier) or had to be compiled.
+    in_use: entries with a reference, `removed_in_use` of which are gone from lookup. expired: entries dropped by TTL.
     """
 
-    name: str
-    budget: int | None
-    entries: OrderedDict[str, IndexEntry] = field(default_factory=OrderedDict)
-    used_bytes: int = 0
-    held_bytes: int = 0
-    stats: TierStats = field(default_factory=TierStats)
-
-    def add(self, entry: IndexEntry) -> None:
-        """Adds (or replaces) as the most recently used; the caller has made room."""
-        self.pop(entry.key)
-        self.entries[entry.key] = entry
-        self.used_bytes += entry.nbytes
-
-    def pop(self, key: str) -> IndexEntry | None:
-        entry = self.entries.pop(key, None)
-        if entry is not None:
-            self.used_bytes -= entry.nbytes
-        return entry
-
-    def get(self, key: str) -> IndexEntry | None:
-        return self.entries.get(key)
-
-    def touch(self, key: str) -> None:
-        self.entries.move_to_end(key)
-
-    def admits(self, nbytes: int) -> bool:
-        """Whether something this large could ever be here."""
-        return self.budget is None or nbytes <= self.budget
-
-    def victims(self, nbytes: int, keep: Callable[[IndexEntry], bool]) -> list[IndexEntry] | None:
-        """The least recently used entries whose eviction makes room for `nbytes`; None if there is no such set."""
-        excess = -1 if self.budget is None else self.used_bytes + self.held_bytes + nbytes - self.budget
-        chosen: list[IndexEntry] = []
-        for entry in self.entries.values():
-            if excess <= 0:
-                break
-            if not keep(entry):
-                chosen.append(entry)
-                excess -= entry.nbytes
-        return chosen if excess <= 0 else None
-
-    def snapshot(self) -> TierStats:
-        """A copy of the counts with today's entries and bytes."""
-        now = {"entries": len(self.entries), "bytes": self.used_bytes + self.held_bytes, "budget_bytes": self.budget}
-        return TierStats(**(vars(self.stats) | now))
+    tiers: dict[str, TierStats]
+    hits: int
+    misses: int
+    expired: int
+    in_use: int
+    pinned: int
+    removed_in_use: int
 
 
-class DiskTier:
-    """A private folder with one safetensors file per key, and the index over it.
-
-    Several processes may share the folder: a file that vanishes is a miss, one that appears is found when asked for.
-    The budget is kept by each process over the files that it knows of.
-
-    Args:
-        folder: made with mode 0700 if absent.
-        budget: bytes of all files; None: unbounded.
-        clock: the store's clock, in seconds; the index is kept in it.
-        wall_clock: seconds since the epoch; the files are kept in it, so that expiry survives a restart.
-
-    Raises:
-        ValueError: `folder` can't be made or listed, or is open to others and not ours to close.
-    """
+class StoreTiers:
+    """See `comb.cache.store.PICacheStore`, which is the class to use."""
 
     def __init__(
         self,
-        folder: Path,
-        budget: int | None,
-        *,
+        budgets: dict[str, int | None],
+        disk_path: Path | None,
         clock: Callable[[], float],
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float],
     ) -> None:
-        self.folder = Path(folder)
-        self.index = LRUTier("disk", budget)
-        self.writing: dict[str, int] = {}
-        self._clock = clock
+        for name, budget in budgets.items():
+            if budget is not None and budget < 0:
+                raise ValueError(f"{name}_bytes expects a number of bytes >= 0, got {budget}")
+        self._folder = None if disk_path is None else DiskFolder(disk_path)
+        tiers = {name: budget for name, budget in budgets.items() if name != "disk" or disk_path is not None}
+        self._index: CacheIndex[Any] = CacheIndex(tiers, clock=clock, freed=self._freed)
+        self._device, self._host = self._index.tiers["device"], self._index.tiers["host"]
         self._wall_clock = wall_clock
-        self._ignored: set[str] = set()  # files that can neither be used nor deleted
-        self._said: set[object] = set()
-        try:
-            self._open_folder()
-            for path in self.folder.iterdir():
-                if is_abandoned(path):
-                    path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ValueError(f"disk_path expects a folder that can be made and read, {folder}: {error}") from error
-        for key, found in self.scan():
-            self.adopt(key, found, keep=lambda entry: False)
+        self._changed = threading.Condition()
+        self._misses = 0
+        self.sweep()
 
-    def _open_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.name != "posix" or not (mode := self.folder.stat().st_mode) & 0o077:
-            return
-        # a forged file would answer with someone else's content, so the folder is ours alone; never close a shared one
-        foreign = [p.name for p in self.folder.iterdir() if not p.name.endswith(SUFFIX) and not is_temporary(p)]
-        if foreign:
-            raise ValueError(
-                f"disk_path expects a folder of its own that only its owner may enter (mode 0700), {self.folder} has "
-                f"mode {mode & 0o777:04o} and holds {foreign[0]!r}; give an empty or new folder"
-            )
-        self.folder.chmod(0o700)
+    def _freed(self, entry: StoreEntry) -> None:
+        if entry.tier == "disk" and self._folder is not None:
+            self._folder.delete(entry.key)
 
-    def path(self, key: str) -> Path:
-        return self.folder / f"{key}{SUFFIX}"
+    def lookup(self, key: str) -> str | None:
+        """The uppermost tier that has `key` ("device", "host", "disk"), or None; takes no reference, moves nothing."""
+        with self._changed:
+            entry = self._index.get(key)
+            return None if entry is None else entry.tier
 
-    def exists(self, key: str) -> bool:
-        """Whether the key's file is there and can be asked for."""
-        try:
-            return key not in self._ignored and bool(self.path(key).stat())
-        except OSError:
-            return False
+    def pin(self, key: str) -> bool:
+        """Keeps `key` from being evicted until as many `unpin`; False (and no pin) if it is neither here nor coming."""
+        with self._changed:
+            return self._index.pin(key)
 
-    # ---- moving data: outside the store's lock ----
+    def unpin(self, key: str) -> bool:
+        """Takes back one `pin`; False if there is none (expiry, `remove` and `clear` end pins)."""
+        with self._changed:
+            return self._index.unpin(key)
 
-    def scan(self) -> list[tuple[str, IndexEntry | Exception]]:
-        """Files not in the index, oldest use first, each by key with its entry, or what is wrong with its header."""
-        found: list[tuple[float, str, IndexEntry | Exception]] = []
-        for path in self.files():
-            key = path.name.removesuffix(SUFFIX)
-            if key in self.index.entries or key in self._ignored:
-                continue
-            try:
-                status = path.stat()
-                header = self._read_header(path)
-                if header.key != key:
-                    raise PICacheError(f"the file holds the key {header.key!r}")
-                entry = IndexEntry(key, status.st_size, self._to_clock(header.expires_at))
-                found.append((status.st_mtime, key, entry))
-            except FileNotFoundError:
-                continue
-            except (PICacheError, OSError) as error:
-                found.append((0.0, key, error))
-        return [(key, entry) for _, key, entry in sorted(found, key=lambda item: item[:2])]
+    def set_expiry(self, key: str, ttl_s: float | None) -> bool:
+        """Gives an entry in memory a new time to live, from now; None: for ever. False if it isn't in memory.
 
-    @staticmethod
-    def _read_header(path: Path) -> PICacheHeader:
-        with path.open("rb") as file:
-            start = file.read(8)
-            return parse_header(start + file.read(min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)))
-
-    def files(self) -> list[Path]:
-        """The folder's PICache files, in no order."""
-        try:
-            return [path for path in self.folder.iterdir() if path.name.endswith(SUFFIX) and not is_temporary(path)]
-        except OSError as error:
-            self._say(("list", error.errno), "could not list the disk tier %s: %s", self.folder, error)
-            return []
-
-    def read(self, key: str, device: torch.device | str) -> tuple[PICache, IndexEntry]:
-        """The PICache on `device`, and its index entry as the file has it.
+        A copy on disk is dropped, as it holds the old time; it is written again at the next eviction or flush.
 
         Raises:
-            FileNotFoundError: no such file (any more).
-            PICacheError, OSError: it can't be used; `drop_damaged` is the caller's next step.
+            ValueError: `ttl_s` <= 0.
         """
-        path = self.path(key)
-        if key in self._ignored:
-            raise FileNotFoundError(path)
-        data = path.read_bytes()
-        picache = deserialize(data, key, device)
-        try:
-            os.utime(path)  # the order of use survives a restart
-        except OSError:
-            logger.debug("could not mark %s as used", path)
-        return picache, IndexEntry(key, len(data), self._to_clock(parse_header(data).expires_at))
-
-    def encode(self, entry: IndexEntry) -> bytes:
-        """The file's content for an entry that has a PICache."""
-        assert entry.picache is not None
-        remaining = entry.expires_at - self._clock()
-        return serialize(
-            entry.picache,
-            entry.key,
-            expires_at=None if math.isinf(remaining) else self._wall_clock() + remaining,
-        )
-
-    def stage(self, data: bytes) -> Path | None:
-        """Writes a temporary file for `commit`; None if that failed, which is counted and said."""
-        try:
-            return write_temporary(self.folder, data)
-        except OSError as error:
-            self._write_failed(error)
-            return None
-
-    # ---- the index and its folder: under the store's lock ----
-
-    def commit(self, temporary: Path, entry: IndexEntry) -> bool:
-        """Renames a staged file into place and adds its entry (the caller has made room); False if that failed."""
-        try:
-            temporary.replace(self.path(entry.key))
-        except OSError as error:
-            self.discard(temporary)
-            self._write_failed(error)
-            return False
-        self._ignored.discard(entry.key)
-        self.index.add(entry)
-        return True
-
-    def discard(self, temporary: Path) -> None:
-        """Deletes a staged file."""
-        try:
-            temporary.unlink(missing_ok=True)
-        except OSError as error:
-            self._say(("discard", error.errno), "could not delete the temporary file %s: %s", temporary, error)
+        with self._changed:
+            entry = self._index.get(key)
+            if entry is None or entry.tier == "disk":
+                return False
+            self._index.set_expiry(key, ttl_s)
+            if self._folder is not None:
+                self._index.pop("disk", key)
+                self._folder.delete(key)
+            return True
 
     def remove(self, key: str) -> bool:
-        """Takes `key` out of the index and deletes its file; True if it was in the index."""
-        known = self.index.pop(key) is not None
-        try:
-            self.path(key).unlink(missing_ok=True)
-        except OSError as error:
-            self._ignored.add(key)
-            self._say(("unlink", error.errno), "could not delete %s, ignoring the file: %s", self.path(key), error)
-        return known
+        """Forgets `key` in all tiers, pinned or not; True if it was there (or being compiled or moved).
 
-    def drop_damaged(self, key: str, error: Exception) -> None:
-        """Deletes a file that can't be used, counting and saying so: the next lookup is a plain miss."""
-        self.index.stats.damaged += 1
-        logger.warning("dropping the unusable cache file %s: %s", self.path(key), error)
-        self.remove(key)
+        It is gone from lookup at once. In use, it stays valid for those who hold it and its memory is freed at the last
+        release. Being compiled, the result goes to those who asked for it and is not stored.
+        """
+        with self._changed:
+            if not _KEY.fullmatch(key):
+                return False
+            self._index.get(key)  # what has expired isn't there
+            if self._folder is not None:
+                self._folder.delete(key)  # also one that another process wrote
+            return self._index.drop(key)
 
-    def adopt(self, key: str, found: IndexEntry | Exception, keep: Callable[[IndexEntry], bool]) -> None:
+    def clear(self) -> None:
+        """Removes every entry from every tier, pins included."""
+        with self._changed:
+            self._index.clear()
+
+    def sweep(self) -> int:
+        """Drops what has expired, and looks for files other processes wrote or deleted; returns how many expired.
+
+        Expired entries are never found in any case; call this now and then to free their memory without waiting for
+        someone to ask for them.
+        """
+        found = [] if self._folder is None else self._folder.scan(self._index.tiers["disk"].entries)
+        with self._changed:
+            if self._folder is not None:
+                for key in list(self._index.tiers["disk"].entries):
+                    if not self._folder.exists(key):
+                        self._index.pop("disk", key)
+            for file in found:
+                self._adopt(file)
+            return self._index.drop_expired()
+
+    def _adopt(self, file: FoundFile) -> None:
         """Takes a file found in the folder into the index, within the budget; deletes an unusable one."""
-        if key in self.index.entries or not self.exists(key):
+        assert self._folder is not None
+        if file.key in self._index.tiers["disk"].entries or not self._folder.exists(file.key):
             return
-        if isinstance(found, Exception):
-            self.drop_damaged(key, found)
-            return
-        if self.make_room(found.nbytes, keep):
-            self.index.add(found)
+        if file.trouble is not None:
+            self._folder.drop_damaged(file.key, file.trouble)
+        elif self._make_room_on_disk(file.nbytes):
+            self._index.add("disk", self._entry_of(file))
         else:
-            self.index.stats.evictions += 1
-            self.remove(key)
+            self._index.tiers["disk"].counts["evictions"] += 1
+            self._folder.delete(file.key)
 
-    def make_room(self, nbytes: int, keep: Callable[[IndexEntry], bool]) -> bool:
-        """Deletes the least recently used files until `nbytes` fit; False, deleting nothing, if they can't."""
-        victims = self.index.victims(nbytes, keep)
+    def _entry_of(self, file: FoundFile) -> StoreEntry:
+        left = math.inf if file.expires_at is None else file.expires_at - self._wall_clock()
+        return IndexEntry(file.key, file.nbytes, None, self._index.clock() + left)
+
+    def _make_room_on_disk(self, nbytes: int) -> bool:
+        victims = self._index.victims("disk", nbytes)
         for victim in victims or ():
-            self.index.stats.evictions += 1
-            self.remove(victim.key)
+            self._index.evict(victim)
         return victims is not None
 
-    def forget_vanished(self) -> None:
-        """Takes entries out of the index whose files another process deleted."""
-        for key in [key for key in self.index.entries if not self.exists(key)]:
-            self.index.pop(key)
+    def stats(self) -> StoreStats:
+        """Counts and sizes, taken in one moment."""
+        with self._changed:
+            counts = {name: tier.counts for name, tier in self._index.tiers.items()}
+            if self._folder is not None:
+                counts["disk"] = counts["disk"] + self._folder.counts
+            tiers = {
+                name: TierStats(len(tier.entries), tier.used, tier.budget, **counts[name])
+                for name, tier in self._index.tiers.items()
+            }
+            removed = len(self._index.held)
+            return StoreStats(
+                tiers=tiers,
+                hits=sum(tier.hits for tier in tiers.values()),
+                misses=self._misses,
+                expired=self._index.expired,
+                in_use=sum(entry.references > 0 for entry in self._device.entries.values()) + removed,
+                pinned=len(self._index.pins),
+                removed_in_use=removed,
+            )
 
-    def differences(self) -> str:
-        """How the index differs from the folder, in words; empty if it doesn't."""
-        on_disk = {path.name.removesuffix(SUFFIX): path.stat().st_size for path in self.files()}
-        listed = {key: entry.nbytes for key, entry in self.index.entries.items()}
-        different = {key for key, _ in on_disk.items() ^ listed.items()} - self._ignored
-        return ", ".join(f"{k}: {listed.get(k)} bytes listed, {on_disk.get(k)} on disk" for k in sorted(different))
+    def check_integrity(self, *, shared_folder: bool = False) -> None:
+        """Raises IntegrityError naming the first broken invariant. Cheap enough to call whenever the engine is idle.
 
-    def _to_clock(self, expires_at: float | None) -> float:
-        return math.inf if expires_at is None else self._clock() + (expires_at - self._wall_clock())
+        Args:
+            shared_folder: other processes write to the disk folder, so its files are not compared with the index.
+        """
+        with self._changed:
+            self._index.check_integrity()
+            for tier in (self._device, self._host):
+                for key, entry in tier.entries.items():
+                    size = entry.value.nbytes
+                    check(f"{key} counted as {entry.size} bytes, has {size}", size == entry.size)
+            check("no references on the host", not any(entry.references for entry in self._host.entries.values()))
+            check("no key on device and host at once", self._device.entries.keys().isdisjoint(self._host.entries))
+            ownerless = [key for key, claim in self._index.claims.items() if not claim.owner.is_alive()]
+            check(f"no key in flight without an owner: {ownerless}", not ownerless)
+            if self._folder is not None and not shared_folder:
+                there = self._folder.sizes()
+                listed = {key: entry.size for key, entry in self._index.tiers["disk"].entries.items()}
+                different = sorted({key for key, _ in there.items() ^ listed.items()})
+                said = ", ".join(f"{k}: {listed.get(k)} bytes listed, {there.get(k)} on disk" for k in different)
+                check(f"disk index equals the folder: {said}", not different)
 
-    def _write_failed(self, error: OSError) -> None:
-        self.index.stats.write_errors += 1
-        self._say(("write", error.errno), "could not write to the disk tier %s: %s", self.folder, error)
+    # ---- claims and moving down ----
 
-    def _say(self, what: object, message: str, *arguments: object) -> None:
-        """A warning the first time, debug level after that."""
-        logger.log(logging.DEBUG if what in self._said else logging.WARNING, message, *arguments)
-        self._said.add(what)
+    def _claim(self, key: str) -> Claim:
+        return self._index.claim(key, threading.current_thread())
+
+    def _land(self, key: str, claim: Claim) -> None:
+        if self._index.land(key, claim):
+            self._changed.notify_all()
+
+    def _evict(self, entry: StoreEntry, evicted: Evicted) -> None:
+        """Takes an entry out of a memory tier, claimed until `_move_down` has put it below."""
+        self._index.evict(entry)
+        evicted.append((entry, self._claim(entry.key)))
+
+    def _move_down(self, evicted: Evicted) -> None:
+        """Puts evicted entries into the next tier with room (outside the lock); trouble loses entries, not requests."""
+        try:
+            for entry, claim in evicted:  # grows while we go: the host tier evicts too
+                try:
+                    _ = self._put_on_host(entry, claim, evicted) or self._put_on_disk(entry, claim)
+                except Exception:
+                    logger.exception("could not move the PICache %s to a lower tier; dropping it", entry.key)
+                with self._changed:
+                    self._land(entry.key, claim)
+        finally:
+            with self._changed:
+                for entry, claim in evicted:
+                    self._land(entry.key, claim)
+            evicted.clear()
+
+    def _put_on_host(self, entry: StoreEntry, claim: Claim, evicted: Evicted) -> bool:
+        if entry.tier == "host" or not self._host.admits(entry.size) or self._is_over(entry):
+            return False
+        copy = IndexEntry(entry.key, entry.size, entry.value.to("cpu"), entry.expires_at)
+        with self._changed:
+            victims = None if claim.dropped else self._index.victims("host", entry.size)
+            if victims is None:
+                return False
+            for victim in victims:
+                self._evict(victim, evicted)
+            self._index.add("host", copy)
+            return True
+
+    def _put_on_disk(self, entry: StoreEntry, claim: Claim) -> bool:
+        """Writes an entry whose key is claimed, unless its file is there; False if there is no room or it failed."""
+        folder = self._folder
+        if folder is None or self._is_over(entry) or not (disk := self._index.tiers["disk"]).admits(entry.size):
+            return False
+        with self._changed:
+            if entry.key in disk.entries and folder.exists(entry.key):
+                disk.touch(entry.key)
+                return True
+            self._index.pop("disk", entry.key)  # its file vanished
+        left = entry.expires_at - self._index.clock()
+        data = serialize(entry.value, entry.key, expires_at=None if math.isinf(left) else self._wall_clock() + left)
+        temporary = folder.stage(data)
+        if temporary is None:
+            return False
+        with self._changed:
+            kept = not claim.dropped and self._make_room_on_disk(len(data)) and folder.commit(temporary, entry.key)
+            if kept:
+                self._index.add("disk", IndexEntry(entry.key, len(data), None, entry.expires_at))
+            else:
+                folder.discard(temporary)
+        return kept
+
+    def _is_over(self, entry: StoreEntry) -> bool:
+        return entry.expires_at <= self._index.clock()
+
+    def flush(self) -> int:
+        """Writes what is only in memory to the disk tier, and leaves it where it is; returns how many were written.
+
+        Entries that another thread is working on are left to it. Without a disk tier nothing happens.
+        """
+        if self._folder is None:
+            return 0
+        written = 0
+        with self._changed:
+            entries = [*self._host.entries.values(), *self._device.entries.values()]
+        for entry in entries:
+            key = entry.key
+            with self._changed:
+                current = any(tier.entries.get(key) is entry for tier in (self._device, self._host))
+                if not current or key in self._index.claims or key in self._index.tiers["disk"].entries:
+                    continue
+                claim = self._claim(key)
+            try:
+                written += self._put_on_disk(entry, claim)
+            finally:
+                with self._changed:
+                    self._land(key, claim)
+        return written
 
 
-def is_temporary(path: Path) -> bool:
-    """Whether `path` is a file being written by this or another process."""
-    return path.name.startswith(TEMPORARY_PREFIX)
+def checked_key(key: str) -> str:
+    """`key` if it can be one. Raises ValueError."""
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise ValueError(f"a key expects 1 to 128 letters, digits, '_', '-', '.' (content_key gives such), got {key!r}")
+    return key

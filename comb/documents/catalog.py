@@ -61,7 +61,7 @@ class _CatalogEntry:
 
 
 class CatalogStore(Protocol):
-    """What a catalog asks of the store that keeps the PICaches, see `comb.cache.index.Directory`."""
+    """What a catalog asks of the store that keeps the PICaches, see `comb.cache.store.PICacheStore`."""
 
     def pin(self, key: str) -> bool: ...
 

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from comb.cache.disk import SUFFIX
 from comb.cache.picache import TokenPICache
 from comb.cache.store import PICacheRef, PICacheStore, PICacheTooLargeError, StoreFullError
-from comb.cache.tiers import SUFFIX
 
 SIZES = {"a": 8, "b": 8, "c": 16, "d": 16, "e": 24, "f": 32, "huge": 72}  # bytes
 DEVICE_BYTES, HOST_BYTES = 64, 40
@@ -324,9 +324,9 @@ def forget_to_count(store: PICacheStore, key: str) -> bool:
     ("target", "mutant"),
     [
         ("comb.cache.store.PICacheStore.remove", forget_to_count),
-        ("comb.cache.tiers.LRUTier.touch", lambda tier, key: tier.entries.move_to_end(key, last=False)),
-        ("comb.cache.store.PICacheStore._is_kept", lambda store, entry: entry.key in store._pins),
-        ("comb.cache.tiers.DiskTier.remove", lambda disk, key: disk.index.pop(key) is not None),
+        ("comb.cache.index.Tier.touch", lambda tier, key: tier.entries.move_to_end(key, last=False)),
+        ("comb.cache.index.CacheIndex.is_kept", lambda index, entry: entry.key in index.pins),
+        ("comb.cache.disk.DiskFolder.delete", lambda folder, key: None),
         ("comb.cache.picache_file._checksum", lambda metadata, tensors: "always right"),
     ],
 )
