@@ -1,23 +1,29 @@
-"""Groups of examples: the train/held-out split that never cuts one, and documents put together with distractors."""
+"""Groups of examples: the train/held-out split that never cuts one, and draws of other rows (distractors, examples)."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import random
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Literal, TypeVar
 
 Split = Literal["train", "heldout", "all"]
 SPLITS: tuple[Split, ...] = ("train", "heldout", "all")
 
-T = TypeVar("T", bound=Hashable)
+T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
 
 
 def seeded(seed: int, *keys: object) -> random.Random:
     """A generator that depends on the seed and the keys alone, so that no row's draw depends on another row."""
     digest = hashlib.sha256("\x1f".join(map(str, (seed, *keys))).encode()).digest()
     return random.Random(digest)
+
+
+def content_group(*texts: str) -> str:
+    """The group of rows that are about the same texts."""
+    return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()[:16]
 
 
 def split_groups(groups: Iterable[str], split: Split, *, heldout_share: float, seed: int) -> set[str]:
@@ -47,8 +53,8 @@ def split_groups(groups: Iterable[str], split: Split, *, heldout_share: float, s
 
 
 def pick_distractors(
-    rng: random.Random, pools: Sequence[tuple[Sequence[T], int]], *, exclude: Collection[T], total: int
-) -> list[T]:
+    rng: random.Random, pools: Sequence[tuple[Sequence[H], int]], *, exclude: Collection[H], total: int
+) -> list[H]:
     """Up to `total` different items from pools in order of preference.
 
     Args:
@@ -56,8 +62,8 @@ def pick_distractors(
         exclude: items that must not be picked (the document that holds the answer).
         total: how many to pick; fewer come back when the pools run dry (the caller counts that).
     """
-    taken: dict[T, None] = dict.fromkeys(exclude)
-    picked: list[T] = []
+    taken: dict[H, None] = dict.fromkeys(exclude)
+    picked: list[H] = []
     for items, at_most in pools:
         free = list(dict.fromkeys(item for item in items if item not in taken))
         wanted = min(at_most, total - len(picked), len(free))
@@ -65,3 +71,22 @@ def pick_distractors(
         picked += chosen
         taken.update(dict.fromkeys(chosen))
     return picked
+
+
+def draw(rng: random.Random, items: Sequence[T], total: int, fits: Callable[[T], bool]) -> list[T]:
+    """Up to `total` items that fit, from different places and in random order.
+
+    Looks at no more items than it needs, so that drawing for every row of a long file stays linear; fewer come back
+    when the items run out (the caller counts that).
+    """
+    drawn: list[T] = []
+    moved: dict[int, int] = {}  # the part of a Fisher-Yates shuffle that was made so far
+    for place in range(len(items)):
+        if len(drawn) >= total:
+            break
+        other = rng.randrange(place, len(items))
+        item = items[moved.get(other, other)]
+        moved[other] = moved.get(place, place)
+        if fits(item):
+            drawn.append(item)
+    return drawn

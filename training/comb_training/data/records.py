@@ -1,5 +1,4 @@
-"""Rows of a JSON, JSONL or gzipped file or of a set on the Hub, with errors that name file and row, and one side of the
-split of them."""
+"""Rows of a JSON, JSONL or gzipped file or of a set on the Hub, with errors that name file and row."""
 
 from __future__ import annotations
 
@@ -7,15 +6,14 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
-from comb.documents.datasets import HUB, Counts, MissingDataError
+from comb.documents.datasets import HUB, MissingDataError
 from comb.documents.document import Document, Example
-from comb_training.data.grouping import Split, seeded, split_groups
+from comb_training.data.hub import load_hub_rows, on_hub
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,8 @@ class Record:
 
     row: Mapping[str, Any]
     where: str
+    number: int = 0
+    """The line in its file, from 1, or the place in its list, from 0."""
     left_out: Counter[str] = field(default_factory=Counter)
     nulls: frozenset[str] = frozenset()
     """Columns of a table on the Hub that are null in this row: empty, where no other field stands in for them."""
@@ -46,7 +46,7 @@ class Record:
 
     def part(self, row: Mapping[str, Any]) -> Record:
         """An object inside of this row."""
-        return Record(row, self.where, self.left_out)
+        return Record(row, self.where, self.number, self.left_out)
 
     def title(self) -> str | None:
         """The field ``title``, which may be missing or empty."""
@@ -67,9 +67,9 @@ class Record:
         return tuple(documents[:num_documents])
 
     def example(
-        self, documents: tuple[Document, ...], query: str, answers: Iterable[str], *, id: Any, group: str
+        self, documents: tuple[Document, ...], query: str, answers: Iterable[str], *, group: str, id: Any = None
     ) -> Example | str:
-        """The example of this row, or the reason why there is none."""
+        """The example of this row (its id is the field ``id`` by default), or the reason why there is none."""
         accepted = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
         if not query.strip():
             return "empty query"
@@ -77,6 +77,7 @@ class Record:
             return "no documents"
         if not accepted:
             return "no answer"
+        id = self.row.get("id") if id is None else id
         return Example(documents, query, accepted[0], accepted, id=None if id is None else str(id), group=group.strip())
 
     def check_text(self, value: Any, name: str) -> str:
@@ -86,14 +87,11 @@ class Record:
         return value
 
 
-def check_num_documents(num_documents: int | None) -> None:
-    """Raises ValueError if it is a number below one."""
-    if num_documents is not None and num_documents < 1:
-        raise ValueError(f"num_documents must be at least 1, not {num_documents}")
-
-
-def read_records(path: str | Path | None, dataset: str) -> list[Record]:
+def read_records(path: str | Path | None, dataset: str, *, lines: bool = False) -> list[Record]:
     """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
+
+    Args:
+        lines: a file of any name has a row in each line.
 
     Raises:
         ValueError: when there is no path, or something in the file isn't what it should be.
@@ -104,11 +102,16 @@ def read_records(path: str | Path | None, dataset: str) -> list[Record]:
             f"or a set on the Hub ({HUB}org/name?split=train)"
         )
     if on_hub(path):
-        return _hub_records(str(path), dataset)
+        return [
+            Record(
+                _without_nulls(row), f"{path}[{index}]", index, nulls=frozenset(key for key in row if row[key] is None)
+            )
+            for index, row in enumerate(load_hub_rows(str(path), dataset))
+        ]
     path = Path(path)
     content = read_text(path, dataset)
-    name = path.name.removesuffix(".gz")
-    records = list(_lines(content, path) if name.endswith(".jsonl") else _list(content, path))
+    lines = lines or path.name.removesuffix(".gz").endswith(".jsonl")
+    records = list(_lines(content, path) if lines else _list(content, path))
     for record in records:
         if not isinstance(record.row, Mapping):
             raise ValueError(f"{record.where}: expected an object, got {type(record.row).__name__}")
@@ -132,66 +135,6 @@ def read_text(path: Path, dataset: str) -> str:
         raise ValueError(f"dataset {dataset!r}: {path} can't be read ({type(error).__name__}: {error})") from error
 
 
-def on_hub(path: str | Path | None) -> bool:
-    """Whether the path names a set on the Hugging Face Hub."""
-    return str(path).startswith(HUB)
-
-
-_ADVICE = (
-    ", and that the Hub can be reached (HF_HUB_OFFLINE not set; HF_TOKEN for sets that ask for it). Without network, "
-    "download the set elsewhere (hf download {name} --repo-type dataset --local-dir FOLDER) and use "
-    f"{HUB}FOLDER with the folder's full path"
-)
-
-
-def _hub_records(path: str, dataset: str) -> list[Record]:
-    """The rows of ``hf://org/name?config=...&split=...&revision=...``, all three optional.
-
-    What follows ``hf://`` may also be a folder here (``hf:///data/name``).
-    """
-    name, options = _hub_name(path, dataset)
-    try:
-        from datasets import load_dataset  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ValueError(
-            f"dataset {dataset!r}: {path} needs the package datasets: pip install 'comb-pic[train]' (or datasets)"
-        ) from error
-    try:
-        loaded: Any = load_dataset(
-            name, options.get("config"), revision=options.get("revision"), split=options["split"]
-        )
-    except Exception as error:  # the network, rights, a script in the repository, the files: each has its own type
-        reason = next(iter(str(error).strip().splitlines()), "")
-        advice = "" if name.startswith("/") else _ADVICE.format(name=name)
-        raise ValueError(
-            f"dataset {dataset!r}: {path} can't be loaded ({type(error).__name__}: {reason}). Check name, config and "
-            f"split{advice}"
-        ) from error
-    if isinstance(loaded, Mapping):
-        if len(loaded) != 1:
-            raise ValueError(
-                f"dataset {dataset!r}: {path} has the splits {', '.join(loaded)}: add split=... to the path"
-            )
-        loaded = next(iter(loaded.values()))
-    return [
-        Record(_without_nulls(row), f"{path}[{index}]", nulls=frozenset(key for key in row if row[key] is None))
-        for index, row in enumerate(loaded)
-    ]
-
-
-def _hub_name(path: str, dataset: str) -> tuple[str, dict[str, str | None]]:
-    name, _, query = path.removeprefix(HUB).partition("?")
-    options: dict[str, str | None] = {"config": None, "split": None, "revision": None}
-    for part in query.split("&") if query else ():
-        key, _, value = part.partition("=")
-        if key not in options or not value:
-            raise ValueError(f"dataset {dataset!r}: {path} has {part!r}; expected {HUB}org/name?config=...&split=...")
-        options[key] = unquote(value)
-    if not name.strip("/"):
-        raise ValueError(f"dataset {dataset!r}: {path} names no set; expected {HUB}org/name?config=...&split=...")
-    return name, options
-
-
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
@@ -202,7 +145,7 @@ def _lines(content: str, path: Path) -> Iterator[Record]:
     # not splitlines: JSON strings may hold U+2028 and the like
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            yield Record(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+            yield Record(_parsed(line, f"{path}:{number}"), f"{path}:{number}", number)
 
 
 def _list(content: str, path: Path) -> Iterator[Record]:
@@ -210,7 +153,7 @@ def _list(content: str, path: Path) -> Iterator[Record]:
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
     for index, row in enumerate(rows):
-        yield Record(row, f"{path}[{index}]")
+        yield Record(row, f"{path}[{index}]", index)
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -218,44 +161,3 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
-
-
-def convert(
-    records: Iterable[Record],
-    example: Callable[[Record], Example | str],
-    counts: Counts,
-    *,
-    split: Split,
-    seed: int,
-    heldout_share: float,
-) -> list[Example]:
-    """Examples of the rows on one side of the split, whole groups.
-
-    A row for which `example` gives a reason instead is dropped and counted (on both sides: it has no group); what was
-    left out of a row counts on its own side.
-    """
-    made: list[tuple[Example, Record]] = []
-    for number, record in enumerate(records, start=1):
-        found = example(record)
-        if isinstance(found, str):
-            counts.read += 1
-            counts.drop(found)
-        else:
-            made.append((replace(found, id=found.id or str(number)), record))
-    groups = (str(found.group) for found, _ in made)
-    side = split_groups(groups, split, heldout_share=heldout_share, seed=seed)
-    kept = [(found, record) for found, record in made if found.group in side]
-    counts.read += len(kept)
-    for _, record in kept:
-        counts.truncated.update(record.left_out)
-    return [found for found, _ in kept]
-
-
-def limited(examples: list[Example], limit: int | None, seed: int, counts: Counts) -> list[Example]:
-    """At most `limit` examples, drawn with the seed."""
-    if limit is None or len(examples) <= limit:
-        return examples
-    counts.drop("over the limit", len(examples) - limit)
-    drawn = list(examples)
-    seeded(seed, "limit").shuffle(drawn)
-    return drawn[:limit]

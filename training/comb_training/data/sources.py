@@ -13,7 +13,7 @@ from comb.documents.document import Example
 from comb_training.config import DataConfig
 from comb_training.data import cache_key
 from comb_training.data.counts import DataCounts
-from comb_training.data.records import on_hub
+from comb_training.data.hub import on_hub
 
 
 @dataclass(frozen=True)

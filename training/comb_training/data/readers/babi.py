@@ -10,39 +10,36 @@ fact) only; other tasks are read with their story alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from comb.documents.datasets import Counts, Dataset, MissingDataError, datasets
 from comb.documents.document import Document, Example
-from comb_training.data.grouping import Split, seeded, split_groups
+from comb_training.data.grouping import Split
+from comb_training.data.side import DatasetSide, reader
 
 _LINE = re.compile(r"^(\d+) (.+)$")
 _WHERE_IS = re.compile(r"^Where is (.+)\?$")
 
 
 @dataclass
-class _Story:
+class BabiStory:
+    """A story's statements, and its questions: (statements before it, question, answer), in the file's order."""
+
     name: str
-    # (statements before the question, question, answer), in the order of the file
     questions: list[tuple[tuple[str, ...], str, str]] = field(default_factory=list)
     statements: list[str] = field(default_factory=list)
 
 
-@datasets.register("babi", hub_id="facebook/babi_qa")
+@reader("babi", hub_id="facebook/babi_qa", heldout_share=0.1)
 def read_babi(
-    path: str | Path | None = None,
+    side: DatasetSide,
     *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
     num_documents: int = 3,
-    heldout_share: float = 0.1,
     answer_style: Literal["word", "sentence"] = "word",
     tasks: Sequence[int] = (1,),
-) -> Dataset:
+) -> Iterable[Example]:
     """Reads a bAbI task file, or a folder of them; held-out examples are whole stories.
 
     In a folder with ``*_train.txt`` and ``*_test.txt`` files these are the two sides of the split, as published;
@@ -57,40 +54,29 @@ def read_babi(
     Raises:
         ValueError: if the path is missing or holds no bAbI text, or distractors are asked for beyond task 1.
     """
-    if path is None:
-        raise MissingDataError("dataset 'babi' needs a path: a bAbI text file, or a folder of them (data.path=en-10k)")
-    if num_documents < 1:
-        raise ValueError(f"num_documents must be at least 1, not {num_documents}")
+    if side.path is None:
+        raise side.missing("a bAbI text file, or a folder of them (data.path=en-10k)")
     if answer_style not in ("word", "sentence"):
         raise ValueError(f"answer_style is 'word' or 'sentence', not {answer_style!r}")
-    files, split = _files(Path(path), split, tasks)
-    counts = Counts()
-    stories = [story for file in files for story in _parse(file, counts)]
+    files, side.split = _files(Path(side.path), side.split, tasks)
+    stories = [story for file in files for story in _parse(file, side)]
     if not stories:
-        raise ValueError(f"no bAbI story in {path}: expected lines like '1 Mary moved to the bathroom.' ({counts})")
+        raise ValueError(
+            f"no bAbI story in {side.path}: expected lines like '1 Mary moved to the bathroom.' ({side.counts})"
+        )
     if num_documents > 1 and any(not file.name.startswith("qa1_") for file in files):
         raise ValueError(
             "distractor stories contradict each other beyond task 1 (qa1_...): use data.num_documents=1, "
             "or point data.path to the qa1 file"
         )
-    side = split_groups((story.name for story in stories), split, heldout_share=heldout_share, seed=seed)
-    other_side = sum(len(story.questions) for story in stories if story.name not in side)
-    counts.read -= other_side
-    stories = [story for story in stories if story.name in side]
-    if limit is not None:
-        seeded(seed, "limit").shuffle(stories)
-    examples = []
-    for story in stories:
-        for number, texts in enumerate(_documents(story, stories, num_documents, seed, counts)):
-            _, question, word = story.questions[number]
-            answers = _answers(question, word, answer_style)
-            documents = tuple(Document(text) for text in texts)
-            name = f"{story.name}:{number}"
-            examples.append(Example(documents, question, answers[0], answers, id=name, group=story.name))
-    if limit is not None and len(examples) > limit:
-        counts.drop("over the limit", len(examples) - limit)
-        examples = examples[:limit]
-    return Dataset(tuple(examples), counts, "babi")
+    here = side.groups(story.name for story in stories)
+    side.counts.read -= sum(len(story.questions) for story in stories if story.name not in here)
+    stories = [story for story in stories if story.name in here]
+    if side.limit is not None:
+        side.rng("limit").shuffle(stories)
+    return side.first(
+        [example for story in stories for example in _examples(story, stories, side, num_documents, answer_style)]
+    )
 
 
 def _files(path: Path, split: Split, tasks: Sequence[int]) -> tuple[list[Path], Split]:
@@ -106,8 +92,8 @@ def _files(path: Path, split: Split, tasks: Sequence[int]) -> tuple[list[Path], 
     return [file for file in published if file.name.endswith(ending)], "all"
 
 
-def _parse(path: Path, counts: Counts) -> list[_Story]:
-    stories: list[_Story] = []
+def _parse(path: Path, side: DatasetSide) -> list[BabiStory]:
+    counts, stories = side.counts, list[BabiStory]()
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.strip():
             continue
@@ -118,7 +104,7 @@ def _parse(path: Path, counts: Counts) -> list[_Story]:
             continue
         number, text = int(match[1]), match[2]
         if number == 1 or not stories:  # numbering starts again with every story
-            stories.append(_Story(f"{path.stem}:{len(stories)}"))
+            stories.append(BabiStory(f"{path.stem}:{len(stories)}"))
         story = stories[-1]
         if "\t" not in text:
             story.statements.append(text.strip())
@@ -132,14 +118,14 @@ def _parse(path: Path, counts: Counts) -> list[_Story]:
     return stories
 
 
-def _documents(
-    story: _Story, stories: list[_Story], num_documents: int, seed: int, counts: Counts
-) -> Iterator[list[str]]:
-    """The documents of each question of `story`, shuffled."""
+def _examples(
+    story: BabiStory, stories: list[BabiStory], side: DatasetSide, num_documents: int, answer_style: str
+) -> Iterator[Example]:
+    """Each question of `story` over its statements and distractors, shuffled."""
     # the same other stories for all its questions, so that they can share encodings where documents are equal
-    candidates = seeded(seed, story.name).sample(range(len(stories)), min(len(stories), 4 * num_documents))
+    candidates = side.rng(story.name).sample(range(len(stories)), min(len(stories), 4 * num_documents))
     others = [stories[index] for index in candidates if stories[index] is not story]
-    for number, (statements, question, _) in enumerate(story.questions):
+    for number, (statements, question, word) in enumerate(story.questions):
         texts = [" ".join(statements)]
         asked = set(re.findall(r"[A-Z]\w+", question.partition(" ")[2]))
         for other in others:
@@ -149,9 +135,11 @@ def _documents(
             if kept and " ".join(kept) not in texts:
                 texts.append(" ".join(kept))
         if len(texts) < num_documents:
-            counts.truncate("fewer distractor stories than num_documents")
-        seeded(seed, story.name, number).shuffle(texts)
-        yield texts
+            side.counts.truncate("fewer distractor stories than num_documents")
+        side.rng(story.name, number).shuffle(texts)
+        answers = _answers(question, word, answer_style)
+        documents = tuple(map(Document, texts))
+        yield Example(documents, question, answers[0], answers, id=f"{story.name}:{number}", group=story.name)
 
 
 def _answers(question: str, word: str, style: str) -> tuple[str, ...]:

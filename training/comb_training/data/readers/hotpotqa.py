@@ -8,26 +8,17 @@ document: a paragraph's sentences joined, its title as title; query: ``question`
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import Counts, Dataset, datasets
 from comb.documents.document import Example
-from comb_training.data.grouping import Split
-from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
+from comb_training.data.records import Record
+from comb_training.data.side import DatasetSide, reader
 
 
-@datasets.register("hotpotqa", hub_id="hotpotqa/hotpot_qa")
-def read_hotpotqa(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    num_documents: int | None = None,
-    heldout_share: float = 0.2,
-) -> Dataset:
+@reader("hotpotqa", hub_id="hotpotqa/hotpot_qa")
+def read_hotpotqa(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
     """Reads HotpotQA from JSON, JSONL or the Hub.
 
     Args:
@@ -36,35 +27,14 @@ def read_hotpotqa(
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
-    return read_paragraphs(
-        "hotpotqa", path, split=split, seed=seed, limit=limit, num_documents=num_documents, heldout_share=heldout_share
-    )
+    return side.examples(partial(paragraphs_example, num_documents=num_documents))
 
 
-def read_paragraphs(
-    name: str,
-    path: str | Path | None,
-    *,
-    split: Split,
-    seed: int,
-    limit: int | None,
-    num_documents: int | None,
-    heldout_share: float,
-) -> Dataset:
-    """Reads a dataset with HotpotQA's rows. Raises ValueError for a missing path or a malformed row, naming it."""
-    check_num_documents(num_documents)
-    counts = Counts()
-    records = read_records(path, name)
-    example = partial(_example, num_documents=num_documents)
-    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
-    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, name)
-
-
-def _example(record: Record, num_documents: int | None) -> Example | str:
+def paragraphs_example(record: Record, num_documents: int | None) -> Example | str:
+    """The example of a row as HotpotQA has them. Raises ValueError for a malformed one."""
     documents = record.documents(_paragraphs(record), num_documents)
     question, answer = record.text("question"), record.text("answer")
-    name = record.row.get("_id", record.row.get("id"))
-    return record.example(documents, question, [answer], id=name, group=question)
+    return record.example(documents, question, [answer], id=record.row.get("_id"), group=question)
 
 
 def _paragraphs(record: Record) -> list[tuple[str, str]]:

@@ -7,27 +7,18 @@ document: a run of records, one ``"key": "value"`` per line; query: which value 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
-from comb.documents.datasets import Counts, Dataset, datasets
 from comb.documents.document import Document, Example
-from comb_training.data.grouping import Split
-from comb_training.data.records import Record, convert, limited, read_records
+from comb_training.data.records import Record
+from comb_training.data.side import DatasetSide, reader
 
 QUERY = 'Which value belongs to the key "{key}"?'
 
 
-@datasets.register("kv_retrieval")
-def read_kv_retrieval(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    records_per_document: int = 15,
-    heldout_share: float = 0.2,
-) -> Dataset:
+@reader("kv_retrieval")
+def read_kv_retrieval(side: DatasetSide, *, records_per_document: int = 15) -> Iterable[Example]:
     """Reads key-value retrieval from JSONL, gzipped or not.
 
     Raises:
@@ -35,11 +26,7 @@ def read_kv_retrieval(
     """
     if records_per_document < 1:
         raise ValueError(f"records_per_document must be at least 1, not {records_per_document}")
-    counts = Counts()
-    example = partial(_example, size=records_per_document)
-    records = read_records(path, "kv_retrieval")
-    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
-    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "kv_retrieval")
+    return side.examples(partial(_example, size=records_per_document))
 
 
 def _example(record: Record, size: int) -> Example | str:

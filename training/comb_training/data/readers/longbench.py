@@ -10,17 +10,17 @@ nothing depends on it, so that the same passage is the same document everywhere.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from comb.documents.datasets import Counts, Dataset, datasets
 from comb.documents.document import Example
-from comb_training.data.grouping import Split
-from comb_training.data.records import Record, check_num_documents, convert, limited, on_hub, read_records
+from comb_training.data.grouping import content_group
+from comb_training.data.hub import on_hub
+from comb_training.data.records import Record, read_records
+from comb_training.data.side import DatasetSide, reader
 
 _PASSAGE = re.compile(r"^Passage (\d+):[ \t]*\n?", re.MULTILINE)
 _PARAGRAPH = re.compile(r"^Paragraph (\d+):", re.MULTILINE)
@@ -29,7 +29,7 @@ _ARTICLE_ZH = re.compile(r"^文章\s*(\d+)[ \t]*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class _Task:
+class LongBenchTask:
     query: str
     mark: re.Pattern[str] | None = None
     """Where a document begins; with a group if the documents are numbered."""
@@ -37,64 +37,57 @@ class _Task:
 
 
 _ANSWER = "Give only the answer, nothing else.\nQuestion: {input}\nAnswer:"
-_PASSAGES = _Task(f"Answer the question from the passages. {_ANSWER}", _PASSAGE, marks_stay=False)
+_PASSAGES = LongBenchTask(f"Answer the question from the passages. {_ANSWER}", _PASSAGE, marks_stay=False)
 _CODE = "Write the next line of the code.\n"
 
 TASKS = {
-    "narrativeqa": _Task(f"Answer the question about the story with a short phrase. {_ANSWER}"),
-    "qasper": _Task(
+    "narrativeqa": LongBenchTask(f"Answer the question about the story with a short phrase. {_ANSWER}"),
+    "qasper": LongBenchTask(
         'Answer the question about the article with a phrase or a sentence, with "yes" or "no", or with "unanswerable" '
         f"if the article doesn't say. {_ANSWER}"
     ),
-    "multifieldqa_en": _Task(f"Answer the question about the text briefly. {_ANSWER}"),
-    "multifieldqa_zh": _Task("请根据文章简短地回答问题，只给出答案。\n问题：{input}\n回答："),
+    "multifieldqa_en": LongBenchTask(f"Answer the question about the text briefly. {_ANSWER}"),
+    "multifieldqa_zh": LongBenchTask("请根据文章简短地回答问题，只给出答案。\n问题：{input}\n回答："),
     "hotpotqa": _PASSAGES,
     "2wikimqa": _PASSAGES,
     "musique": _PASSAGES,
-    "dureader": _Task("请根据文章回答问题。\n问题：{input}\n回答：", _ARTICLE_ZH, marks_stay=False),
-    "gov_report": _Task("Write a one-page summary of the report.\nSummary:"),
-    "qmsum": _Task("Answer the query about the meeting in one or more sentences.\nQuery: {input}\nAnswer:"),
-    "multi_news": _Task("Write a one-page summary of all the news.\nSummary:", _PASSAGE, marks_stay=False),
-    "vcsum": _Task("请总结这次会议的内容。\n总结："),
-    "trec": _Task(
+    "dureader": LongBenchTask("请根据文章回答问题。\n问题：{input}\n回答：", _ARTICLE_ZH, marks_stay=False),
+    "gov_report": LongBenchTask("Write a one-page summary of the report.\nSummary:"),
+    "qmsum": LongBenchTask("Answer the query about the meeting in one or more sentences.\nQuery: {input}\nAnswer:"),
+    "multi_news": LongBenchTask("Write a one-page summary of all the news.\nSummary:", _PASSAGE, marks_stay=False),
+    "vcsum": LongBenchTask("请总结这次会议的内容。\n总结："),
+    "trec": LongBenchTask(
         "Name the type of the question, as in the examples.\n{input}", re.compile(r"^Question:", re.MULTILINE)
     ),
-    "triviaqa": _Task(
+    "triviaqa": LongBenchTask(
         "Answer the question about the passage, as in the examples. Give only the answer, nothing else.\n{input}",
         re.compile(r"^Passage:", re.MULTILINE),
     ),
-    "samsum": _Task(
+    "samsum": LongBenchTask(
         "Summarise the dialogue in a few short sentences, as in the examples.\n{input}",
         re.compile(r"^Dialogue:", re.MULTILINE),
     ),
-    "lsht": _Task("请按照例子判断新闻的类别。\n{input}", re.compile(r"^新闻内容[:：]", re.MULTILINE)),
-    "passage_count": _Task(
+    "lsht": LongBenchTask("请按照例子判断新闻的类别。\n{input}", re.compile(r"^新闻内容[:：]", re.MULTILINE)),
+    "passage_count": LongBenchTask(
         "Some of the paragraphs are the same. How many different ones are there? Give only the number.\nNumber:",
         _PARAGRAPH,
     ),
-    "passage_retrieval_en": _Task(
+    "passage_retrieval_en": LongBenchTask(
         'Which paragraph is this abstract of? Answer like "Paragraph 1".\nAbstract: {input}\nAnswer:', _PARAGRAPH
     ),
-    "passage_retrieval_zh": _Task(
+    "passage_retrieval_zh": LongBenchTask(
         "这段摘要属于哪个段落？请按“段落1”的格式回答。\n摘要：{input}\n答案：", _PARAGRAPH_ZH
     ),
-    "lcc": _Task(_CODE),
-    "repobench-p": _Task(_CODE + "{input}"),
+    "lcc": LongBenchTask(_CODE),
+    "repobench-p": LongBenchTask(_CODE + "{input}"),
 }
 """The tasks by LongBench's names, in its order."""
 
 
-@datasets.register("longbench", hub_id="Xnhyacinth/LongBench")
+@reader("longbench", hub_id="Xnhyacinth/LongBench")
 def read_longbench(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    task: str | None = None,
-    num_documents: int | None = None,
-    heldout_share: float = 0.2,
-) -> Dataset:
+    side: DatasetSide, *, task: str | None = None, num_documents: int | None = None
+) -> Iterable[Example]:
     """Reads LongBench from a JSONL file, a folder of them (``hotpotqa.jsonl``, ``hotpotqa_e.jsonl``), or the Hub.
 
     Args:
@@ -104,14 +97,10 @@ def read_longbench(
     Raises:
         ValueError: for a missing path, an unknown task, or a malformed row, naming it.
     """
-    check_num_documents(num_documents)
     if task is not None and task.removesuffix("_e") not in TASKS:
         raise ValueError(f"LongBench has no task {task!r}; it has: {', '.join(TASKS)}")
-    counts = Counts()
-    records = [record for file in _files(path, task) for record in read_records(file, "longbench")]
-    example = partial(_example, task=task, num_documents=num_documents)
-    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
-    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "longbench")
+    records = [record for file in _files(side.path, task) for record in read_records(file, "longbench")]
+    return side.examples(partial(_example, task=task, num_documents=num_documents), records)
 
 
 def _files(path: str | Path | None, task: str | None) -> Sequence[str | Path | None]:
@@ -139,7 +128,7 @@ def _example(record: Record, task: str | None, num_documents: int | None) -> Exa
         record.left_out["context without its task's marks, kept as one document"] += 1
     documents = record.documents(((None, part) for part in parts), num_documents)
     # several questions may be asked over one context
-    group = hashlib.sha256(context.encode()).hexdigest()[:16]
+    group = content_group(context)
     query = kind.query.replace("{input}", asked)
     return record.example(documents, query, answers, id=record.row.get("_id"), group=group)
 

@@ -9,25 +9,16 @@ document: a context or paragraph, in the file's order; query: ``question``; answ
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
-from comb.documents.datasets import Counts, Dataset, datasets
 from comb.documents.document import Example
-from comb_training.data.grouping import Split
-from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
+from comb_training.data.records import Record
+from comb_training.data.side import DatasetSide, reader
 
 
-@datasets.register("musique")
-def read_musique(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    num_documents: int | None = None,
-    heldout_share: float = 0.2,
-) -> Dataset:
+@reader("musique")
+def read_musique(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
     """Reads MuSiQue from JSON, JSONL or the Hub.
 
     Args:
@@ -36,12 +27,7 @@ def read_musique(
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
-    check_num_documents(num_documents)
-    counts = Counts()
-    records = read_records(path, "musique")
-    example = partial(_example, num_documents=num_documents)
-    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
-    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "musique")
+    return side.examples(partial(_example, num_documents=num_documents))
 
 
 def _example(record: Record, num_documents: int | None) -> Example | str:
@@ -57,4 +43,4 @@ def _example(record: Record, num_documents: int | None) -> Example | str:
     else:
         answers = record.items("answers", str)
     question = record.text("question")
-    return record.example(documents, question, answers, id=record.row.get("id"), group=question)
+    return record.example(documents, question, answers, group=question)

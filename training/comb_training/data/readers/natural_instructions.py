@@ -14,19 +14,19 @@ Source of the set-up: COMB sec. 5.2 trains on both sets.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from comb.documents.datasets import Counts, Dataset, MissingDataError, datasets
+from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example
-from comb_training.data.distractors import draw
-from comb_training.data.grouping import Split, seeded, split_groups
-from comb_training.data.records import Record, check_num_documents, limited, on_hub, read_object, read_records
+from comb_training.data.grouping import content_group, draw
+from comb_training.data.hub import on_hub
+from comb_training.data.records import Record, read_object, read_records
+from comb_training.data.side import DatasetSide, reader
 
 GroupBy = Literal["task", "instance"]
 V1_PARTS = ("Prompt", "Definition", "Things to Avoid", "Emphasis & Caution")
@@ -35,7 +35,9 @@ QUERY_AMONG_OTHERS = "Task: {task}\nInput: {input}"
 
 
 @dataclass(frozen=True)
-class _Task:
+class InstructionTask:
+    """A task: its name in the files, the instruction, worked examples and instances."""
+
     name: str
     instruction: str
     examples: Sequence[Record]
@@ -51,27 +53,17 @@ class _Task:
         return Document(self.instruction, title=f"Task: {self.title}")
 
 
-@dataclass(frozen=True)
-class _Row:
-    record: Record
-    name: str
-    group: str
-
-
-@datasets.register("natural_instructions", hub_id="Muennighoff/natural-instructions")
+@reader("natural_instructions", hub_id="Muennighoff/natural-instructions")
+@reader("natural_instructions_v1")
 def read_natural_instructions(
-    path: str | Path | None = None,
+    side: DatasetSide,
     *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
     num_documents: int | None = None,
     num_examples: int = 2,
     max_instances_per_task: int | None = None,
     group_by: GroupBy = "task",
-    heldout_share: float = 0.2,
-) -> Dataset:
-    """Reads Super-NaturalInstructions (v2): a task file, a folder of them, or the Hub's rows.
+) -> Iterable[Example]:
+    """Reads either version: a task file, a folder of them, or the Hub's rows (v2).
 
     Args:
         num_documents: documents per instance in all, filled up with other tasks' instructions from the same side of
@@ -83,67 +75,6 @@ def read_natural_instructions(
     Raises:
         ValueError: for a missing path, a malformed file, naming it and the instance, or an option out of range.
     """
-    name = "natural_instructions"
-    return _read(
-        _hub_tasks(path, name) if on_hub(path) else _files(path, name, "task*.json", _task_v2),
-        name,
-        split=split,
-        seed=seed,
-        limit=limit,
-        num_documents=num_documents,
-        num_examples=num_examples,
-        max_instances_per_task=max_instances_per_task,
-        group_by=group_by,
-        heldout_share=heldout_share,
-    )
-
-
-@datasets.register("natural_instructions_v1")
-def read_natural_instructions_v1(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    num_documents: int | None = None,
-    num_examples: int = 2,
-    max_instances_per_task: int | None = None,
-    group_by: GroupBy = "task",
-    heldout_share: float = 0.2,
-) -> Dataset:
-    """Reads Natural-Instructions (v1): a subtask file, or a folder of them.
-
-    Args and errors as of `read_natural_instructions`.
-    """
-    name = "natural_instructions_v1"
-    return _read(
-        _files(path, name, "subtask*.json", _task_v1),
-        name,
-        split=split,
-        seed=seed,
-        limit=limit,
-        num_documents=num_documents,
-        num_examples=num_examples,
-        max_instances_per_task=max_instances_per_task,
-        group_by=group_by,
-        heldout_share=heldout_share,
-    )
-
-
-def _read(
-    tasks: Sequence[_Task],
-    name: str,
-    *,
-    split: Split,
-    seed: int,
-    limit: int | None,
-    num_documents: int | None,
-    num_examples: int,
-    max_instances_per_task: int | None,
-    group_by: GroupBy,
-    heldout_share: float,
-) -> Dataset:
-    check_num_documents(num_documents)
     if num_examples < 0 or (max_instances_per_task is not None and max_instances_per_task < 1):
         raise ValueError(
             "expected num_examples >= 0 and max_instances_per_task >= 1, "
@@ -151,35 +82,29 @@ def _read(
         )
     if group_by not in ("task", "instance"):
         raise ValueError(f"group_by is 'task' or 'instance', not {group_by!r}")
-    groups = {task.name: [_group(task, record, group_by) for record in task.instances] for task in tasks}
-    side = split_groups(chain.from_iterable(groups.values()), split, heldout_share=heldout_share, seed=seed)
-    here: dict[str, list[_Row]] = {task.name: [] for task in tasks}
-    for task in tasks:
-        for number, (record, group) in enumerate(zip(task.instances, groups[task.name], strict=True)):
-            if group in side:
-                here[task.name].append(_Row(record, f"{task.name}-{number}", group))
-    tasks = [task for task in tasks if here[task.name]]
-    counts = Counts()
+    tasks = _tasks(side)
+    # tasks over one source have the same inputs
+    groups = {
+        task.name: [task.name if group_by == "task" else content_group(_input(record)) for record in task.instances]
+        for task in tasks
+    }
+    here = side.groups(chain.from_iterable(groups.values()))
+    tasks = [task for task in tasks if not here.isdisjoint(groups[task.name])]
     examples: list[Example] = []
     for task in tasks:
-        shown = _shown(task, num_examples, num_documents, counts)
-        documents = _documents(task, shown, tasks, num_documents, seed, counts)
-        found = _examples(task, here[task.name], shown, documents, counts)
+        shown = _shown(task, num_examples, num_documents, side.counts)
+        documents = _documents(task, shown, tasks, num_documents, side)
+        found = list(_examples(task, groups[task.name], here, shown, documents, side.counts))
         if max_instances_per_task is not None and len(found) > max_instances_per_task:
-            counts.drop("over max_instances_per_task", len(found) - max_instances_per_task)
-            found = seeded(seed, "instances", task.name).sample(found, max_instances_per_task)
+            side.counts.drop("over max_instances_per_task", len(found) - max_instances_per_task)
+            found = side.rng("instances", task.name).sample(found, max_instances_per_task)
         examples += found
-    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, name)
+    return side.limited(examples)
 
 
-def _group(task: _Task, record: Record, group_by: GroupBy) -> str:
-    if group_by == "task":
-        return task.name
-    # tasks over one source have the same inputs
-    return hashlib.sha256(_input(record).encode()).hexdigest()[:16]
-
-
-def _shown(task: _Task, num_examples: int, num_documents: int | None, counts: Counts) -> list[tuple[str, str]]:
+def _shown(
+    task: InstructionTask, num_examples: int, num_documents: int | None, counts: Counts
+) -> list[tuple[str, str]]:
     """Input and output of the worked examples that become documents."""
     pairs = [(_input(record), next(iter(_outputs(record)), "")) for record in task.examples]
     whole = [(given, output) for given, output in pairs if given and output]
@@ -194,19 +119,18 @@ def _shown(task: _Task, num_examples: int, num_documents: int | None, counts: Co
 
 
 def _documents(
-    task: _Task,
+    task: InstructionTask,
     shown: Sequence[tuple[str, str]],
-    tasks: Sequence[_Task],
+    tasks: Sequence[InstructionTask],
     num_documents: int | None,
-    seed: int,
-    counts: Counts,
+    side: DatasetSide,
 ) -> tuple[Document, ...]:
     title = f"Example of the task: {task.title}"
     documents = [task.document()]
     documents += [Document(SHOT.format(input=given, output=output), title=title) for given, output in shown]
     if num_documents is None:
         return tuple(documents)
-    rng = seeded(seed, "task", task.name)
+    rng = side.rng("task", task.name)
     # neither the same instruction nor the same name twice: the query names the task
     others = {other.title: other for other in tasks if other.instruction != task.instruction}
     others.pop(task.title, None)
@@ -214,34 +138,36 @@ def _documents(
     drawn = draw(rng, different, num_documents - len(documents), lambda _: True)
     documents += [other.document() for other in drawn]
     if len(documents) < num_documents:
-        counts.truncate("task with fewer other tasks than num_documents needs")
+        side.counts.truncate("task with fewer other tasks than num_documents needs")
     rng.shuffle(documents)
     return tuple(documents)
 
 
 def _examples(
-    task: _Task,
-    rows: Sequence[_Row],
+    task: InstructionTask,
+    groups: Sequence[str],
+    here: Collection[str],
     shown: Sequence[tuple[str, str]],
     documents: tuple[Document, ...],
     counts: Counts,
-) -> list[Example]:
+) -> Iterator[Example]:
+    """The examples of a task's instances whose groups are `here`."""
     known = {given for given, _ in shown}
     among_others = len(documents) > 1 + len(shown)
-    examples = []
-    for row in rows:
+    for number, (record, group) in enumerate(zip(task.instances, groups, strict=True)):
+        if group not in here:
+            continue
         counts.read += 1
-        given = _input(row.record)
+        given = _input(record)
         query = QUERY_AMONG_OTHERS.format(task=task.title, input=given) if among_others and given else given
-        name = row.record.row.get("id") or row.name
-        found = row.record.example(documents, query, _outputs(row.record), id=name, group=row.group)
+        id = record.row.get("id") or f"{task.name}-{number}"
+        found = record.example(documents, query, _outputs(record), id=id, group=group)
         if given in known:
             counts.drop("instance that is one of its task's worked examples")
         elif isinstance(found, str):
             counts.drop(found)
         else:
-            examples.append(found)
-    return examples
+            yield found
 
 
 def _input(record: Record) -> str:
@@ -255,21 +181,23 @@ def _outputs(record: Record) -> list[str]:
     return [output.strip() for output in outputs]
 
 
-def _files(path: str | Path | None, dataset: str, pattern: str, task: Callable[[Record], _Task]) -> list[_Task]:
-    if path is None:
-        raise MissingDataError(
-            f"dataset {dataset!r} needs a path: a task file, or a folder of {pattern} (data.path=FOLDER)"
-        )
-    if on_hub(path):
-        raise ValueError(f"dataset {dataset!r} is read from its task files, not from the Hub ({path})")
-    path = Path(path)
+def _tasks(side: DatasetSide) -> list[InstructionTask]:
+    v1 = side.name == "natural_instructions_v1"
+    pattern = "subtask*.json" if v1 else "task*.json"
+    if side.path is None:
+        raise side.missing(f"a task file, or a folder of {pattern} (data.path=FOLDER)")
+    if on_hub(side.path) and v1:
+        raise ValueError(f"dataset {side.name!r} is read from its task files, not from the Hub ({side.path})")
+    if on_hub(side.path):
+        return _hub_tasks(str(side.path), side.name)
+    path = Path(side.path)
     files = sorted(path.glob(pattern)) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"dataset {dataset!r}: there is no {pattern} in {path}")
-    return [task(read_object(file, dataset)) for file in files]
+        raise ValueError(f"dataset {side.name!r}: there is no {pattern} in {path}")
+    return [(_task_v1 if v1 else _task_v2)(read_object(file, side.name)) for file in files]
 
 
-def _task_v1(record: Record) -> _Task:
+def _task_v1(record: Record) -> InstructionTask:
     parts = [(name, record.text(name).strip()) for name in V1_PARTS if record.row.get(name) is not None]
     instruction = "\n".join(f"{name}: {text}" for name, text in parts if text not in ("", "-"))
     examples = record.row.get("Examples")
@@ -280,16 +208,16 @@ def _task_v1(record: Record) -> _Task:
     return _task(record, instruction, record.part(examples))
 
 
-def _task_v2(record: Record) -> _Task:
+def _task_v2(record: Record) -> InstructionTask:
     definition = record.row.get("Definition")
     texts = [definition] if isinstance(definition, str) else record.items("Definition", str)
     return _task(record, "\n".join(text.strip() for text in texts), record)
 
 
-def _task(record: Record, instruction: str, examples: Record) -> _Task:
+def _task(record: Record, instruction: str, examples: Record) -> InstructionTask:
     name = Path(record.where).name.removesuffix(".gz").removesuffix(".json")
     _check_instruction(record, instruction)
-    return _Task(name, instruction, _parts(examples, "Positive Examples"), _parts(record, "Instances"))
+    return InstructionTask(name, instruction, _parts(examples, "Positive Examples"), _parts(record, "Instances"))
 
 
 def _check_instruction(record: Record, instruction: str) -> None:
@@ -303,10 +231,10 @@ def _parts(record: Record, name: str) -> list[Record]:
     return [Record(item, f"{record.where}: {name}[{index}]") for index, item in enumerate(record.items(name, dict))]
 
 
-def _hub_tasks(path: Any, dataset: str) -> list[_Task]:
+def _hub_tasks(path: str, dataset: str) -> list[InstructionTask]:
     tasks: dict[str, tuple[str, list[Record]]] = {}
     for record in read_records(path, dataset):
         definition = record.text("definition").strip()
         _check_instruction(record, definition)
         tasks.setdefault(record.text("task_name"), (definition, []))[1].append(record)
-    return [_Task(name, definition, (), records) for name, (definition, records) in tasks.items()]
+    return [InstructionTask(name, definition, (), records) for name, (definition, records) in tasks.items()]

@@ -9,29 +9,19 @@ the title of the gold passage.
 
 from __future__ import annotations
 
-import random
 import re
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
+from random import Random
 
-from comb.documents.datasets import Counts, Dataset, datasets
 from comb.documents.document import Document, Example
-from comb_training.data.distractors import draw
-from comb_training.data.grouping import Split, seeded
-from comb_training.data.records import Record, convert, limited, read_records
+from comb_training.data.grouping import draw
+from comb_training.data.records import Record
+from comb_training.data.side import DatasetSide, reader
 
 
-@datasets.register("nq_open", hub_id="google-research-datasets/nq_open")
-def read_nq_open(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    num_documents: int = 10,
-    gold_position: int | None = None,
-    heldout_share: float = 0.2,
-) -> Dataset:
+@reader("nq_open", hub_id="google-research-datasets/nq_open")
+def read_nq_open(side: DatasetSide, *, num_documents: int = 10, gold_position: int | None = None) -> Iterable[Example]:
     """Reads NQ-open with gold passages from JSONL, gzipped or not.
 
     Args:
@@ -41,30 +31,21 @@ def read_nq_open(
     Raises:
         ValueError: for a missing path, a malformed row, naming it, or a position that isn't there.
     """
-    if num_documents < 1 or (gold_position is not None and not 0 <= gold_position < num_documents):
-        raise ValueError(
-            f"expected num_documents >= 1 and 0 <= gold_position < num_documents, got {num_documents}, {gold_position}"
-        )
-    counts = Counts()
-    records = read_records(path, "nq_open")
-    rows = convert(records, _row, counts, split=split, seed=seed, heldout_share=heldout_share)
+    if gold_position is not None and not 0 <= gold_position < num_documents:
+        raise ValueError(f"expected 0 <= gold_position < num_documents, got {gold_position}, {num_documents}")
+    rows = side.rows(_row)
     passages = {row.documents[0]: row.group for row in rows}  # questions may share one
     pool = [(passage, group, str(passage.text).casefold()) for passage, group in passages.items()]
-    examples = []
-    for row in limited(rows, limit, seed, counts):
-        rng = seeded(seed, "nq", row.id)
+    for row in side.limited(rows):
+        rng = side.rng("nq", row.id)
         drawn = _distractors(row, pool, num_documents - 1, rng)
         if len(drawn) < num_documents - 1:
-            counts.truncate("fewer passages in the file than num_documents")
+            side.counts.truncate("fewer passages in the file than num_documents")
         place = rng.randrange(len(drawn) + 1) if gold_position is None else min(gold_position, len(drawn))
-        documents = (*drawn[:place], row.documents[0], *drawn[place:])
-        examples.append(replace(row, documents=documents))
-    return Dataset(tuple(examples), counts, "nq_open")
+        yield replace(row, documents=(*drawn[:place], row.documents[0], *drawn[place:]))
 
 
-def _distractors(
-    row: Example, pool: list[tuple[Document, str | None, str]], total: int, rng: random.Random
-) -> list[Document]:
+def _distractors(row: Example, pool: list[tuple[Document, str | None, str]], total: int, rng: Random) -> list[Document]:
     # whole words: almost every passage has the letters of an answer like "A"
     answers = re.compile("|".join(rf"(?<!\w){re.escape(answer.casefold())}(?!\w)" for answer in row.answers))
 
@@ -85,4 +66,4 @@ def _row(record: Record) -> Example | str:
         record.left_out["retrieved passage that random distractors replace"] += len(passages) - 1
     title, text = gold.title(), gold.text("text")
     documents = record.documents([(title, text)])
-    return record.example(documents, record.text("question"), answers, id=record.row.get("id"), group=title or text)
+    return record.example(documents, record.text("question"), answers, group=title or text)

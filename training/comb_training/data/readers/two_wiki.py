@@ -8,37 +8,15 @@ document: a paragraph's sentences joined, its title as title; query: ``question`
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
+from functools import partial
 
-from comb.documents.datasets import Dataset, datasets
-from comb_training.data.grouping import Split
-from comb_training.data.readers.hotpotqa import read_paragraphs
+from comb.documents.document import Example
+from comb_training.data.readers.hotpotqa import paragraphs_example
+from comb_training.data.side import DatasetSide, reader
 
 
-@datasets.register("2wikimultihopqa", hub_id="framolfese/2WikiMultihopQA")
-def read_2wikimultihopqa(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    num_documents: int | None = None,
-    heldout_share: float = 0.2,
-) -> Dataset:
-    """Reads 2WikiMultihopQA from JSON, JSONL or the Hub.
-
-    Args:
-        num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
-
-    Raises:
-        ValueError: for a missing path or a malformed row, naming it.
-    """
-    return read_paragraphs(
-        "2wikimultihopqa",
-        path,
-        split=split,
-        seed=seed,
-        limit=limit,
-        num_documents=num_documents,
-        heldout_share=heldout_share,
-    )
+@reader("2wikimultihopqa", hub_id="framolfese/2WikiMultihopQA")
+def read_2wikimultihopqa(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
+    """Reads 2WikiMultihopQA from JSON, JSONL or the Hub; argument and errors as of `read_hotpotqa`."""
+    return side.examples(partial(paragraphs_example, num_documents=num_documents))

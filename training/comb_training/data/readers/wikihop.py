@@ -8,26 +8,18 @@ rossell" is asked as "participant of juan rossell"), and the candidates behind i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
-from comb.documents.datasets import Counts, Dataset, datasets
 from comb.documents.document import Example
-from comb_training.data.grouping import Split
-from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
+from comb_training.data.records import Record
+from comb_training.data.side import DatasetSide, reader
 
 
-@datasets.register("wikihop")
+@reader("wikihop")
 def read_wikihop(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    num_documents: int | None = None,
-    with_candidates: bool = False,
-    heldout_share: float = 0.2,
-) -> Dataset:
+    side: DatasetSide, *, num_documents: int | None = None, with_candidates: bool = False
+) -> Iterable[Example]:
     """Reads WikiHop from JSON, JSONL or the Hub.
 
     Args:
@@ -37,12 +29,7 @@ def read_wikihop(
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
-    check_num_documents(num_documents)
-    counts = Counts()
-    example = partial(_example, num_documents=num_documents, with_candidates=with_candidates)
-    records = read_records(path, "wikihop")
-    examples = convert(records, example, counts, split=split, seed=seed, heldout_share=heldout_share)
-    return Dataset(tuple(limited(examples, limit, seed, counts)), counts, "wikihop")
+    return side.examples(partial(_example, num_documents=num_documents, with_candidates=with_candidates))
 
 
 def _example(record: Record, num_documents: int | None, with_candidates: bool) -> Example | str:
@@ -56,4 +43,4 @@ def _example(record: Record, num_documents: int | None, with_candidates: bool) -
             return "answer is not among the candidates"
         query += f"? One of: {', '.join(candidates)}"
     # questions about one subject share supports
-    return record.example(documents, query, [answer], id=record.row.get("id"), group=subject or query)
+    return record.example(documents, query, [answer], group=subject or query)

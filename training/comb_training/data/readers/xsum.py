@@ -8,33 +8,23 @@ articles names the right one by its first words; answer: ``summary``.
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from operator import ne
-from pathlib import Path
 
-from comb.documents.datasets import Counts, Dataset, datasets
 from comb.documents.document import Example
-from comb_training.data.distractors import draw
-from comb_training.data.grouping import Split, seeded
-from comb_training.data.records import Record, check_num_documents, convert, limited, read_records
+from comb_training.data.grouping import content_group, draw
+from comb_training.data.records import Record
+from comb_training.data.side import DatasetSide, reader
 
 QUERY = "Summarise the article in one sentence."
 QUERY_AMONG_OTHERS = 'Summarise in one sentence the article that begins with "{opening}".'
 OPENING_WORDS = 8
 
 
-@datasets.register("xsum", hub_id="EdinburghNLP/xsum")
-def read_xsum(
-    path: str | Path | None = None,
-    *,
-    split: Split = "all",
-    seed: int = 0,
-    limit: int | None = None,
-    num_documents: int = 1,
-    heldout_share: float = 0.2,
-) -> Dataset:
+@reader("xsum", hub_id="EdinburghNLP/xsum")
+def read_xsum(side: DatasetSide, *, num_documents: int = 1) -> Iterable[Example]:
     """Reads XSum from JSON, JSONL or the Hub.
 
     Args:
@@ -43,27 +33,22 @@ def read_xsum(
     Raises:
         ValueError: for a missing path or a malformed row, naming it.
     """
-    check_num_documents(num_documents)
-    counts = Counts()
-    records = read_records(path, "xsum")
-    rows = convert(records, _row, counts, split=split, seed=seed, heldout_share=heldout_share)
+    rows = side.rows(_row)
     # one article for each opening, so that a query means one of its documents
     articles = {_opening(row): row.documents[0] for row in rows}
     pool = list(articles)
-    examples = []
-    for row in limited(rows, limit, seed, counts):
+    for row in side.limited(rows):
+        if num_documents == 1:
+            yield row
+            continue
         opening = _opening(row)
-        if num_documents > 1:
-            rng = seeded(seed, "articles", row.id)
-            drawn = draw(rng, pool, num_documents - 1, partial(ne, opening))
-            if len(drawn) < num_documents - 1:
-                counts.truncate("fewer articles in the file than num_documents")
-            documents = [row.documents[0], *(articles[other] for other in drawn)]
-            rng.shuffle(documents)
-            query = QUERY_AMONG_OTHERS.format(opening=opening)
-            row = replace(row, documents=tuple(documents), query=query)
-        examples.append(row)
-    return Dataset(tuple(examples), counts, "xsum")
+        rng = side.rng("articles", row.id)
+        drawn = draw(rng, pool, num_documents - 1, partial(ne, opening))
+        if len(drawn) < num_documents - 1:
+            side.counts.truncate("fewer articles in the file than num_documents")
+        documents = [row.documents[0], *(articles[other] for other in drawn)]
+        rng.shuffle(documents)
+        yield replace(row, documents=tuple(documents), query=QUERY_AMONG_OTHERS.format(opening=opening))
 
 
 def _opening(row: Example) -> str:
@@ -73,6 +58,4 @@ def _opening(row: Example) -> str:
 def _row(record: Record) -> Example | str:
     article = record.text("document").strip()
     summary = record.text("summary").strip()
-    group = hashlib.sha256(article.encode()).hexdigest()[:16]
-    documents = record.documents([(None, article)])
-    return record.example(documents, QUERY, [summary], id=record.row.get("id"), group=group)
+    return record.example(record.documents([(None, article)]), QUERY, [summary], group=content_group(article))

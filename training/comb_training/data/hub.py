@@ -1,0 +1,67 @@
+"""Rows of a set on the Hugging Face Hub: ``hf://org/name?config=...&split=...&revision=...``, all three optional."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from comb.documents.datasets import HUB
+
+_ADVICE = (
+    ", and that the Hub can be reached (HF_HUB_OFFLINE not set; HF_TOKEN for sets that ask for it). Without network, "
+    "download the set elsewhere (hf download {name} --repo-type dataset --local-dir FOLDER) and use "
+    f"{HUB}FOLDER with the folder's full path"
+)
+
+
+def on_hub(path: str | Path | None) -> bool:
+    """Whether the path names a set on the Hugging Face Hub."""
+    return str(path).startswith(HUB)
+
+
+def load_hub_rows(path: str, dataset: str) -> Any:
+    """The rows, as mappings. What follows ``hf://`` may also be a folder here (``hf:///data/name``).
+
+    Raises:
+        ValueError: for a name that is none, without the package datasets, or when it can't load the set.
+    """
+    name, options = _parse(path, dataset)
+    try:
+        from datasets import load_dataset  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ValueError(
+            f"dataset {dataset!r}: {path} needs the package datasets: pip install 'comb-pic[train]' (or datasets)"
+        ) from error
+    try:
+        loaded: Any = load_dataset(
+            name, options.get("config"), revision=options.get("revision"), split=options.get("split")
+        )
+    except Exception as error:  # the network, rights, a script in the repository, the files: each has its own type
+        reason = next(iter(str(error).strip().splitlines()), "")
+        advice = "" if name.startswith("/") else _ADVICE.format(name=name)
+        raise ValueError(
+            f"dataset {dataset!r}: {path} can't be loaded ({type(error).__name__}: {reason}). Check name, config and "
+            f"split{advice}"
+        ) from error
+    if isinstance(loaded, Mapping):
+        if len(loaded) != 1:
+            raise ValueError(
+                f"dataset {dataset!r}: {path} has the splits {', '.join(loaded)}: add split=... to the path"
+            )
+        loaded = next(iter(loaded.values()))
+    return loaded
+
+
+def _parse(path: str, dataset: str) -> tuple[str, dict[str, str]]:
+    name, _, query = path.removeprefix(HUB).partition("?")
+    options = {}
+    for part in query.split("&") if query else ():
+        key, _, value = part.partition("=")
+        if key not in ("config", "split", "revision") or not value:
+            raise ValueError(f"dataset {dataset!r}: {path} has {part!r}; expected {HUB}org/name?config=...&split=...")
+        options[key] = unquote(value)
+    if not name.strip("/"):
+        raise ValueError(f"dataset {dataset!r}: {path} names no set; expected {HUB}org/name?config=...&split=...")
+    return name, options

@@ -1,0 +1,137 @@
+"""What a reader is asked for, and the decorator that makes one of a function.
+
+    @reader("mine", hub_id="org/mine")
+    def read_mine(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
+        return side.examples(my_example)  # of a Record, the Example, or the reason why there is none
+
+is all of a dataset: it has the options split, seed, limit and heldout_share beside its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from comb.documents.datasets import Counts, Dataset, MissingDataError, datasets
+from comb.documents.document import Example
+from comb_training.data.grouping import Split, seeded, split_groups
+from comb_training.data.records import Record, read_records
+
+SideReader = Callable[..., Iterable[Example]]
+
+
+@dataclass
+class DatasetSide:
+    """One side of a dataset, from where it is read, and the account of what happens to its rows.
+
+    Args:
+        limit: examples at most, drawn with the seed.
+        heldout_share: of the groups.
+    """
+
+    name: str
+    path: str | Path | None
+    split: Split
+    seed: int
+    limit: int | None
+    heldout_share: float
+    counts: Counts = field(default_factory=Counts)
+
+    def missing(self, what: str) -> MissingDataError:
+        """The error of a dataset without a path, for `what` it reads."""
+        return MissingDataError(f"dataset {self.name!r} needs a path: {what}")
+
+    def groups(self, names: Iterable[str]) -> set[str]:
+        """Those of all groups that are on this side. Raises ValueError as `split_groups` does."""
+        return split_groups(names, self.split, heldout_share=self.heldout_share, seed=self.seed)
+
+    def rng(self, *keys: object) -> Random:
+        """A generator for one row."""
+        return seeded(self.seed, *keys)
+
+    def rows(
+        self, example: Callable[[Record], Example | str], records: Iterable[Record] | None = None
+    ) -> list[Example]:
+        """Examples of the rows on this side, whole groups.
+
+        A row for which `example` gives a reason instead is dropped and counted (on both sides: it has no group); what
+        was left out of a row counts on its own side.
+
+        Args:
+            records: all rows of the file at `path` by default.
+        """
+        made: list[tuple[Example, Record]] = []
+        for number, record in enumerate(read_records(self.path, self.name) if records is None else records, start=1):
+            found = example(record)
+            if isinstance(found, str):
+                self.counts.read += 1
+                self.counts.drop(found)
+            else:
+                made.append((replace(found, id=found.id or str(number)), record))
+        here = self.groups(str(found.group) for found, _ in made)
+        kept = [(found, record) for found, record in made if found.group in here]
+        self.counts.read += len(kept)
+        for _, record in kept:
+            self.counts.truncated.update(record.left_out)
+        return [found for found, _ in kept]
+
+    def limited(self, examples: list[Example]) -> list[Example]:
+        """At most `limit` of the examples, drawn with the seed."""
+        if self.limit is None or len(examples) <= self.limit:
+            return examples
+        drawn = list(examples)
+        self.rng("limit").shuffle(drawn)
+        return self.first(drawn)
+
+    def first(self, examples: list[Example]) -> list[Example]:
+        """The first `limit` of the examples, which came in random order."""
+        if self.limit is not None:
+            self.counts.drop("over the limit", max(0, len(examples) - self.limit))
+        return examples[: self.limit]
+
+    def examples(
+        self, example: Callable[[Record], Example | str], records: Iterable[Record] | None = None
+    ) -> list[Example]:
+        """`rows`, `limited`."""
+        return self.limited(self.rows(example, records))
+
+
+def reader(
+    name: str, *, hub_id: str | Mapping[str, str] | None = None, heldout_share: float = 0.2
+) -> Callable[[SideReader], SideReader]:
+    """Decorator: registers a function from a `DatasetSide`, and options of its own, to examples as a dataset's reader.
+
+    Args:
+        hub_id: as for `datasets.register`.
+        heldout_share: the default.
+    """
+
+    def add(examples: SideReader) -> SideReader:
+        @functools.wraps(examples)
+        def read(
+            path: str | Path | None = None,
+            *,
+            split: Split = "all",
+            seed: int = 0,
+            limit: int | None = None,
+            heldout_share: float = heldout_share,
+            **options: Any,
+        ) -> Dataset:
+            num_documents = options.get("num_documents")
+            if num_documents is not None and num_documents < 1:
+                raise ValueError(f"num_documents must be at least 1, not {num_documents}")
+            side = DatasetSide(name, path, split, seed, limit, heldout_share)
+            return Dataset(tuple(examples(side, **options)), side.counts, name)
+
+        own: Sequence[inspect.Parameter] = list(inspect.signature(examples).parameters.values())[1:]
+        common = list(inspect.signature(read, follow_wrapped=False).parameters.values())[:-1]
+        read.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]  # what inspect looks at
+        datasets.register(name, hub_id=hub_id)(read)
+        return examples
+
+    return add
