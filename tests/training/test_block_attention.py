@@ -20,7 +20,7 @@ from comb_training.models.lora import add_lora
 from comb_training.train import run_training
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.trainer import CombTrainer
-from tests.training.test_trainer import TOKENIZER, backbone, examples
+from tests.helpers.training import TOKENIZER, backbone, examples
 
 PROMPT = Prompt((3, 4), ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16)), (17, 18, 19), ((), (20,)))
 
@@ -106,7 +106,7 @@ def test_a_run_is_resumed_exactly_and_published_as_an_ordinary_checkpoint(rank: 
     saved = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
     assert all(".lora_" in name for name in saved) if rank else not any(".lora_" in name for name in saved)
     resumed = run()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    resumed.train(tmp_path / "checkpoint-5")
     assert resumed.losses == straight.losses
     weights = resumed.trained_weights()
     assert all(torch.equal(weights[name], weight) for name, weight in straight.trained_weights().items())
@@ -115,7 +115,7 @@ def test_a_run_is_resumed_exactly_and_published_as_an_ordinary_checkpoint(rank: 
     assert loaded.config.block_attention
     ids = torch.tensor([PROMPT.flat])
     with torch.no_grad():
-        expected = straight.trained_model.backbone.eval()(input_ids=ids).logits
+        expected = straight.model.backbone.eval()(input_ids=ids).logits
         torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
         assert (backbone()(input_ids=ids).logits - expected).abs().max() > 1e-3
 

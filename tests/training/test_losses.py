@@ -18,7 +18,7 @@ from comb_training.data.batches import IGNORED, Collator, TrainingExample
 from comb_training.models.lora import add_lora, lora_layers, unload
 from comb_training.trainer.losses import Teacher, divergence, target_logits_only, target_loss
 from comb_training.trainer.trainer import CombTrainer
-from tests.training.test_trainer import TOKENIZER, backbone, comb_model, examples, trainer
+from tests.helpers.training import TOKENIZER, backbone, comb_model, examples, trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -203,7 +203,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
         again, TrainConfig(steps=10, batch_size=6, learning_rate=1e-2, save_steps=5, output_dir=str(tmp_path)),
         examples(), TOKENIZER, progress=False,
     )  # fmt: skip
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    resumed.train(tmp_path / "checkpoint-5")
     assert resumed.losses == run.losses
     found = resumed.trained_weights()
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())

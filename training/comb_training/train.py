@@ -112,25 +112,25 @@ def run_training(
         progress=progress,
     )
     parameters = run.parameters  # before ZeRO-3 takes them apart
-    trainer.train_or_finish(resume)
+    trainer.train(resume)
     run.model.eval()
     result = TrainResult(
         output_dir=Path(config.train.output_dir),
-        model=run.model if distributed.is_main() and not trainer.is_deepspeed_enabled else None,
+        model=run.model if distributed.is_main() and not trainer.sharded else None,
         tokenizer=run.tokenizer,
         losses=trainer.losses,
-        steps=trainer.state.global_step,
+        steps=trainer.step,
         seconds=trainer.schedule.used,
         answer_seconds=answer_seconds,
         counts=run.counts,
         statistics=TokenStatistics.of(examples),
         teacher=teacher,
         parameters=parameters,
-        heldout_losses=_logged(trainer, "eval_loss"),
-        heldout_em=_logged(trainer, "eval_em"),
-        heldout_f1=_logged(trainer, "eval_f1"),
+        heldout_losses=trainer.logged("eval_loss"),
+        heldout_em=trainer.logged("eval_em"),
+        heldout_f1=trainer.logged("eval_f1"),
         terminated=trainer.terminated,
-        bad_batches=trainer.bad_batches,
+        bad_batches=trainer.objective.bad_batches,
         sets=statistics_by_set(examples) if config.data.mixture else {},
     )
     if not trainer.terminated:
@@ -203,10 +203,6 @@ def heldout_answers(run: PreparedRun) -> HeldoutAnswers | None:
     examples, _ = read_examples(data, run.builder, longest, split="heldout", limit=limit)
     model = training_method(run.config.train.method).answering(run.model)
     return HeldoutAnswers(model, run.tokenizer, examples, run.config)
-
-
-def _logged(trainer: CombTrainer, name: str) -> list[tuple[int, float]]:
-    return [(int(row["step"]), row[name]) for row in trainer.state.log_history if name in row]
 
 
 def evaluate_heldout(

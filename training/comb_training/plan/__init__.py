@@ -17,9 +17,8 @@ from comb_training.plan.activations import PassSize, Shapes
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import Memory, Sharding, memory_of
 from comb_training.trainer import distributed
-from comb_training.trainer.sampler import bucket_rows
+from comb_training.trainer.sampler import batch_sampler, bucket_rows
 from comb_training.trainer.schedule import total_steps
-from comb_training.trainer.trainer import batch_sampler
 
 
 @dataclass

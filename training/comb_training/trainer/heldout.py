@@ -1,15 +1,50 @@
-"""How well the model in training answers held-out questions: exact match and F1, all ranks taking their share."""
+"""How well the model in training does on held-out questions: its loss, and how it answers, all ranks sharing them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
 
 from comb.documents.document import Example
 from comb.evaluation.run import evaluate
 from comb_training.config import Config
+from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.trainer import distributed
+from comb_training.trainer.accelerator import engine_autocast
+from comb_training.trainer.losses import target_logits_only, target_loss
+
+
+@torch.no_grad()
+def heldout_loss(
+    model: Any,
+    batches: Sequence[Sequence[TrainingExample]],
+    collate: Callable[[Sequence[TrainingExample]], dict[str, Any]],
+    accelerator: Accelerator,
+) -> float:
+    """Mean loss per target token of examples that are not trained on. Collective.
+
+    Args:
+        batches: the same on every rank.
+    """
+    loss = count = 0.0
+    ranks, rank = distributed.world_size(), distributed.rank()
+    # every rank runs as many passes: sharded weights are gathered by all of them together
+    for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
+        inputs = send_to_device(collate(batches[min(place, len(batches) - 1)]), accelerator.device)
+        labels = inputs.pop("labels")
+        inputs.pop("full_prompts", None)
+        with engine_autocast(accelerator), target_logits_only(model, labels):
+            value = float(target_loss(model(**inputs), labels))
+        if place < len(batches):
+            tokens = int((labels[:, 1:] != IGNORED).sum())
+            loss, count = loss + value * tokens, count + tokens
+    loss, count = distributed.summed(loss, count)
+    return loss / count
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def target_logits_only(model: Any, labels: Tensor) -> Iterator[None]:
 def target_loss(
     outputs: Any,
     labels: Tensor,
-    num_items_in_batch: Tensor | int | None = None,
+    num_items_in_batch: Tensor | float | None = None,
     *,
     teacher: Teacher | None = None,
     weight: float = 0.0,

@@ -17,8 +17,8 @@ from comb_training.data.mixture import read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.loading import set_threads
+from comb_training.trainer.sampler import batch_sampler
 from comb_training.trainer.schedule import total_steps
-from comb_training.trainer.trainer import batch_sampler
 
 
 @dataclass

@@ -14,7 +14,10 @@ import torch
 from torch import Generator
 from torch.utils.data import Sampler
 
+from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
+from comb_training.models import training_method
+from comb_training.trainer import distributed
 
 WINDOW = 64
 """Batches whose examples are sorted by length together: much less padding, and still an order that chance decides."""
@@ -215,6 +218,26 @@ class _Room:
         self.rows, self.longest, self.document_tokens = self.rows + 1, longest, tokens
         self.documents |= new
         return True
+
+
+def batch_sampler(
+    examples: Sequence[TrainingExample],
+    config: TrainConfig,
+    *,
+    together: int = 8,
+    ranks: int | None = None,
+    accumulation: int | None = None,
+) -> BatchSampler:
+    """The sampler that `config` describes, for this run's ranks unless others are named."""
+    method = training_method(config.method)
+    return BatchSampler(
+        [method.row(example) for example in examples],
+        Budget(config.batch_size, config.batch_document_tokens, config.batch_query_tokens),
+        seed=config.seed,
+        together=together,
+        ranks=distributed.world_size() if ranks is None else ranks,
+        accumulation=config.gradient_accumulation_steps if accumulation is None else accumulation,
+    )
 
 
 def bucket_rows(sampler: BatchSampler, examples: Sequence[TrainingExample], buckets: int = 6) -> list[dict[str, Any]]:

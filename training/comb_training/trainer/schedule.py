@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import math
+import time
 
 from comb_training.config import TrainConfig
+from comb_training.trainer import distributed
 
 UNLIMITED_STEPS = 10**9  # for runs that only the clock ends
 
 
-class Schedule:
+class LearningRateSchedule:
     """Linear warm-up, then a cosine down to `final`, as a factor of the peak learning rate.
 
     Progress is the greater of steps done / steps and seconds used / `max_seconds`. So a run that the clock ends
     gets its whole cool-down however fast the machine is; its learning rates then depend on the machine, which a
-    run limited by steps avoids. A callable object, because `LambdaLR` saves the state of objects (`used` goes on
-    after a resume).
+    run limited by steps avoids.
     """
-
-    # in slots, so that `LambdaLR` saves `used` alone: a resumed run may have another length
-    __slots__ = ("__dict__", "final", "max_seconds", "steps", "warmup")
 
     def __init__(self, steps: int, max_seconds: float | None, warmup: float, final: float) -> None:
         self.steps = steps
         self.max_seconds = max_seconds
         self.warmup = warmup
         self.final = final
-        self.used = 0.0  # seconds of optimisation so far
+        self.used = 0.0
+        """Seconds of optimisation so far; a resumed run goes on with those of its checkpoint."""
+        self._last = 0.0
+
+    def start(self) -> None:
+        """The clock runs from here."""
+        self._last = time.monotonic()
+
+    def tick(self) -> None:
+        """Counts the seconds since the last look at the clock. Collective where the clock ends the run."""
+        now = time.monotonic()
+        self.used += now - self._last
+        self._last = now
+        if self.max_seconds is not None:
+            # the first rank's clock holds for all: their learning rates must be the same
+            [self.used] = distributed.summed(self.used if distributed.is_main() else 0.0)
+
+    def over(self, step: int) -> bool:
+        """Whether nothing is left to train after `step` steps."""
+        return step >= self.steps or (self.max_seconds is not None and self.used >= self.max_seconds)
 
     def progress(self, step: int) -> float:
         """0 at the start, 1 at the end."""
@@ -34,6 +51,7 @@ class Schedule:
         return min(1.0, max(step / self.steps, clock))
 
     def __call__(self, step: int) -> float:
+        """The factor for the update that follows `step` steps."""
         # the first update has done nothing yet, but its learning rate must not be zero
         progress = max(self.progress(step), min(1.0, 1 / self.steps))
         if self.max_seconds is not None:

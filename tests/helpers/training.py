@@ -1,0 +1,64 @@
+"""What tests of training share: a byte tokenizer, a tiny backbone with an encoder, examples, and a trainer of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from comb import CombForCausalLM, Prompt
+from comb_training.config import TrainConfig
+from comb_training.data.batches import TrainingExample
+from comb_training.trainer.trainer import CombTrainer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<pad>", "<end>", *alphabet])}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def backbone(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+        initializer_range=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def comb_model(gate: float = 0.0, on: Any = None) -> CombForCausalLM:
+    on = backbone() if on is None else on
+    model = CombForCausalLM.from_backbone(on, num_encoder_layers=1, cross_attention_layers=[1])
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate"):
+            torch.nn.init.constant_(parameter, gate)
+    return model
+
+
+def examples(count: int = 12) -> list[TrainingExample]:
+    """Questions over three sets of documents, with targets of very different lengths."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(torch.randint(2, len(TOKENIZER), (length,), generator=generator).tolist())
+
+    documents = [(ids(9), ids(5)), (ids(7),), (ids(4), ids(6), ids(3))]
+    return [
+        TrainingExample(Prompt((2,), documents[n % 3], ids(2 + n % 4)), (*ids(1 + (5 * n) % 11), 1), str(n))
+        for n in range(count)
+    ]
+
+
+def trainer(model: Any, folder: Path, rows: list[TrainingExample] | None = None, **config: Any) -> CombTrainer:
+    settings = TrainConfig(**{"steps": 4, "batch_size": 4, "logging_steps": 1, "output_dir": str(folder), **config})
+    return CombTrainer(model, settings, examples() if rows is None else rows, TOKENIZER, progress=False)

@@ -1,0 +1,282 @@
+"""Whole runs from a configuration, and the commands: train, eval, demo."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from comb import CombForCausalLM
+from comb.documents.document import PromptBuilder
+from comb.evaluation.run import evaluate
+from comb_training import plugin
+from comb_training.cli import demo
+from comb_training.config import config_from_dict, load_config
+from comb_training.data.mixture import read_examples
+from comb_training.nano import CHECKPOINT
+from comb_training.train import run_training, trained_config
+from comb_training.trainer.prepare import prepare
+from tests.helpers.training import TOKENIZER, backbone
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """The demo sets torch's threads for its process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- a whole run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backbone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("backbone")
+    backbone().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config_for(backbone_folder: Path, tmp_path: Path) -> Callable[..., Any]:
+    data = tmp_path / "data.jsonl"
+    rows = [
+        {"documents": [f"The key of {n} is {7 * n}.", "Nothing here."], "query": f"Key of {n}?", "answer": f"{7 * n}"}
+        for n in range(12)
+    ]
+    rows.append({"documents": ["x" * 300], "query": "Too long?", "answer": "yes"})
+    data.write_text("\n".join(map(json.dumps, rows)))
+
+    def make(**train: Any) -> Any:
+        train = {"steps": 4, "batch_size": 4, "answer_max_new_tokens": 6, "output_dir": str(tmp_path / "out"), **train}
+        return config_from_dict(
+            {
+                "model": {"backbone": str(backbone_folder), "num_encoder_layers": 1, "cross_attention_layers": [1]},
+                "data": {"dataset": "jsonl", "path": str(data), "heldout_share": 0.2},
+                "train": train,
+            }
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("answers", ["on_policy", "gold"])
+def test_run_training_end_to_end(config_for: Callable[..., Any], tmp_path: Path, answers: str) -> None:
+    config = config_for(answers=answers)
+    result = run_training(config, progress=False)
+    assert result.steps == 4
+    assert all(math.isfinite(loss) for _, loss in result.losses)
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert report["steps"] == 4
+    assert report["seed"] == 0
+    assert report["data"]["truncated"]["document of more than 128 tokens"] <= 1
+    assert report["versions"]["torch"] == torch.__version__
+    assert (report["teacher"] is None) == (answers == "gold")
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert trained_config(tmp_path / "out") == config
+    loaded = CombForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(loaded.state_dict(), result.model.state_dict())
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not any(name.endswith((".bin", ".pt")) for name in names)
+
+
+def test_scores_of_an_older_adapter_do_not_stay_in_the_card(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    row = {"method": "comb", "n": 1, "em": 1.0, "f1": 1.0}
+    (tmp_path / "out").mkdir()
+    for name in ("results.json", "results-squad.json"):
+        (tmp_path / "out" / name).write_text(json.dumps({"argv": ["comb"], "results": [row]}))
+    run_training(config_for(answers="gold"), progress=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "exact match" not in card
+    assert "| data | `jsonl` (not on the Hub) |" in card
+
+
+def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true"), ("PROJECT", "comb-test")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run_training(config_for(answers="gold", report_to=["wandb"], run_name="a run", logging_steps=1), progress=False)
+    wandb.finish()
+    [run] = (tmp_path / "wandb").glob("offline-run-*")
+    [log] = run.glob("*.wandb")
+    deadline = time.monotonic() + 60  # written by a process of wandb's own, which may not be through when finish() is
+    while b"train/loss" not in log.read_bytes():
+        assert time.monotonic() < deadline, log.read_bytes()[:200]
+        time.sleep(0.05)
+
+
+def test_prepare_trains_nothing_and_counts(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    run = prepare(config_for())
+    assert run.counts.kept == len(run.examples) == run.statistics.examples
+    assert run.steps == 4
+    assert run.parameters["trainable"] < run.parameters["all"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_trained_config_of_other_folders(tmp_path: Path) -> None:
+    assert trained_config(tmp_path) is None
+    (tmp_path / "training.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        trained_config(tmp_path)
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    plugin.add_commands(app)
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config_for().to_dict()))
+    result = invoke("train", str(path), "train.steps=7", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "steps: 7" in result.output
+    assert "Optimizer steps: 7." in result.output
+    assert "rows kept" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_then_eval_on_the_same_held_out_rows(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    path, out = tmp_path / "run.yaml", tmp_path / "out"
+    content = config_for(answers="gold", save_steps=2).to_dict()
+    content["eval"].update(methods=["full", "comb", "none"], max_new_tokens=4, timing_examples=1)
+    path.write_text(yaml.safe_dump(content))
+    trained = invoke("train", str(path))
+    assert trained.exit_code == 0, trained.output
+    assert "loss" in trained.output
+    assert "none" in trained.output
+    first = json.loads((out / "results.json").read_text())
+    assert [row["method"] for row in first["results"]] == ["full", "comb", "none"]
+    assert (out / "results.png").exists()
+    again = invoke("eval", str(out), "--out", str(tmp_path / "again.json"))
+    assert again.exit_code == 0, again.output
+    second = json.loads((tmp_path / "again.json").read_text())
+    assert [row["predictions"] for row in second["results"]] == [row["predictions"] for row in first["results"]]
+    assert second["data"] == first["data"]
+    resumed = invoke("train", str(path), "--resume", "auto", "--no-eval", "train.steps=5")
+    assert resumed.exit_code == 0, resumed.output
+    assert "in 5 steps" in resumed.output
+
+
+def test_commands_say_what_is_missing(backbone_folder: Path, tmp_path: Path) -> None:
+    result = invoke("eval", str(backbone_folder))
+    assert isinstance(result.exception, ValueError)
+    assert "--dataset" in str(result.exception)
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{backbone: {backbone_folder}}}")
+    result = invoke("train", str(path), "--resume", str(tmp_path / "absent"))
+    assert "no checkpoint folder" in str(result.exception)
+
+
+def test_the_demo_trains_as_the_nano_recipe_does() -> None:
+    recipe = load_config(Path(__file__).resolve().parents[2] / "configs" / "nano.yaml")
+    ours = demo.demo_config(recipe.train.output_dir, recipe.train.max_seconds, recipe.train.seed)
+    assert (ours.data, ours.train) == (recipe.data, recipe.train)
+    assert dataclasses.replace(ours.model, device=recipe.model.device) == recipe.model
+
+
+@pytest.mark.skipif(not (CHECKPOINT / "config.json").exists(), reason=f"needs the nano checkpoint at {CHECKPOINT}")
+def test_demo_fails_when_the_encoder_has_learned_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole demo in small: two steps of training are too few, and it must say so."""
+    whole = demo.demo_config
+
+    def small(*arguments: Any) -> Any:
+        config = whole(*arguments)
+        data = dataclasses.replace(config.data, options={"scenes": 4, "questions": 4})
+        return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, steps=2))
+
+    monkeypatch.setattr(demo, "demo_config", small)
+    out = tmp_path / "demo"
+    result = invoke("demo", "--output-dir", str(out), "--questions", "12")
+    assert result.exit_code == 1, result.output
+    assert "missed" in result.output
+    assert "encoder on, cached" in result.output
+    content = json.loads((out / "results.json").read_text())
+    scores = {row["method"]: row["em"] for row in content["results"]}
+    assert list(scores) == list(demo.METHODS)
+    assert scores["full"] == scores["prefix"] > 0.8
+    assert scores["comb"] < 0.9 * scores["full"]
+    assert scores["none"] < 0.2
+    assert "`nano`, held-out side" in (out / "README.md").read_text()
+    assert {"model.safetensors", "results.png", "loss.png", "training.json"} <= {path.name for path in out.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_trained_weights_stay_in_float32(config_for: Callable[..., Any], dtype: str) -> None:
+    config = config_for(answers="gold")
+    result = run_training(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype)), progress=False
+    )
+    assert {p.dtype for p in result.model.parameters() if p.requires_grad} == {torch.float32}
+    assert str(result.model.backbone.dtype) == f"torch.{dtype}"
+
+
+def test_evaluating_on_the_training_dataset_keeps_its_split(
+    config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from comb_training.cli import commands
+
+    run_training(config_for(answers="gold"), progress=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(commands, "_evaluate", lambda model, tokenizer, settings, *a, **k: seen.append(settings.data))
+    commands.evaluate(str(tmp_path / "out"), dataset="jsonl", path=str(tmp_path / "data.jsonl"))
+    commands.evaluate(str(tmp_path / "out"), dataset="squad", path="elsewhere.json")
+    assert seen[0].heldout_share == 0.2
+    assert (seen[1].dataset, seen[1].path, seen[1].heldout_share) == ("squad", "elsewhere.json", None)
+
+
+def test_init_from_needs_an_adapter(config_for: Callable[..., Any], backbone_folder: Path) -> None:
+    config = config_for()
+    for changes, message in [
+        ({"init_from": str(backbone_folder)}, "not a COMB adapter"),
+        ({"init_from": "x", "options": {"max_document_tokens": 9}}, "can't change the adapter"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, **changes)))
+
+
+# --- answers while training ---
+
+
+def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
+    settings = config_from_dict(
+        {
+            "model": {"num_encoder_layers": 1, "cross_attention_layers": [2]},
+            "data": {"options": {"scenes": 20, "questions": 2}},
+            "train": {
+                "steps": 4, "batch_size": 8, "answers": "gold", "eval_steps": 2, "eval_answers": 6,
+                "output_dir": str(tmp_path),
+            },
+            "eval": {"limit": 10},
+        }
+    )  # fmt: skip
+    result = run_training(settings, progress=False)
+    assert [step for step, _ in result.heldout_em] == [2, 4] == [step for step, _ in result.heldout_losses]
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["heldout_f1"] == [list(pair) for pair in result.heldout_f1]
+    # the last ones are those of the finished model, by the same questions
+    model = result.model
+    assert model is not None
+    examples, _ = read_examples(
+        settings.data, PromptBuilder(result.tokenizer), model.max_document_tokens, split="heldout", limit=6
+    )
+    [found] = evaluate((model, result.tokenizer), examples, ["comb"], timing_examples=0, progress=False)
+    assert result.heldout_em[-1] == (4, found.em)
+    assert result.heldout_f1[-1] == (4, pytest.approx(found.f1))
+    assert (tmp_path / "loss.png").stat().st_size > 5000

@@ -1,0 +1,15 @@
+"""What a training run is to do: four sections of keys, checked as they are read.
+
+YAML, nested values and ``section.key=value`` enter; a frozen `Config` leaves. A mistake is an error that names source,
+key and what was expected. `Config.to_dict` is what training.json holds.
+"""
+
+from comb_training.config.data import MIXTURE, DataConfig, MixtureEntry
+from comb_training.config.read import config_from_dict, load_config, override
+from comb_training.config.sections import Config, EvalConfig, ModelConfig
+from comb_training.config.train import TrainConfig
+
+__all__ = [
+    "MIXTURE", "Config", "DataConfig", "EvalConfig", "MixtureEntry", "ModelConfig", "TrainConfig", "config_from_dict",
+    "load_config", "override",
+]  # fmt: skip

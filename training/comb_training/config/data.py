@@ -1,0 +1,128 @@
+"""Which examples a run trains on: one dataset, or a mixture of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, StrictBool, StrictInt
+from pydantic.dataclasses import dataclass
+
+from comb_training.config.types import KNOWN_KEYS, AtLeastOne, Items, Number, Options
+
+MIXTURE = "mixture"
+"""`DataConfig.dataset` where there is a mixture: what tables and plots call the data."""
+
+
+@dataclass(frozen=True, config=KNOWN_KEYS)
+class MixtureEntry:
+    """One set of a mixture (`DataConfig.mixture`). What is null is as in `DataConfig`.
+
+    Raises:
+        ValueError: for a value out of range, or an option that the mixture decides.
+    """
+
+    dataset: str
+    """A registered dataset: squad, babi, nano, jsonl, ..."""
+    path: str | None = None
+    """The dataset's file or folder; null for generated data."""
+    name: str | None = None
+    """What the set is called in counts and ids; null is `dataset`. Two sets can't have the same name."""
+    weight: Number = 1.0
+    """Share of the epoch's examples, relative to the other weights."""
+    num_documents: StrictInt | None = None
+    """Documents per example."""
+    heldout_share: Number | None = None
+    """Share of the groups (articles, stories) kept for evaluation."""
+    limit: StrictInt | None = None
+    """Different examples of this set at most, for training."""
+    query_template: str | None = None
+    """How a question is written; {query} is replaced."""
+    options: Options = Field(default_factory=dict)
+    """More options of the dataset's reader."""
+
+    def __post_init__(self) -> None:
+        if self.name is None:
+            object.__setattr__(self, "name", Path(self.dataset).stem)
+        where = f"data.mixture, set {self.name!r}"
+        if not self.name or "/" in self.name or "@" in self.name:
+            raise ValueError(f"{where}: a name is a text without / and @, which ids have behind it")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"{where}: weight must be greater than 0, not {self.weight}")
+        for name in ("num_documents", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{where}: {name} must be at least 1, not {value}")
+        if self.query_template is not None and "{query}" not in self.query_template:
+            raise ValueError(f"{where}: query_template {self.query_template!r} has no {{query}}")
+        decided = sorted({"split", "limit"} & self.options.keys())
+        if decided:
+            raise ValueError(f"{where}: options can't hold {decided[0]!r}, which the mixture decides")
+
+
+@dataclass(frozen=True, config=KNOWN_KEYS)
+class DataConfig:
+    """Which examples, and how they become tokens."""
+
+    dataset: str = ""
+    """A registered dataset: squad, babi, nano, jsonl, ... Left out it is nano, or with a mixture "mixture"."""
+    path: str | None = None
+    """The dataset's file or folder, null for generated data; with a mixture, the folder that its paths are in."""
+    mixture: Items[MixtureEntry] = ()
+    """Several sets instead of one `dataset`, each with a weight."""
+    epoch_examples: AtLeastOne | None = None
+    """Examples of an epoch of the mixture; null: as many as `max_repeats` allows."""
+    max_repeats: Annotated[Number, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """How often an epoch of the mixture holds each example of a set at most, in the mean over the set. The set that
+    runs out first decides how long the epoch is."""
+    num_documents: AtLeastOne | None = None
+    """Documents per example; null is the dataset's own default."""
+    heldout_share: Number | None = None
+    """Share of the groups (articles, stories) kept for evaluation; null is the dataset's own default."""
+    limit: AtLeastOne | None = None
+    """Examples at most, for training."""
+    seed: StrictInt = 0
+    """Decides splits, distractors and shuffles."""
+    max_document_tokens: AtLeastOne | None = None
+    """Longer documents are cut (counted and said); null is what the encoder can take."""
+    splitter: str | None = None
+    """A splitter with its budget, fixed:512 say: documents of more tokens become several documents, and nothing of
+    them is cut off (counted and said); null cuts at `max_document_tokens`."""
+    max_prompt_tokens: AtLeastOne | None = None
+    """Examples with a longer full prompt get no answer from the backbone and are dropped (counted and said)."""
+    max_query_tokens: AtLeastOne = 1024
+    """Examples whose query and answer are longer are dropped (counted and said)."""
+    document_template: str | None = None
+    """How a document is written, with {text} and {title}; null is the title, if there is one, and the text."""
+    query_template: str = "{query}"
+    """How a question is written; {query} is replaced."""
+    options: Options = Field(default_factory=dict)
+    """More options of the dataset's reader."""
+    cache: StrictBool = True
+    """Keep the tokenised examples on disk, for the next run over the same data."""
+    cache_dir: str | None = None
+    """Where; null is the folder comb/tokens in the Hugging Face cache (HF_HOME)."""
+
+    @property
+    def label(self) -> str:
+        """The datasets' names, for titles."""
+        return ", ".join(dict.fromkeys(entry.dataset for entry in self.mixture)) or self.dataset
+
+    def __post_init__(self) -> None:
+        if not self.mixture:
+            if self.dataset == MIXTURE:
+                raise ValueError(f"data.dataset={MIXTURE} needs data.mixture: a list of sets, each with a dataset")
+            if self.epoch_examples is not None or self.max_repeats != 1:
+                raise ValueError("data.epoch_examples and data.max_repeats are for data.mixture, and there is none")
+            object.__setattr__(self, "dataset", self.dataset or "nano")
+            return
+        for name, given in (
+            ("dataset", self.dataset not in ("", MIXTURE)), ("options", self.options)
+        ):  # fmt: skip
+            if given:
+                raise ValueError(f"data.{name} and data.mixture are both given: it belongs to the sets of the mixture")
+        object.__setattr__(self, "dataset", MIXTURE)
+        names = [entry.name for entry in self.mixture]
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"data.mixture has two sets called {twice[0]!r}: give them a name each")

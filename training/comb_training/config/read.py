@@ -1,0 +1,146 @@
+"""A `Config` from YAML, from nested values, and from ``section.key=value`` on the command line.
+
+A key that is not known is an error that names the nearest one: a misspelt option must never be ignored.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from comb_training.config.data import DataConfig, MixtureEntry
+from comb_training.config.sections import Config, EvalConfig, ModelConfig
+from comb_training.config.train import TrainConfig
+
+SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
+
+COMMAND_LINE = "the command line"
+
+EXPECTED = {
+    "int_type": "must be a whole number, not {input!r}",
+    "float_type": "must be a number, not {input!r}",
+    "finite_number": "must be a finite number, not {input!r}",
+    "bool_type": "must be true or false, not {input!r}",
+    "string_type": "must be a text, not {input!r}",
+    "tuple_type": "must be a list, not {input!r}",
+    "dict_type": "must be a section of keys, not {input!r}",
+    "dataclass_type": "is a section of keys, got {input!r}",
+    "greater_than": "must be greater than {gt}, not {input!r}",
+    "greater_than_equal": "must be at least {ge}, not {input!r}",
+    "literal_error": "is one of {expected}, not {input!r}",
+}
+"""What was expected, by pydantic's name of the mistake."""
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML: ``train.steps=20``).
+
+    Raises:
+        ValueError: for a missing or malformed file, an unknown key (naming the nearest one and the file), or a value
+            of the wrong type.
+    """
+    content: dict[str, Any] = {}
+    source = COMMAND_LINE
+    if path is not None:
+        source = str(path)
+        if not Path(path).is_file():
+            raise ValueError(f"there is no configuration file {source!r}")
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{source} is not YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{source}: expected sections model, data, train and eval, got {type(content).__name__}")
+    for item in overrides:
+        # its key and its value are checked alone first, so that a mistake in them is not blamed on the file
+        _validate(_override({}, item), COMMAND_LINE, alone=True)
+        content = _override(content, item)
+    return config_from_dict(content, source)
+
+
+def config_from_dict(content: Mapping[str, Any], source: str = "configuration") -> Config:
+    """A `Config` from nested plain values. Raises ValueError as `load_config` does."""
+    config = _validate(content, source)
+    assert config is not None
+    return config
+
+
+def override(config: Config, items: Sequence[str]) -> Config:
+    """`config` with ``section.key=value`` items applied, the last one winning. Raises ValueError as `load_config`."""
+    content: dict[str, Any] = config.to_dict()
+    for item in items:
+        content = _override(content, item)
+    return config_from_dict(content, COMMAND_LINE)
+
+
+def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
+    """`content` with one ``section.key=value`` applied; unknown keys are left to `_validate`."""
+    name, equals, text = item.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"expected section.key=value, got {item!r} (for example train.steps=20)")
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{item!r}: the value is not YAML ({error})") from error
+    changed = copy.deepcopy(dict(content))
+    target = changed
+    *parents, key = name.strip().split(".")
+    for parent in parents:
+        if target.get(parent) is None:
+            target[parent] = {}
+        target = target[parent]
+        if not isinstance(target, dict):
+            raise ValueError(f"{item!r}: {parent} is a value and has no keys")
+    target[key] = value
+    return changed
+
+
+def _validate(content: Mapping[str, Any], source: str, *, alone: bool = False) -> Config | None:
+    """The configuration, or a ValueError with all mistakes, one a line.
+
+    Args:
+        alone: it is a part of one only: whether values fit together can't be told, and None is returned if not.
+    """
+    given = {name: {} if value is None and name in SECTIONS else value for name, value in content.items()}
+    try:
+        return TypeAdapter(Config).validate_python(given)
+    except ValidationError as error:
+        mistakes = [item for item in error.errors() if not (alone and item["type"] == "value_error")]
+        if not mistakes:
+            return None
+        raise ValueError("\n".join(f"{source}: {_describe(item)}" for item in mistakes)) from error
+
+
+def _describe(mistake: Any) -> str:
+    location, kind = mistake["loc"], mistake["type"]
+    if kind == "value_error":  # of a section's own checks, which name their keys
+        return str(mistake["ctx"]["error"])
+    name = ".".join(map(str, location))
+    for part in location:
+        if isinstance(part, int):
+            name = name.replace(f".{part}", f"[{part}]", 1)
+    if kind == "unexpected_keyword_argument":
+        return f"unknown key {name}; {_hint(str(location[-1]), location[:-1], name)}"
+    if kind == "missing":
+        return f"{name.rpartition('.')[0]} needs a {location[-1]}"
+    context = dict(mistake.get("ctx", {}))
+    context["expected"] = str(context.get("expected")).replace(" or ", ", ")
+    expected = EXPECTED.get(kind, "{input!r}: " + mistake["msg"].replace("{", "{{").replace("}", "}}"))
+    return f"{name} {expected.format(input=mistake['input'], **context)}"
+
+
+def _hint(key: str, section: Sequence[Any], name: str) -> str:
+    """What was meant instead of `key` in `section`."""
+    kind = MixtureEntry if "mixture" in section else SECTIONS[section[0]] if section else Config
+    known = [field.name for field in fields(kind)]
+    close = [name.removesuffix(key) + match for match in difflib.get_close_matches(key, known, n=1)]
+    # a right key in the wrong section is the other common slip
+    close += [f"{other}.{key}" for other, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
+    return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"

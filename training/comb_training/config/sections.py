@@ -1,0 +1,75 @@
+"""The sections of a training run's configuration; `data` and `train` have files of their own."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from comb_training.config.data import DataConfig
+from comb_training.config.train import TrainConfig
+from comb_training.config.types import KNOWN_KEYS, Items, Options
+
+
+@dataclass(frozen=True, config=KNOWN_KEYS)
+class ModelConfig:
+    """The backbone and the shape of the encoder that is trained on it."""
+
+    backbone: str = "nano"
+    """Hub id, folder, or registered name of the frozen backbone."""
+    num_encoder_layers: StrictInt = 8
+    """Layers of the chunk encoder."""
+    cross_attention_layers: Items[StrictInt] | None = None
+    """Backbone layers with a cross block in front of them; null spreads one per encoder layer evenly."""
+    encoder_causal: StrictBool = False
+    """A causal mask inside the encoder (the paper's equation); false is bidirectional, as in the published code."""
+    dtype: str = "float32"
+    """Weights' dtype: float32, bfloat16, float16 or auto."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one. (CUDA_VISIBLE_DEVICES chooses among several.)"""
+    init_from: str | None = None
+    """An adapter folder to go on from, instead of a fresh encoder."""
+    cpu_threads: StrictInt | None = None
+    """Threads of torch on a CPU; null is torch's default. Tiny models are fastest with one: more only wait."""
+    options: Options = Field(default_factory=dict)
+    """More keyword arguments of `CombForCausalLM.from_backbone`."""
+
+
+@dataclass(frozen=True, config=KNOWN_KEYS)
+class EvalConfig:
+    """The evaluation on held-out groups after training."""
+
+    methods: Items[str] = ("full", "comb")
+    """Methods to compare; "none" is the control without documents."""
+    limit: StrictInt = 100
+    """Held-out examples at most."""
+    max_new_tokens: StrictInt = 48
+    """Longest answer."""
+    batch_size: StrictInt = 32
+    """Questions answered at once."""
+    timing_examples: StrictInt = 8
+    """Examples of which the time to the first token is measured, one request at a time; 0 measures none."""
+
+
+@dataclass(frozen=True, config=KNOWN_KEYS)
+class Config:
+    """One training run."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.method == "block":
+            if self.model.init_from is not None:
+                raise ValueError("model.init_from is an adapter; with train.method=block, go on from model.backbone")
+            if self.eval == EvalConfig():
+                object.__setattr__(self, "eval", EvalConfig(methods=("full", "block")))
+            if "comb" in self.eval.methods:
+                raise ValueError("eval.methods has comb, but train.method=block trains no encoder; use full, block")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for YAML and JSON."""
+        return TypeAdapter(Config).dump_python(self, mode="json")  # type: ignore[no-any-return]  # a dict

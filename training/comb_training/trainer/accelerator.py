@@ -1,0 +1,92 @@
+"""accelerate for one run: ranks, precision, DeepSpeed's configuration, trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+from comb_training.config import TrainConfig
+
+
+def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
+    """What wraps model and optimizer, and adds up gradients. One per process at a time.
+
+    Raises:
+        ValueError: for a DeepSpeed configuration that can't be used, or a tracker that isn't installed.
+    """
+    # accelerate keeps one state per process: without this, a second run would have the precision of the first.
+    # Private; seen in accelerate 1.15, and used by transformers' TrainingArguments for the same reason
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = _deepspeed_plugin(config, use_cpu=use_cpu) if config.deepspeed is not None else None
+    if use_cpu:
+        PartialState(cpu=True)  # and not `Accelerator(cpu=True)`, which would leave DeepSpeed out
+    accelerator = Accelerator(
+        # DeepSpeed's own autocast keeps trained weights in float32; asking for both would be two of them
+        mixed_precision="bf16" if config.bf16 and not _own_autocast(plugin) else "no",
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        deepspeed_plugin=plugin,
+        log_with=list(config.report_to) or None,
+        project_dir=config.output_dir,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=False),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=30)),  # held-out answers may keep one rank busy
+        ],
+    )
+    missing = sorted(set(config.report_to) - {str(name) for name in accelerator.log_with})
+    if missing:
+        raise ValueError(f"train.report_to: {missing[0]} is not installed (pip install {missing[0]})")
+    return accelerator
+
+
+def engine_autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:
+    """DeepSpeed's own autocast, for calls that pass its engine by; nothing without DeepSpeed."""
+    settings = _own_autocast(accelerator.state.deepspeed_plugin)
+    if not settings.get("enabled"):
+        return nullcontext()
+    dtype = getattr(torch, str(settings.get("dtype", "bfloat16")).removeprefix("torch."))
+    return torch.autocast(accelerator.device.type, dtype)
+
+
+def _own_autocast(plugin: DeepSpeedPlugin | None) -> dict[str, Any]:
+    return {} if plugin is None else plugin.deepspeed_config.get("torch_autocast", {})
+
+
+def _deepspeed_plugin(config: TrainConfig, *, use_cpu: bool) -> DeepSpeedPlugin:
+    """DeepSpeed's configuration as it is, but for its "auto" values; accelerate fills in those not named here."""
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            "train.deepspeed needs a launcher, also for one process: torchrun --nproc_per_node 1 -m "
+            "comb_training.train CONFIG ..."
+        )
+    try:
+        import deepspeed.ops
+    except ImportError as error:
+        raise ValueError("train.deepspeed: DeepSpeed is not installed (pip install 'comb-pic[train]')") from error
+    if use_cpu:
+        # a shared-memory operator for CPU ranks that only its inference uses; building it needs a compiler and a
+        # minute. Private; seen in DeepSpeed 0.19.8
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        settings = json.loads(Path(str(config.deepspeed)).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"train.deepspeed={config.deepspeed!r} is no DeepSpeed configuration: {error}") from error
+    for name, value in (
+        ("train_micro_batch_size_per_gpu", config.batch_size),
+        ("gradient_accumulation_steps", config.gradient_accumulation_steps),
+        ("gradient_clipping", config.max_grad_norm),
+    ):
+        if settings.setdefault(name, "auto") not in ("auto", value):
+            raise ValueError(
+                f'{config.deepspeed}: {name} is {settings[name]} and the run has {value}: write "auto" there'
+            )
+        settings[name] = value
+    return DeepSpeedPlugin(hf_ds_config=settings)

@@ -1,0 +1,103 @@
+"""The loss of one batch during training: the teacher beside it, and what happens where it is not a number."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+
+from comb_training.config import TrainConfig
+from comb_training.data.batches import TrainingExample
+from comb_training.models import TrainingMethod
+from comb_training.models.checkpoints import TrainingDivergedError
+from comb_training.trainer import distributed
+from comb_training.trainer.losses import Teacher, target_logits_only, target_loss
+
+logger = logging.getLogger(__name__)
+
+
+class Objective:
+    """The loss of batches of `model`'s training by `method`.
+
+    A batch whose loss is not a number on some rank adds nothing to any gradient, up to `config.max_bad_steps`.
+    """
+
+    def __init__(self, model: Any, method: TrainingMethod, config: TrainConfig) -> None:
+        self.model = model
+        self.method = method
+        self.config = config
+        self.bad_batches = 0
+        """Batches that were left out."""
+        self._bad_now = False
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._unless_bad)
+
+    def __call__(self, wrapped: nn.Module, batch: dict[str, Any], targets: float, *, step: int, rate: float) -> Tensor:
+        """The batch's share of the step's loss: the sum over its target tokens divided by `targets`. Collective.
+
+        Args:
+            wrapped: the model as it is called in training (DDP's or DeepSpeed's).
+            targets: target tokens of the whole step, on all ranks.
+            step, rate: for the error: which step this is, and its learning rate.
+
+        Raises:
+            TrainingDivergedError: if the loss is not a number once too often.
+        """
+        self._bad_now = False
+        inputs = dict(batch)
+        labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
+        teacher = self._ask_teacher(prompts) if prompts is not None else None
+        with target_logits_only(self.model, labels):
+            outputs = wrapped(**inputs)
+        loss = target_loss(outputs, labels, targets, teacher=teacher, weight=self.config.kl_weight)
+        finite = bool(torch.isfinite(loss))
+        if distributed.all_true(finite):
+            return loss
+        self._bad_now = True
+        self.bad_batches += 1
+        where = "another rank" if finite else self._keep(batch, loss, step)
+        message = f"the loss is {loss.item()} at step {step} (learning rate {rate:.2e}; the batch is kept in {where})"
+        if self.bad_batches > self.config.max_bad_steps:
+            raise TrainingDivergedError(
+                f"{message}: nothing was saved after the last checkpoint. Lower train.learning_rate, or look for NaN "
+                "in the weights the run started from"
+            )
+        logger.warning("%s: left out, %d of %d allowed", message, self.bad_batches, self.config.max_bad_steps)
+        return loss.nan_to_num(0.0, 0.0, 0.0)
+
+    @torch.no_grad()
+    def _ask_teacher(self, prompts: dict[str, Tensor]) -> Teacher:
+        """What the plain backbone says with the documents in its prompt."""
+        labels = prompts["labels"]
+        with self.method.plain_backbone(self.model) as backbone, target_logits_only(backbone, labels):
+            logits = backbone(
+                input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"], use_cache=False
+            ).logits
+        return Teacher.of(logits, labels, self.config.kl_top_k)
+
+    def _unless_bad(self, gradient: Tensor) -> Tensor | None:
+        # zero times NaN is NaN: what goes backward from a bad loss must be replaced, not scaled
+        return torch.zeros_like(gradient) if self._bad_now else None
+
+    def _keep(self, batch: dict[str, Any], loss: Tensor, step: int) -> Path:
+        path = Path(self.config.output_dir) / f"bad-batch-step-{step}-rank-{distributed.rank()}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": step, "loss": loss.item(), "inputs": send_to_device(batch, "cpu")}, path)
+        return path
+
+
+def check_teacher_reads(model: Any, examples: list[TrainingExample]) -> None:
+    """Raises ValueError if a prompt with its documents has no room in the backbone's positions."""
+    limit = getattr(model.backbone.config.get_text_config(), "max_position_embeddings", None)
+    long = [e for e in examples if limit is not None and len(e.prompt.flat) + len(e.target) > limit]
+    if long:
+        raise ValueError(
+            f"train.kl_weight: {len(long)} examples are longer with their documents than the backbone's {limit} "
+            f"positions (example {long[0].id}, for one): lower data.num_documents or data.max_document_tokens, or use "
+            "train.answers=on_policy with data.max_prompt_tokens, which drops them"
+        )

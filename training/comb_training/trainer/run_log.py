@@ -1,0 +1,139 @@
+"""What a run says while it trains: a file of records, a progress bar, and whatever `train.report_to` names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from comb_training.config import TrainConfig
+from comb_training.trainer import distributed
+from comb_training.trainer.schedule import LearningRateSchedule
+
+logger = logging.getLogger(__name__)
+
+LOG = "log.jsonl"
+"""File in the run's folder that holds every record of its log."""
+
+
+class RunLog:
+    """The records of a run: in memory on every rank; in a file, on a bar and in trackers on the first one."""
+
+    def __init__(
+        self, config: TrainConfig, schedule: LearningRateSchedule, accelerator: Accelerator, *, progress: bool
+    ) -> None:
+        self.config = config
+        self.schedule = schedule
+        self.accelerator = accelerator
+        self.history: list[dict[str, Any]] = []
+        """Every record, with its step."""
+        self.path = Path(config.output_dir) / LOG
+        self._progress = progress and distributed.is_main()
+        self._bar: _ProgressBar | None = None
+        self._tokens = 0
+        self._since = 0.0
+
+    def start(self, step: int) -> None:
+        """Opens everything for a run that goes on from `step`."""
+        if distributed.is_main():
+            self._keep_lines(step)
+        if self.config.report_to:
+            settings = dataclasses.asdict(self.config)
+            self.accelerator.init_trackers(
+                os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers names it
+                config={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()},
+                init_kwargs={"wandb": {"name": self.config.run_name or self.config.output_dir}},
+            )
+        if self._progress:
+            self._bar = _ProgressBar(self.schedule, step)
+
+    def _keep_lines(self, step: int) -> None:
+        """Of an earlier file, the records up to `step`."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if step and self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # the last line of a killed run may be half of one
+                    if json.loads(line)["step"] <= step:
+                        kept.append(f"{line}\n")
+        self.path.write_text("".join(kept), encoding="utf-8")
+
+    def count(self, tokens: int) -> None:
+        """Adds tokens that this rank trained on (of different documents, queries and answers, no padding)."""
+        self._tokens += tokens
+
+    def tokens_per_second(self) -> dict[str, float]:
+        """What all ranks counted since the call before, as a record; empty at the first call. Collective."""
+        now = time.monotonic()
+        [tokens] = distributed.summed(self._tokens)
+        rate = {"tokens_per_second": round(tokens / (now - self._since), 1)} if 0 < self._since < now else {}
+        self._tokens, self._since = 0, now
+        return rate
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        """Adds a record, everywhere."""
+        self.history.append({**record, "step": step})
+        if not distributed.is_main():
+            return
+        line = json.dumps({"step": step, "time": datetime.now(UTC).isoformat(), **record})
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:  # a full disk is the checkpoint's to report, with what is safe
+            logger.warning("%s: a record is lost (%s)", self.path, error)
+        if self._bar is not None:
+            self._bar.show(step, record)
+        if self.config.report_to:
+            named = {
+                f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": v for name, v in record.items()
+            }
+            self.accelerator.log(named, step=step)
+
+    def advance(self, step: int) -> None:
+        """Moves the bar."""
+        if self._bar is not None:
+            self._bar.advance(step)
+
+    def close(self) -> None:
+        """Ends the bar and the trackers."""
+        if self._bar is not None:
+            self._bar.close()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+
+class _ProgressBar(tqdm):
+    """One bar over the run, in steps or in seconds: tokens per second, time left, last loss beside the first one."""
+
+    def __init__(self, schedule: LearningRateSchedule, step: int) -> None:
+        super().__init__(
+            total=1000, desc="training", bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}"
+        )
+        self.schedule = schedule
+        self.first_loss: float | None = None
+        self.started, self.progress_before = time.monotonic(), schedule.progress(step)
+
+    def advance(self, step: int) -> None:
+        self.update(int(1000 * self.schedule.progress(step)) - self.n)
+
+    def show(self, step: int, record: dict[str, float]) -> None:
+        if "loss" not in record:
+            return
+        self.first_loss = record["loss"] if self.first_loss is None else self.first_loss
+        parts = [f"step {step}", f"loss {record['loss']:.3f} (first {self.first_loss:.3f})"]
+        if "tokens_per_second" in record:
+            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        done = self.schedule.progress(step)
+        if done > self.progress_before:
+            left = (time.monotonic() - self.started) * (1 - done) / (done - self.progress_before)
+            parts.append(f"{self.format_interval(left)} left")
+        self.set_postfix_str(", ".join(parts))
