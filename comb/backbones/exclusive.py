@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from comb.backbones.torch_private import modules_of
 from comb.locks import lock_of
 
 
 def backbone_of(model: Any) -> Any:
     """The frozen backbone of a COMB model, or the model itself."""
     return getattr(model, "backbone", model)
+
+
+_entered: ContextVar[tuple[Any, ...]] = ContextVar("models that this thread computes on", default=())
 
 
 @contextmanager
@@ -35,11 +40,17 @@ def exclusive(model: Any) -> Iterator[None]:
     request's, must not overlap: the lock belongs to the backbone, whichever engine or method uses it.
     """
     with lock_of(backbone_of(model)), torch.inference_mode(False), torch.no_grad(), _without_autocast():
-        training = [module for module in model.modules() if module.training]
+        outer = _entered.get()
+        if any(model is entered or model is backbone_of(entered) for entered in outer):  # its modules have been seen to
+            yield
+            return
+        training = [module for module in modules_of(model) if module.training]
         for module in training:
             module.training = False
+        token = _entered.set((*outer, model))
         try:
             yield
         finally:
+            _entered.reset(token)
             for module in training:
                 module.training = True

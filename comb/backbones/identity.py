@@ -1,54 +1,96 @@
-"""Identity of all of a model's weights, for caches of what its own layers compute."""
+"""Which weights a model has now, and what was found out about them: walked once per call, not once per question.
+
+Caches of what a model's own layers compute are only as good as the answer to "is it still the same model?". Nothing
+tells us when that changes: an optimizer writes in place, `load_state_dict` and `.to()` replace memory, peft adds,
+switches and merges adapters. So all tensors are looked at (address, torch's count of writes, dtype; no values are
+read), and whatever was derived from them is kept on the model until one of these differs.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from comb.backbones.torch_private import modules_of, tensors_of, writes
+
 _CHUNK = 2**24
 _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "architectures", "dtype", "use_cache")
+
+_ATTRIBUTE = "_comb_identity"
+_walked: ContextVar[dict[int, Identity] | None] = ContextVar("identities of the models in this call", default=None)
+
+
+class Identity:
+    """A model between two changes of its weights, and the facts that hold that long."""
+
+    def __init__(self, stamp: int) -> None:
+        self.stamp = stamp
+        self._facts: dict[Hashable, Any] = {}
+
+    def fact(self, name: Hashable, find: Callable[[], Any]) -> Any:
+        """What `find` returned when it was asked first."""
+        if name not in self._facts:
+            self._facts[name] = find()
+        return self._facts[name]
+
+
+def identity_of(model: Any) -> Identity:
+    """Who `model` is now: the same object until a weight is written (other than through ``.data``) or replaced, or an
+    adapter is added, switched or merged. One walk over the model, or inside `one_walk` at most one for all questions.
+    """
+    walked = _walked.get()
+    if walked is not None and id(model) in walked:
+        return walked[id(model)]
+    stamp = _stamp(model)
+    identity: Identity | None = model.__dict__.get(_ATTRIBUTE)
+    if identity is None or identity.stamp != stamp:
+        identity = model.__dict__[_ATTRIBUTE] = Identity(stamp)
+    if walked is not None:
+        walked[id(model)] = identity
+    return identity
 
 
 def weights_fingerprint(model: Any) -> str:
     """A short name for configuration, dtype, all weights' bits and adapters in use, so that fine-tunes differ.
 
-    `backbone_fingerprint` looks at the embedding only, which is all that COMB's encoder shares with
-    a backbone; keys and values of decoder layers depend on every layer. Kept on the model until a parameter is
-    written (other than through ``.data``) or replaced.
+    `backbone_fingerprint` looks at the embedding only, which is all that COMB's encoder shares with a backbone; keys
+    and values of decoder layers depend on every layer.
     """
-    stamp = weights_stamp(model)
-    kept = model.__dict__.get("_comb_weights_fingerprint")
-    if kept is None or kept[0] != stamp:
-        kept = model.__dict__["_comb_weights_fingerprint"] = (stamp, _digest(model))
-    name: str = kept[1]
-    return name
+    return str(identity_of(model).fact("fingerprint", lambda: _digest(model)))
 
 
-def weights_stamp(model: Any) -> int:
+def forget_identity(model: Any) -> None:
+    """For weights that are about to be written where torch counts no writes (through ``.data``)."""
+    model.__dict__.pop(_ATTRIBUTE, None)
+
+
+@contextmanager
+def one_walk() -> Iterator[None]:
+    """For one call: inside, this thread walks each model once and takes its weights to stay as they are.
+
+    Nested, it walks anew: what is compiled is named after the weights that are there when compiling begins.
+    """
+    token = _walked.set({})
+    try:
+        yield
+    finally:
+        _walked.reset(token)
+
+
+def _stamp(model: Any) -> int:
     """Changes when a weight is written (other than through ``.data``) or replaced, or an adapter is switched."""
-    # asked for at every link: a second walk over the modules, or their names, would be felt
     seen: list[Any] = []
-    for module in model.modules():
-        for _, tensor in _tensors(module):
-            # inference tensors count no writes: they can't be written to outside of inference mode
-            version = -1 if tensor.is_inference() else tensor._version
-            seen.append((tensor.data_ptr(), version, tensor.dtype))
+    for module in modules_of(model):
+        for _, tensor in tensors_of(module):
+            seen.append((tensor.data_ptr(), writes(tensor), tensor.dtype))
         seen.append(_adapter(module))
     return hash(tuple(seen))
-
-
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own parameters, and its buffers that belong to a checkpoint (packed weights of quantised models)."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
 
 
 def _adapter(module: torch.nn.Module) -> tuple[Any, ...] | None:
@@ -68,7 +110,7 @@ def _digest(model: Any) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     counted: set[int] = set()
     for path, module in model.named_modules():
-        for name, tensor in _tensors(module):
+        for name, tensor in tensors_of(module):
             if id(tensor) not in counted:  # tied weights count once
                 counted.add(id(tensor))
                 digest.update(f"{path}.{name}:{tuple(tensor.shape)}:{tensor.dtype}:{_sums(tensor)};".encode())

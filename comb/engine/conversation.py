@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from comb.backbones.identity import one_walk
 from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Document, Generated, Message, referenced_documents
 from comb.engine.decoding import AnswerStream, check_wanted
@@ -125,7 +126,7 @@ class Conversation:
         Args:
             documents, document_ids: new ones, in front of this question; those of earlier turns stay.
         """
-        with self._lock:
+        with self._lock, one_walk():
             return self._next(question, documents, document_ids, generate_kwargs)(None, None)
 
     def stream(

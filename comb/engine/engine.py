@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from comb import methods
 from comb.backbones.exclusive import backbone_of
+from comb.backbones.identity import one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.backbones.tokenizer import check_tokenizer, load_tokenizer
 from comb.cache.picache import PICache
@@ -250,7 +251,8 @@ class PICEngine:
         call = self._prepare([Request(question, documents, document_ids)], encoder, generate_kwargs)
 
         def run(streamer: Any, stop: threading.Event) -> Answer:
-            return self._answer(call, start, stop, streamer)[0]
+            with one_walk():
+                return self._answer(call, start, stop, streamer)[0]
 
         return AnswerStream(run, self.tokenizer)
 
@@ -364,8 +366,9 @@ class PICEngine:
         self, requests: Sequence[Request], encoder: bool | None, generate_kwargs: Mapping[str, Any]
     ) -> list[Answer]:
         start = time.perf_counter()
-        call = self._prepare(requests, encoder, generate_kwargs)
-        return self._answer(call, start)
+        with one_walk():
+            call = self._prepare(requests, encoder, generate_kwargs)
+            return self._answer(call, start)
 
     def _prepare(
         self,
@@ -479,9 +482,10 @@ class PICEngine:
         return {handle.key: handle for handle in handles}
 
     def _compile(self, token_ids: Sequence[tuple[int, ...]]) -> list[PICache]:
-        if self.executor is None:
-            return self.method.compile(token_ids)
-        return self.executor.compile(self.method, token_ids)
+        with one_walk():
+            if self.executor is None:
+                return self.method.compile(token_ids)
+            return self.executor.compile(self.method, token_ids)
 
     @property
     def _segmenter(self) -> Segmenter:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from comb.backbones.identity import weights_stamp
+from comb.backbones.identity import identity_of
 from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Prompt
 from comb.methods.base import DecodeState, Method
@@ -73,7 +73,7 @@ class Turn:
 
     def plan(self, method: Method, segments: Sequence[KeyedSegment], prompt: Prompt) -> Start:
         """Where to begin with `prompt`, the whole conversation's, and the segments in it."""
-        self._stamp = (id(method), method.fingerprint, weights_stamp(method.backbone))
+        self._stamp = (id(method), method.fingerprint, identity_of(method.backbone).stamp)
         self._keys = tuple(segment.key for segment in segments)
         reason = self._why_not(method)
         if reason or self.before is None or self.before.past is None:

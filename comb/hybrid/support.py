@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from comb.backbones.identity import weights_stamp
+from comb.backbones.exclusive import exclusive
+from comb.backbones.identity import identity_of
 from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run
 from comb.hybrid.families.scalar import constant_decay
 from comb.hybrid.probe import LayerRun, TransitionProbe, apply_on, watch_layers
@@ -89,24 +90,24 @@ def is_hybrid(model: Any) -> bool:
     return hasattr(new_cache(model), "linear_cache") or any(hasattr(layer, "recurrent_states") for layer in layers)
 
 
-@torch.no_grad()
 def find_hybrid_support(model: Any) -> HybridSupport:
-    """How `model` is linked, found anew when its weights have changed. The caller holds its lock (`exclusive`).
+    """How `model` is linked, found anew when its weights have changed.
 
     Raises:
         UnmovableError: when it can't be, with the reason.
     """
-    stamp = weights_stamp(model)
-    known: tuple[int, HybridSupport | str] | None = model.__dict__.get("_comb_hybrid_support")
-    if known is None or known[0] != stamp:
-        try:
-            known = stamp, _try(model)
-        except (UnmovableError, TransitionError) as error:
-            known = stamp, str(error)
-        model.__dict__["_comb_hybrid_support"] = known
-    if isinstance(known[1], str):
-        raise UnmovableError(known[1])
-    return known[1]
+    found: HybridSupport | str = identity_of(model).fact("hybrid support", lambda: _find(model))
+    if isinstance(found, str):
+        raise UnmovableError(found)
+    return found
+
+
+def _find(model: Any) -> HybridSupport | str:
+    try:
+        with exclusive(model):
+            return _try(model)
+    except (UnmovableError, TransitionError) as error:
+        return str(error)
 
 
 @dataclass

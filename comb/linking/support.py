@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import run_decoder, takes_positions
-from comb.backbones.identity import weights_stamp
+from comb.backbones.identity import identity_of
 from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import Masks, attention, cache_kinds, exact_attention, mask_candidates, masked_attention
@@ -41,25 +42,25 @@ class LinkSupport:
     masks: Masks | None
 
 
-@torch.no_grad()
 def find_support(model: Any) -> LinkSupport:
-    """How `model` is linked, found anew when weights, dtype or attention have changed. The caller holds its lock.
+    """How `model` is linked, found anew when weights, dtype or attention have changed.
 
     Raises:
         UnmovableError: when it can't be, with the reason.
     """
-    name, stamp = exact_attention(model), weights_stamp(model)
-    known: dict[str, tuple[int, LinkSupport | str]] = model.__dict__.setdefault("_comb_link_support", {})
-    if name not in known or known[name][0] != stamp:
-        try:
-            with attention(model, name):
-                known[name] = stamp, _try(model)
-        except UnmovableError as error:
-            known[name] = stamp, str(error)
-    found = known[name][1]
+    name = exact_attention(model)
+    found: LinkSupport | str = identity_of(model).fact(f"link support, {name}", lambda: _find(model, name))
     if isinstance(found, str):
         raise UnmovableError(found)
     return found
+
+
+def _find(model: Any, name: str) -> LinkSupport | str:
+    try:
+        with exclusive(model), attention(model, name):
+            return _try(model)
+    except UnmovableError as error:
+        return str(error)
 
 
 def _try(model: Any) -> LinkSupport:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from comb.backbones.forward import decoder_of, takes_positions
-from comb.backbones.identity import weights_stamp
+from comb.backbones.identity import identity_of
 from comb.kernels.mac.algebra import accumulator
 from comb.linking.masks import attention
 from comb.linking.positions import Frequencies, Rerotation, RotaryProbe, Rotation
@@ -69,11 +69,7 @@ def find_queries(model: Any) -> dict[int, LayerQueries]:
     Raises:
         UnsupportedModelError: when no layer does, or positions can't be given to the model.
     """
-    stamp = weights_stamp(model)
-    kept = model.__dict__.get("_comb_mac_queries")
-    if kept is None or kept[0] != stamp:
-        kept = model.__dict__["_comb_mac_queries"] = (stamp, _find(model))
-    found: dict[int, LayerQueries] = kept[1]
+    found: dict[int, LayerQueries] = identity_of(model).fact("MAC queries", lambda: _find(model))
     return found
 
 

@@ -19,8 +19,7 @@ def why_not_continue(model: Any) -> str:
     """Why a model's own forward pass doesn't go on from its cache as from the tokens in it; empty if it does."""
     try:
         if is_hybrid(model):
-            with exclusive(model):
-                find_hybrid_support(model)
+            find_hybrid_support(model)
         else:
             cache_kinds(model)
     except UnmovableError as reason:
@@ -40,10 +39,7 @@ def length_dependent_rope(model: Any) -> str:
 
 def pass_size(model: Any) -> int | None:
     """Tokens that the model takes at once behind its cache, for scans that can't start from a state; None is any."""
-    if not is_hybrid(model):
-        return None
-    with exclusive(model):
-        return find_hybrid_support(model).step
+    return find_hybrid_support(model).step if is_hybrid(model) else None
 
 
 def continue_tokens(method: Method, past: PastState, token_ids: Sequence[int]) -> DecodeState:

@@ -91,8 +91,7 @@ class Decoder(Method):
     @property
     def support(self) -> LinkSupport:
         """How this model is linked; asked anew when its weights, dtype or attention have changed."""
-        with exclusive(self.backbone):
-            return find_support(self.backbone)
+        return find_support(self.backbone)
 
     @property
     def fingerprint(self) -> str:

@@ -91,8 +91,7 @@ class Hypic(Method):
     @property
     def support(self) -> HybridSupport:
         """How this model is linked; asked anew when its weights have changed."""
-        with exclusive(self.backbone):
-            return find_hybrid_support(self.backbone)
+        return find_hybrid_support(self.backbone)
 
     @property
     def fingerprint(self) -> str:

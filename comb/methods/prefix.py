@@ -107,8 +107,7 @@ class Prefix(Method):
 
     def _why_not_hybrid(self) -> str | None:
         try:
-            with exclusive(self.backbone):
-                find_hybrid_support(self.backbone)
+            find_hybrid_support(self.backbone)
         except UnmovableError as reason:
             return str(reason)
         return None

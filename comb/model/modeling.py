@@ -25,6 +25,8 @@ from transformers import (
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.backbones.hooks import LayerHooks
+from comb.backbones.identity import forget_identity, identity_of
+from comb.backbones.torch_private import writes
 from comb.cache.picache import CrossPICache
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
@@ -79,7 +81,6 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             layer: functools.partial(self._cross, block) for layer, block in zip(layers, self.cross_blocks, strict=True)
         }
         self._hooks = LayerHooks(backbone.get_submodule(self.info.layers_path), functions)
-        self._fingerprint: tuple[tuple[int, ...], str] | None = None
         self.agree_on_passes: Callable[[int, int], int] | None = None
         """``agree(passes wanted, most possible) -> passes`` of the encoder per training batch, for runs whose ranks
         must call the same modules (ZeRO-3 gathers weights at each call); None: as many as suit this rank."""
@@ -261,7 +262,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     def train(self, mode: bool = True) -> CombForCausalLM:
         """As in torch. Optimizers may write weights behind torch's back, so PICaches of before are not trusted."""
         if mode:
-            self._fingerprint = None
+            forget_identity(self.encoder)
         super().train(mode)
         return self
 
@@ -302,19 +303,20 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         Kept until a weight is written to or training mode is entered. Writes through ``.data`` outside training
         mode are not noticed: call ``model.train()`` and ``model.eval()`` after them.
         """
-        parameters = [*self.encoder.parameters(), self.get_input_embeddings().weight]
-        versions = tuple(value for parameter in parameters for value in (parameter.data_ptr(), parameter._version))
-        if self._fingerprint is None or self._fingerprint[0] != versions:
-            config: Any = self.encoder.config
-            shape = {field.name: getattr(config, field.name) for field in fields(CombEncoderConfig)
-                     if field.name in CombEncoderConfig.__annotations__}  # fmt: skip
-            digest = hashlib.sha256(backbone_fingerprint(self.backbone).encode())
-            digest.update(repr((sorted(shape.items()), self.encoder.sources, self.config.embedding_scale)).encode())
-            for parameter in self.encoder.parameters():
-                digest.update(str(parameter.dtype).encode())
-                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-            self._fingerprint = (versions, digest.hexdigest()[:16])
-        return self._fingerprint[1]
+        table = self.get_input_embeddings().weight
+        name = "fingerprint of PICaches", table.data_ptr(), writes(table)  # the table isn't part of the encoder
+        return str(identity_of(self.encoder).fact(name, self._digest))
+
+    def _digest(self) -> str:
+        config: Any = self.encoder.config
+        shape = {field.name: getattr(config, field.name) for field in fields(CombEncoderConfig)
+                 if field.name in CombEncoderConfig.__annotations__}  # fmt: skip
+        digest = hashlib.sha256(backbone_fingerprint(self.backbone).encode())
+        digest.update(repr((sorted(shape.items()), self.encoder.sources, self.config.embedding_scale)).encode())
+        for parameter in self.encoder.parameters():
+            digest.update(str(parameter.dtype).encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def generation_config(self) -> GenerationConfig | None:

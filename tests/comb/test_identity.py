@@ -1,0 +1,160 @@
+"""Who a model is: found out once per call, and found out anew after everything that changes its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from comb import PICEngine, methods
+from comb.backbones import identity
+from comb.backbones.identity import identity_of, one_walk, weights_fingerprint
+from comb.linking.support import find_support
+from tests.comb.test_engine import CITY, LAKE, QUESTION, TEMPLATE, make_backbone, make_comb, make_tokenizer
+from tests.helpers.families import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Change = Callable[[Any], Any]
+
+
+def optimizer_step(model: Any) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], lr=1e-2).step()
+    weight.grad = None
+
+
+def other_weights(model: Any) -> None:
+    model.load_state_dict({name: tensor + 0.25 for name, tensor in model.state_dict().items()})
+
+
+def replaced_weight(model: Any) -> None:
+    layer = model.model.layers[0].self_attn.k_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach() * 2)
+
+
+def assigned_weights(model: Any) -> None:
+    model.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def replaced_layer(model: Any) -> None:
+    layers = model.model.layers
+    layers[1] = copy.deepcopy(layers[0])
+    layers[1].self_attn.layer_idx = 1
+
+
+def other_dtype(model: Any) -> None:
+    model.to(torch.float64)
+
+
+@pytest.mark.parametrize(
+    "change", [optimizer_step, other_weights, replaced_weight, assigned_weights, replaced_layer, other_dtype]
+)
+def test_a_change_of_weights_is_another_identity(change: Change) -> None:
+    model = tiny("llama", std=0.15)
+    known, name, support = identity_of(model), weights_fingerprint(model), find_support(model)
+    method = methods.create("naive", model)
+    picaches = method.compile([[5, 6, 7]])
+    assert identity_of(model) is known
+    assert find_support(model) is support
+    change(model)
+    assert identity_of(model) is not known
+    assert weights_fingerprint(model) != name
+    assert find_support(model) is not support
+    with pytest.raises(ValueError, match="compiled by another model"):
+        method.link(picaches, [8])
+
+
+def test_adapters_added_switched_off_scaled_and_merged_are_other_identities() -> None:
+    peft = pytest.importorskip("peft")
+    plain = tiny("llama", std=0.15)
+    names = [weights_fingerprint(plain)]
+    settings = peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(plain, settings).eval()
+    names.append(weights_fingerprint(plain))
+    with model.disable_adapter():
+        names.append(weights_fingerprint(plain))
+    model.base_model.merge_adapter()
+    names.append(weights_fingerprint(plain))
+    model.base_model.unmerge_adapter()
+    model.delete_adapter("default")
+    names.append(weights_fingerprint(plain))
+    assert len(set(names)) == len(names)
+
+
+def test_moving_or_copying_the_same_weights_is_the_same_model() -> None:
+    model = tiny("llama", std=0.15)
+    known, name = identity_of(model), weights_fingerprint(model)
+    double = copy.deepcopy(model)
+    assert weights_fingerprint(double) == name
+    with torch.no_grad():
+        double.lm_head.weight.mul_(2)
+    assert weights_fingerprint(double) != name
+    model.load_state_dict(copy.deepcopy(model.state_dict()))  # the same values, written again
+    assert identity_of(model) is not known
+    assert weights_fingerprint(model) == name
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The models that were walked, in order."""
+    walked: list[Any] = []
+    stamp = identity._stamp
+
+    def noted(model: Any) -> int:
+        walked.append(model)
+        return stamp(model)
+
+    monkeypatch.setattr(identity, "_stamp", noted)
+    return walked
+
+
+@pytest.mark.parametrize(
+    "method", ["full", "prefix", "comb", "naive", "legolink:2", "cacheblend:0.5", "naive:quantize=int8"]
+)
+def test_a_cached_question_walks_the_weights_once(method: str, walks: list[Any]) -> None:
+    model = make_comb() if method == "comb" else make_backbone()
+    engine = PICEngine(model, make_tokenizer(), method=method)
+    engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=2)
+    walks.clear()
+    answer = engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=2)
+    assert len(walks) <= 1
+    assert {document.state for document in answer.report.documents} == {"inlined" if method == "full" else "hit"}
+
+
+def test_a_turn_that_goes_on_walks_the_weights_once(walks: list[Any]) -> None:
+    engine = PICEngine(make_backbone(), make_tokenizer(template=TEMPLATE), method="naive")
+    chat = engine.conversation([LAKE])
+    chat.ask(QUESTION, max_new_tokens=2)
+    walks.clear()
+    assert chat.ask(QUESTION, max_new_tokens=2).report.continued_tokens
+    assert len(walks) == 1
+
+
+def test_one_walk_lasts_for_one_call_and_compiling_looks_again() -> None:
+    model = tiny("llama", std=0.15)
+    with one_walk():
+        known = identity_of(model)
+        optimizer_step(model)
+        assert identity_of(model) is known
+        with one_walk():
+            assert identity_of(model) is not known
+        assert identity_of(model) is known
+    assert identity_of(model) is not known
+
+
+def test_weights_that_change_between_compiling_and_linking_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = PICEngine(make_backbone(), make_tokenizer(), method="naive")
+    compile = engine.method.compile
+
+    def late(segments: Any) -> Any:  # another thread's optimizer, while documents wait for the model
+        optimizer_step(engine.model)
+        return compile(segments)
+
+    monkeypatch.setattr(engine.method, "compile", late)
+    with pytest.raises(ValueError, match="compile the document again"):
+        engine.ask(QUESTION, [LAKE], max_new_tokens=1)
