@@ -223,10 +223,9 @@ class CacheIndex(Generic[V]):
         return {key for tier in self.tiers.values() for key in tier.entries}
 
     def _drop_expired(self, keys: Iterable[str]) -> None:
-        now = self.clock()
         for key in keys:
-            entries = [tier.entries[key] for tier in self.tiers.values() if key in tier.entries]
-            if any(entry.expires_at <= now for entry in entries):
+            ends = [tier.entries[key].expires_at for tier in self.tiers.values() if key in tier.entries]
+            if ends and min(ends) <= self.clock():
                 self.expired += 1
                 self.drop(key)
 

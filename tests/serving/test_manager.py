@@ -103,7 +103,7 @@ def test_the_least_recently_used_goes_first_and_nothing_that_is_kept() -> None:
         assert not manager.unpin("pinned")
         held.release()
         (await manager.acquire([wanted("z", 32)])).release()
-        assert manager.documents == 1
+        assert len(manager.pool.entries) == 1
         manager.check_integrity()
 
     run(work())
@@ -142,10 +142,10 @@ def test_a_client_that_leaves_while_waiting_gives_back_everything() -> None:
         await asyncio.gather(leaving, return_exceptions=True)
         assert manager.references == 0
         manager.remove("a")
-        assert manager.blocks.free == 0  # the encoder still writes there
+        assert len(manager.free_blocks) == 0  # the encoder still writes there
         encoders.answer()
         await manager.settle()
-        assert manager.blocks.free == LAYOUT.num_blocks
+        assert len(manager.free_blocks) == LAYOUT.num_blocks
         manager.check_integrity()
 
     run(work())
@@ -158,9 +158,9 @@ def test_removed_in_use_and_expired() -> None:
         lease = await manager.acquire([wanted("a")])
         assert manager.remove("a")
         assert not manager.lookup("a")
-        assert manager.blocks.free == LAYOUT.num_blocks - 1
+        assert len(manager.free_blocks) == LAYOUT.num_blocks - 1
         lease.release()
-        assert manager.blocks.free == LAYOUT.num_blocks
+        assert len(manager.free_blocks) == LAYOUT.num_blocks
         (await manager.acquire([wanted("b", 32)])).release()
         manager.pin("b")
         manager.set_expiry("b", 5.0)
@@ -168,7 +168,7 @@ def test_removed_in_use_and_expired() -> None:
         assert manager.lookup("b")
         now = 5.0
         (await manager.acquire([wanted("c", 32)])).release()  # a pin doesn't outlive its document
-        assert manager.counters.expired == 1
+        assert manager.index.expired == 1
         manager.check_integrity()
 
     run(work())
@@ -223,8 +223,8 @@ def test_check_integrity_notices() -> None:
         manager = PICManager(LAYOUT, FakeEncoders())
         lease = await manager.acquire([wanted("a")])
         manager.check_integrity()
-        manager.blocks.release(lease.handles[0].blocks)
-        with pytest.raises(IntegrityError, match="taken blocks"):
+        manager.free_blocks.extend(lease.handles[0].blocks)
+        with pytest.raises(IntegrityError, match="each block is free or one document's"):
             manager.check_integrity()
 
     run(work())
@@ -304,4 +304,4 @@ async def _play(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
     manager.check_integrity()
     for name in SIZES:
         manager.remove(name)
-    assert manager.blocks.free == LAYOUT.num_blocks
+    assert len(manager.free_blocks) == LAYOUT.num_blocks

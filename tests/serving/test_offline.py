@@ -153,7 +153,7 @@ def test_documents_are_added_named_and_removed(llm: LLM, library: PICEngine) -> 
 def test_more_documents_than_the_pool_holds_are_answered_in_turns(llm: LLM, library: PICEngine) -> None:
     lists = [[f"Person {index} lives in house number {7 * index}."] for index in range(12)]
     same(ask(llm, lists), [expected(library, llm, texts) for texts in lists])
-    assert llm.front.counters.evictions > 0
+    assert llm.front.manager.pool.counts["evictions"] > 0
     idle(llm)
 
 

@@ -64,8 +64,8 @@ class Play:
         """Whether there is room for documents: free blocks, and those of documents that nobody wants to keep."""
         manager = self.manager
         missing = sum(LAYOUT.blocks_for(SIZES[name]) for name in names if not manager.lookup(name))
-        loose = [e for e in manager._entries.values() if not (e.references or e.pins or e.encoded)]
-        return missing <= manager.blocks.free + sum(len(e.handle.blocks) for e in loose if e.key not in names)
+        loose = [e for e in manager.pool.entries.values() if not (e.references or e.key in manager.index.pins)]
+        return missing <= len(manager.free_blocks) + sum(e.size for e in loose if e.key not in names)
 
     async def end(self) -> None:
         """Everybody who waits gets what they want once the others end: nobody starves, in as many rounds at most."""

@@ -38,10 +38,10 @@ class CombCollector:
         yield HistogramMetricFamily(
             f"{PREFIX}encode_seconds", "time per document in an encoder process", seconds.buckets, seconds.total
         )
-        yield _counter("evictions", "documents that made room in the pool", counters.evictions)
-        yield _counter("expired", "documents dropped after their time to live", counters.expired)
+        yield _counter("evictions", "documents that made room in the pool", manager.pool.counts["evictions"])
+        yield _counter("expired", "documents dropped after their time to live", manager.index.expired)
         yield _counter("requests_refused", "requests refused for lack of room in the pool", counters.refused)
-        yield _gauge("pool_documents", "documents in the pool", manager.documents)
+        yield _gauge("pool_documents", "documents in the pool", len(manager.pool.entries))
         yield _gauge("references", "references of requests under way to documents", manager.references)
         waiting = GaugeMetricFamily(f"{PREFIX}requests_waiting", "requests waiting for documents", labels=["reason"])
         waiting.add_metric(["encoding"], manager.waiting)

@@ -43,8 +43,6 @@ class Counters:
     documents: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     encode_seconds: Histogram = field(default_factory=Histogram)
-    evictions: int = 0
-    expired: int = 0
     refused: int = 0
 
     def count(self, state: str, tokens: int) -> None:

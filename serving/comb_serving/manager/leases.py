@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from comb_serving.encoding.supervisor import Encoded
 from comb_serving.manager.wait_queue import NotYetError
 from comb_serving.pool.handles import PoolHandle
 
@@ -30,19 +27,6 @@ class WantedDocument:
 
     key: str
     token_ids: tuple[int, ...]
-
-
-@dataclass(eq=False)
-class PooledDocument:
-    """A document in the pool. `encoded` is the flight that fills its blocks; None once it has landed."""
-
-    key: str
-    handle: PoolHandle
-    encoded: asyncio.Future[Encoded] | None
-    references: int = 0
-    pins: int = 0
-    expires_at: float = math.inf
-    removed: bool = False
 
 
 @dataclass(frozen=True)

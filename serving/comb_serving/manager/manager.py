@@ -1,38 +1,37 @@
 """The PIC manager: which document is where in the pool, who uses it, and what makes room for another.
 
 One event loop owns it, so nothing here locks: between two ``await`` no other request runs. A document is encoded once,
-however many requests want it (single flight), and only those wait. References are counted per lease; what has one, is
-pinned or is being encoded keeps its blocks. Everything else goes, least recently used first, when room is needed. Where
-only documents in use are in the way, a request waits in line for their end.
+however many requests want it (single flight), and only those wait. The index (`comb.cache.index`) counts blocks. Each
+request has a reference to each of its documents, and so has the encoder while it writes one. What nobody refers to or
+has pinned goes, least recently used first, when room is needed. Where only documents in use are in the way, a request
+waits in a queue for their end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from comb.cache.index import IntegrityError
+from comb.cache.index import CacheIndex, IndexEntry, check
 from comb.cache.picache import content_key
-from comb_serving.encoding.supervisor import Encoders, Identity
+from comb_serving.encoding.supervisor import Encoded, Encoders, Identity
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import (
     DocumentsTooLargeError,
     Lease,
     LeasedDocument,
-    PooledDocument,
     PoolFullError,
     PoolPinnedError,
     WantedDocument,
 )
 from comb_serving.manager.wait_queue import WaitQueue
-from comb_serving.pool.blocks import BlockAllocator
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout
+
+PoolEntry = IndexEntry[PoolHandle]
 
 
 @dataclass
@@ -50,13 +49,15 @@ class PICManager:
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
     waiting: int = 0
-    _entries: OrderedDict[str, PooledDocument] = field(default_factory=OrderedDict)
-    _leaving: set[PooledDocument] = field(default_factory=set)  # gone from lookup, their blocks still in use
-    _pinned_blocks: int = 0
 
     def __post_init__(self) -> None:
-        self.blocks = BlockAllocator(self.layout.num_blocks)
+        self.index: CacheIndex[PoolHandle] = CacheIndex(
+            {"pool": self.layout.num_blocks}, clock=self.clock, freed=self._freed
+        )
+        self.pool = self.index.tiers["pool"]
+        self.free_blocks = list(range(self.layout.num_blocks))
         self.queue = WaitQueue()
+        self._encoding: dict[PoolEntry, asyncio.Future[Encoded]] = {}
 
     async def identity(self) -> Identity:
         """What the encoder says about its weights. Raises EncoderError if there is none."""
@@ -111,20 +112,19 @@ class PICManager:
             self.counters.refused += 1
             raise
         entered = time.monotonic()
-        held = tuple(entries.values())
         try:
-            tiers = await self._landed(entries)
+            tiers = await self._encoded(entries)
         except BaseException:
-            self._release(held)
+            self._release(entries.values())
             raise
         # a document named twice is one reference and two handles
         documents = [
-            LeasedDocument(d.key, entries[d.key].handle, "pool" if d.key in found else tiers[d.key]) for d in wanted
+            LeasedDocument(d.key, entries[d.key].value, "pool" if d.key in found else tiers[d.key]) for d in wanted
         ]
         times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
-        return Lease(documents, partial(self._release, held), **times)
+        return Lease(documents, partial(self._release, tuple(entries.values())), **times)
 
-    async def _in_turn(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PooledDocument], set[str]]:
+    async def _in_turn(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PoolEntry], set[str]]:
         """`_enter`, at once where nobody is overtaken who waits for room, else when its turn has come."""
         needs_no_room = all(self._present(key) is not None for key in unique)
         # what is in the pool takes no room from those who wait, but keeps it from becoming free: not for too long
@@ -144,7 +144,7 @@ class PICManager:
                 "when requests have ended"
             ) from None
 
-    def _enter(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PooledDocument], set[str]]:
+    def _enter(self, unique: dict[str, WantedDocument]) -> tuple[dict[str, PoolEntry], set[str]]:
         """References to all documents, those that are missing on their way to the encoder, and who was there already.
 
         Raises PoolFullError or PoolPinnedError, having changed nothing.
@@ -153,80 +153,66 @@ class PICManager:
         found = {key: entry for key in unique if (entry := self._present(key)) is not None}
         for entry in found.values():
             entry.references += 1  # before room is made, which must not be theirs
-            self._entries.move_to_end(entry.key)
+            self.pool.touch(entry.key)
+        missing = [document for key, document in unique.items() if key not in found]
         try:
-            admitted = self._admit([document for key, document in unique.items() if key not in found])
+            self._make_room(sum(self.layout.blocks_for(len(document.token_ids)) for document in missing))
         except BaseException:
-            self._release(tuple(found.values()))
+            self._release(found.values())
             raise
         for entry in found.values():
-            self.counters.count("hit", entry.handle.tokens)
-        return {**found, **admitted}, set(found)
+            self.counters.count("hit", entry.value.tokens)
+        return {**found, **{document.key: self._submit(document) for document in missing}}, set(found)
 
     def _check_pins(self, unique: dict[str, WantedDocument]) -> None:
         """Raises PoolPinnedError if the documents don't fit beside all others that are pinned."""
         needed = sum(self.layout.blocks_for(len(document.token_ids)) for document in unique.values())
-        if needed + self._pinned_blocks <= self.layout.num_blocks:
+        if needed + self.index.pinned_size <= self.layout.num_blocks:
             return
-        self._drop_all_expired()  # which ends their pins
-        own = [self._entries[key] for key in unique if key in self._entries]
-        pinned = self._pinned_blocks - sum(len(entry.handle.blocks) for entry in own if entry.pins)
+        self.index.drop_expired()  # which ends their pins
+        own = [entry for key in unique if key in self.index.pins and (entry := self.pool.entries.get(key)) is not None]
+        pinned = self.index.pinned_size - sum(entry.size for entry in own)
         if needed + pinned > self.layout.num_blocks:
             raise PoolPinnedError(
                 f"no room for {needed} blocks beside {pinned} of {self.layout.num_blocks} that pinned documents take: "
                 "unpin some, or start the server with a larger --comb-pool-bytes"
             )
 
-    def _present(self, key: str) -> PooledDocument | None:
+    def _present(self, key: str) -> PoolEntry | None:
         """The entry of a document that is in the pool or on its way there."""
-        self._drop_if_expired(key)
-        if key in self._entries:
-            self._land(self._entries[key])  # a flight that has failed ends here
-        return self._entries.get(key)
-
-    def _admit(self, missing: Sequence[WantedDocument]) -> dict[str, PooledDocument]:
-        """New entries with blocks and a reference, on their way to the encoder.
-
-        Raises PoolFullError, having changed nothing.
-        """
-        if not missing:
-            return {}
-        sizes = [self.layout.blocks_for(len(document.token_ids)) for document in missing]
-        self._make_room(sum(sizes))
-        admitted = {}
-        for document, size in zip(missing, sizes, strict=True):
-            handle = PoolHandle(len(document.token_ids), self.blocks.allocate(size))
-            flight = self.encoders.submit(document.key, document.token_ids, handle)
-            entry = self._entries[document.key] = PooledDocument(document.key, handle, flight, references=1)
-            admitted[document.key] = entry
-            flight.add_done_callback(partial(self._when_done, entry))
-        return admitted
+        entry = self.index.get(key)
+        if entry is not None:
+            self._land(entry)  # an encoding that has failed ends here
+        return self.pool.entries.get(key)
 
     def _make_room(self, needed: int) -> None:
-        if needed > self.blocks.free:
-            for entry in [entry for entry in self._entries.values() if entry.encoded is not None]:
+        """Evicts what it takes. Raises PoolFullError, having evicted nothing."""
+        if needed > len(self.free_blocks):
+            for entry in list(self._encoding):
                 self._land(entry)
-            self._drop_all_expired()
-        missing = needed - self.blocks.free
-        victims = []
-        for entry in self._entries.values():
-            if missing <= 0:
-                break
-            if not self._is_kept(entry):
-                victims.append(entry)
-                missing -= len(entry.handle.blocks)
-        if missing > 0:
+            self.index.drop_expired()
+        victims = self.index.victims("pool", needed)
+        if victims is None:
             raise PoolFullError(
-                f"no room for {needed} blocks: {self.blocks.free} of {self.layout.num_blocks} are free, and what else "
-                "could go is in use or pinned; try again when requests have ended, or unpin documents"
+                f"no room for {needed} blocks: {len(self.free_blocks)} of {self.layout.num_blocks} are free, and what "
+                "else could go is in use or pinned; try again when requests have ended, or unpin documents"
             )
         for entry in victims:
-            self.counters.evictions += 1
-            self._forget(entry)
+            self.index.evict(entry)
 
-    async def _landed(self, entries: dict[str, PooledDocument]) -> dict[str, str]:
+    def _submit(self, document: WantedDocument) -> PoolEntry:
+        """A new entry on its way to the encoder, with references of the request and the encoder; there is room."""
+        size = self.layout.blocks_for(len(document.token_ids))
+        handle = PoolHandle(len(document.token_ids), tuple(self.free_blocks.pop() for _ in range(size)))
+        entry = IndexEntry(document.key, size, handle, references=2)
+        self.index.add("pool", entry)
+        self._encoding[entry] = self.encoders.submit(document.key, document.token_ids, handle)
+        self._encoding[entry].add_done_callback(partial(self._land, entry))
+        return entry
+
+    async def _encoded(self, entries: dict[str, PoolEntry]) -> dict[str, str]:
         """Waits for everything under way; the tiers of what was."""
-        flights = {key: entry.encoded for key, entry in entries.items() if entry.encoded is not None}
+        flights = {key: self._encoding[entry] for key, entry in entries.items() if entry in self._encoding}
         if not flights:
             return {}
         self.waiting += 1
@@ -239,150 +225,93 @@ class PICManager:
             self._land(entry)
         return {key: flight.result().tier for key, flight in flights.items()}
 
-    def _when_done(self, entry: PooledDocument, _: object) -> None:
-        self._land(entry)
-
-    def _land(self, entry: PooledDocument) -> None:
-        """Takes note of a flight's end, whoever still waits for it; a second call does nothing."""
-        flight = entry.encoded
+    def _land(self, entry: PoolEntry, _: object = None) -> None:
+        """Takes note of an encoding's end, whoever still waits for it; a second call does nothing."""
+        flight = self._encoding.get(entry)
         if flight is None or not flight.done():
             return
-        entry.encoded = None
+        del self._encoding[entry]
+        tokens = entry.value.tokens
         if flight.cancelled() or flight.exception() is not None:
-            self.counters.count("failed", entry.handle.tokens)
-            if not entry.removed:
-                self._forget(entry)
+            self.counters.count("failed", tokens)
+            if self.pool.entries.get(entry.key) is entry:
+                self.index.drop(entry.key)
         elif flight.result().tier == "encoded":
-            self.counters.count("encoded", entry.handle.tokens)
+            self.counters.count("encoded", tokens)
             self.counters.encode_seconds.observe(flight.result().seconds)
         else:
-            self.counters.count("copied", entry.handle.tokens)
-        self._free_if_unused(entry)
-        self.queue.wake()
+            self.counters.count("copied", tokens)
+        self._release([entry])
 
-    def _release(self, entries: Sequence[PooledDocument]) -> None:
+    def _release(self, entries: Iterable[PoolEntry]) -> None:
         for entry in entries:
-            entry.references -= 1
-            self._free_if_unused(entry)
+            self.index.release(entry)
         self.queue.wake()
 
-    # ---- pins, expiry, removal: what `comb.documents.catalog.DocumentCatalog` asks of a store ----
+    def _freed(self, entry: PoolEntry) -> None:
+        self.free_blocks.extend(entry.value.blocks)
+        self.queue.wake()
+
+    # ---- pins, expiry, removal: what a catalog of documents asks of a store ----
 
     def pin(self, key: str) -> bool:
         """Keeps a document from being evicted until as many `unpin`; False if it isn't in the pool."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._pinned_blocks += 0 if entry.pins else len(entry.handle.blocks)
-            entry.pins += 1
-        return entry is not None
+        return self.index.pin(key)
 
     def unpin(self, key: str) -> bool:
         """Takes back one `pin`; False if there is none."""
-        entry = self._entries.get(key)
-        if entry is None or entry.pins == 0:
-            return False
-        entry.pins -= 1
-        if entry.pins == 0:
-            self._pinned_blocks -= len(entry.handle.blocks)
-            self.queue.wake()
-        return True
+        known = self.index.unpin(key)
+        self.queue.wake()
+        return known
 
     def set_expiry(self, key: str, ttl_s: float | None) -> bool:
         """Gives a document a new time to live, from now; None: for ever. False if it isn't in the pool."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry.expires_at = math.inf if ttl_s is None else self.clock() + ttl_s
-        return entry is not None
+        return self.index.set_expiry(key, ttl_s)
 
     def remove(self, key: str) -> bool:
         """Forgets a document, pinned or not; who uses it keeps it to the end. False if it isn't in the pool."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._forget(entry)
-        return entry is not None
+        known = self.index.drop(key)
+        self.queue.wake()
+        return known
 
     def lookup(self, key: str) -> bool:
         """Whether a document is in the pool, or on its way there."""
-        self._drop_if_expired(key)
-        return key in self._entries
+        return self.index.get(key) is not None
 
-    def _forget(self, entry: PooledDocument) -> None:
-        del self._entries[entry.key]
-        self._pinned_blocks -= len(entry.handle.blocks) if entry.pins else 0
-        entry.removed = True
-        self._leaving.add(entry)
-        self._free_if_unused(entry)
-        self.queue.wake()
-
-    def _free_if_unused(self, entry: PooledDocument) -> None:
-        if entry.removed and entry.references == 0 and entry.encoded is None and entry in self._leaving:
-            self._leaving.remove(entry)
-            self.blocks.release(entry.handle.blocks)
-
-    def _drop_if_expired(self, key: str) -> None:
-        entry = self._entries.get(key)
-        if entry is not None and entry.expires_at <= self.clock():
-            self.counters.expired += 1
-            self._forget(entry)
-
-    def _drop_all_expired(self) -> None:
-        now = self.clock()
-        for key in [key for key, entry in self._entries.items() if entry.expires_at <= now]:
-            self._drop_if_expired(key)
-
-    @staticmethod
-    def _is_kept(entry: PooledDocument) -> bool:
-        return entry.references > 0 or entry.pins > 0 or entry.encoded is not None
-
-    # ---- state ----
+    # ---- state; what /metrics shows of it is read by another thread, so from copies ----
 
     def blocks_by_state(self) -> dict[str, int]:
         """Blocks that are free, pinned, or used otherwise."""
-        free, pinned = self.blocks.free, self._pinned_blocks
+        free, pinned = len(self.free_blocks), self.index.pinned_size
         return {"free": free, "used": self.layout.num_blocks - free - pinned, "pinned": pinned}
 
     @property
     def references(self) -> int:
         """All references of all leases."""
-        return sum(entry.references for entry in (*self._entries.values(), *self._leaving))
-
-    @property
-    def documents(self) -> int:
-        """Documents in the pool."""
-        return len(self._entries)
+        entries = (*self.pool.entries.values(), *self.index.held)
+        return sum(entry.references for entry in entries) - len(self._encoding)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that are taken, of all of one rank's pool."""
-        return (self.layout.num_blocks - self.blocks.free) * self.layout.block_size * self.layout.bytes_per_token
+        return self.pool.used * self.layout.block_size * self.layout.bytes_per_token
 
     async def settle(self) -> None:
         """Waits until nothing is being encoded; for tests and orderly ends."""
-        while flights := [e.encoded for e in (*self._entries.values(), *self._leaving) if e.encoded is not None]:
-            await asyncio.wait(flights)
+        while self._encoding:
+            await asyncio.wait(self._encoding.values())
             await asyncio.sleep(0)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError naming the first broken invariant."""
-        entries = [*self._entries.values(), *self._leaving]
-        blocks = [block for entry in entries for block in entry.handle.blocks]
-        _check("no block belongs to two documents", len(set(blocks)) == len(blocks))
-        _check("taken blocks are those of documents", set(blocks) == self.blocks.taken)
-        _check("free and taken blocks are all", self.blocks.free + len(blocks) == self.layout.num_blocks)
-        _check("references and pins >= 0", all(entry.references >= 0 and entry.pins >= 0 for entry in entries))
-        pinned = sum(len(entry.handle.blocks) for entry in self._entries.values() if entry.pins)
-        _check("pinned blocks are those of pinned documents", pinned == self._pinned_blocks)
-        _check("entries are listed under their keys", all(key == entry.key for key, entry in self._entries.items()))
-        _check("entries in lookup aren't removed", not any(entry.removed for entry in self._entries.values()))
-        _check(
-            "what has left is in use or being written",
-            all(entry.references > 0 or entry.encoded is not None for entry in self._leaving),
+        self.index.check_integrity()
+        entries = {*self.pool.entries.values(), *self.index.held}
+        taken = [block for entry in entries for block in entry.value.blocks]
+        check(
+            "each block is free or one document's",
+            sorted(taken + self.free_blocks) == list(range(self.layout.num_blocks)),
         )
+        check("what is being encoded has a reference", all(e in entries and e.references for e in self._encoding))
         for entry in entries:
-            size = self.layout.blocks_for(entry.handle.tokens)
-            _check(f"{entry.key[:12]} has {size} blocks", len(entry.handle.blocks) == size)
-
-
-def _check(invariant: str, holds: bool) -> None:
-    if not holds:
-        raise IntegrityError(f"PIC manager: broken invariant: {invariant}")
+            size = self.layout.blocks_for(entry.value.tokens)
+            check(f"{entry.key[:12]} has {size} blocks", len(entry.value.blocks) == entry.size == size)
