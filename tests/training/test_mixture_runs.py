@@ -23,8 +23,6 @@ from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
 from comb_training.trainer.sampler import BatchSampler, Budget
 
-pytest.importorskip("pyarrow")
-
 SETS = [
     {"dataset": "nano", "name": "a", "weight": 3, "options": {"scenes": 40, "questions": 4}},
     {"dataset": "nano", "name": "b", "options": {"scenes": 20, "questions": 2}, "query_template": "Now: {query}"},
@@ -159,5 +157,5 @@ def test_a_branch_on_the_hub_is_read_anew(
 def test_tests_leave_the_users_cache_alone(tmp_path: Path) -> None:
     run = prepare(config_from_dict(config(tmp_path, {"cache_dir": None}).to_dict()))
     assert len(run.examples) == 24
-    assert list(token_cache.default_folder().glob("a-train-*.arrow"))
+    assert list(token_cache.default_folder().glob("a-train-*.safetensors"))
     assert Path.home() not in token_cache.default_folder().parents

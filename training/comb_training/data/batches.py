@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +124,7 @@ class Collator:
         for example in examples:
             for segment in example.segments:
                 if segment not in tensors:
-                    tensors[segment] = torch.tensor(segment)
+                    tensors[segment] = torch.from_numpy(np.array(segment, dtype=np.int64))
         batch["documents"] = [[tensors[segment] for segment in example.segments] for example in examples]
         return batch
 

@@ -16,6 +16,7 @@ from huggingface_hub import constants
 
 from comb_training.data.batches import TrainingExample
 from comb_training.data.cache_key import digest, plain
+from comb_training.data.token_file import DamagedCacheError, TrainingExamples, write
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +43,14 @@ def cached(
         key: JSON values that decide what the examples are.
         build: examples and counts (JSON values); whatever it raises is raised.
     """
-    try:
-        from comb_training.data.token_file import DamagedCacheError, TrainingExamples, write
-    except ImportError:
-        logger.warning("tokenised examples are not kept: pyarrow is not installed (pip install 'comb-pic[train]')")
-        return build()
     safe = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:40]
-    path = Path(folder if folder is not None else default_folder()) / f"{safe}-{digest(plain(key))[:32]}.arrow"
+    path = Path(folder if folder is not None else default_folder()) / f"{safe}-{digest(plain(key))[:32]}.safetensors"
     try:
         found = TrainingExamples(path, key)
     except FileNotFoundError:
         pass
-    except DamagedCacheError as error:
-        logger.warning("%s is damaged (%s): the examples are tokenised again", path, error)
-    except OSError as error:
-        logger.warning("%s can't be read (%s): the examples are tokenised again", path, error)
+    except (DamagedCacheError, OSError) as error:
+        logger.warning("%s is damaged or can't be read (%s): the examples are tokenised again", path, error)
     else:
         logger.info("%s: %d tokenised examples found in %s", name, len(found), path)
         return found, found.counts
@@ -66,6 +60,6 @@ def cached(
     try:
         write(path, examples, counts, key)
         return TrainingExamples(path, key), counts
-    except (ValueError, OSError) as error:  # also what Arrow says of a text that is no Unicode
+    except (ValueError, OSError) as error:
         logger.warning("tokenised examples could not be kept in %s (%s); going on without", path, error)
         return examples, counts
