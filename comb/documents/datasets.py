@@ -19,16 +19,39 @@ HUB = "hf://"
 
 @dataclass
 class Counts:
-    """What happened to the rows of a dataset: read, and per reason dropped or changed. Nothing disappears silently."""
+    """What happened to the rows of a dataset: read, and per reason dropped or changed. Nothing disappears silently.
+
+    Args:
+        dropped: rows that gave no example, by reason.
+        truncated: things that were shortened, by what they are.
+        noted: what else happened, without a loss.
+        repeated: examples that come once more than they were read.
+        sets: of a mixture, the counts of each set; `dropped` and `truncated` here are what happened afterwards.
+    """
 
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     truncated: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+    repeated: int = 0
+    sets: dict[str, Counts] = field(default_factory=dict)
+
+    @classmethod
+    def of_sets(cls, sets: Mapping[str, Counts]) -> Counts:
+        """The sum of a mixture."""
+        return cls(read=sum(counts.read for counts in sets.values()), sets=dict(sets))
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Counts:
+        """What `to_dict` gave, for one set."""
+        dropped, truncated, noted = (Counter(content.get(kind, {})) for kind in ("dropped", "truncated", "noted"))
+        return cls(content["read"], dropped, truncated, noted, content.get("repeated", 0))
 
     @property
     def kept(self) -> int:
-        """Rows that became examples."""
-        return self.read - sum(self.dropped.values())
+        """Examples there are now."""
+        given = sum(counts.kept for counts in self.sets.values()) if self.sets else self.read + self.repeated
+        return given - sum(self.dropped.values())
 
     def drop(self, reason: str, n: int = 1) -> None:
         """Counts `n` rows that gave no example."""
@@ -42,18 +65,31 @@ class Counts:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "read": self.read,
-            "kept": self.kept,
-            "dropped": dict(self.dropped),
-            "truncated": dict(self.truncated),
+        content: dict[str, Any] = {"read": self.read, "kept": self.kept}
+        for kind in ("dropped", "truncated"):
+            of_sets = [(f"{name}: ", getattr(counts, kind)) for name, counts in self.sets.items()]
+            found = [("", getattr(self, kind)), *of_sets]
+            content[kind] = {prefix + reason: n for prefix, counted in found for reason, n in counted.items()}
+        more = {
+            "noted": dict(self.noted),
+            "repeated": self.repeated,
+            "sets": {name: counts.to_dict() for name, counts in self.sets.items()},
         }
+        return content | {name: value for name, value in more.items() if value}
 
     def __str__(self) -> str:
-        parts = [f"{self.kept} of {self.read} rows kept"]
-        parts += [f"{n} dropped: {reason}" for reason, n in sorted(self.dropped.items())]
+        dropped = sorted(self.dropped.items())
+        if self.sets:
+            lines = [
+                f"{self.kept} examples of {self.read} rows",
+                *(f"{name}: {own}" for name, own in self.sets.items()),
+            ]
+            return "\n  ".join([*lines, *(f"dropped: {n} {reason}" for reason, n in dropped)])
+        parts = [f"{self.kept - self.repeated} of {self.read} rows kept"]
+        parts += [f"{n} dropped: {reason}" for reason, n in dropped]
         parts += [f"{n} truncated: {reason}" for reason, n in sorted(self.truncated.items())]
-        return "; ".join(parts)
+        parts += [f"{n} {what}" for what, n in sorted(self.noted.items())]
+        return "; ".join([*parts, f"{self.repeated} repeated"] if self.repeated else parts)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, PromptBuilder
 from comb.documents.splitting import create
 from comb_training import plugin
 from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data import mixture
-from comb_training.data.counts import DataCounts
+from comb_training.data.batches import fit_documents
 from comb_training.data.shares import apportion, draw, epoch_numbers, heldout_numbers
 from comb_training.nano import CHECKPOINT
 
@@ -234,8 +235,8 @@ def test_two_sets_of_one_file_hold_out_for_each_other(tmp_path: Path, builder: P
 def test_a_splitter_cuts_where_the_limit_would_truncate(builder: PromptBuilder) -> None:
     long, short = Document("Ann is in the hall. " * 20, title="Hall"), Document("Bob is here.")
     examples = [Example((short, long), "Where?", "There."), Example((long,), "Who?", "Ann.")]
-    counts = DataCounts(read=2)
-    cut = mixture.fit(examples, builder, 64, counts, create("sentences:32"))
+    counts = Counts(read=2)
+    cut = fit_documents(examples, builder, 64, counts, create("sentences:32"))
     whole = builder.segment(long)
     parts = cut[1].documents
     assert sum((builder.segment(part) for part in parts), ()) == whole
@@ -251,7 +252,7 @@ def test_a_splitter_cuts_where_the_limit_would_truncate(builder: PromptBuilder) 
 
 def test_a_splitter_for_more_than_the_encoder_takes_is_refused(builder: PromptBuilder) -> None:
     with pytest.raises(ValueError, match=r"segments of up to 128 tokens, but documents may have 64 .*paragraphs:64"):
-        mixture.fit([], builder, 64, DataCounts(), create("paragraphs:128"))
+        fit_documents([], builder, 64, Counts(), create("paragraphs:128"))
 
 
 def test_splitting_is_part_of_a_run(tmp_path: Path, builder: PromptBuilder) -> None:

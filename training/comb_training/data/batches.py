@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, Prompt, PromptBuilder
+from comb.documents.splitting import Splitter, split_document
 
 IGNORED = -100  # what Hugging Face losses skip
 
@@ -48,27 +51,48 @@ class TrainingExample:
 
 
 def fit_documents(
-    examples: Iterable[Example], builder: PromptBuilder, max_document_tokens: int | None, counts: Counts
+    examples: Iterable[Example],
+    builder: PromptBuilder,
+    max_document_tokens: int | None,
+    counts: Counts,
+    splitter: Splitter | None = None,
 ) -> list[Example]:
-    """Cuts documents to what the encoder takes, so that training and evaluation see the same documents.
+    """Documents as long as the encoder takes them: cut off, or by `splitter` cut into several, which lose nothing.
 
-    A cut document becomes token ids; every cut is counted, each different document once.
+    So training and evaluation see the same documents. A cut document becomes token ids; the documents that one is cut
+    into stand in its place, in order. Each different document that is cut is counted once.
+
+    Raises:
+        ValueError: if the splitter's segments can be longer than `max_document_tokens`.
     """
-    if max_document_tokens is None:
+    if splitter is not None and not splitter.cuts:
+        splitter = None
+    if splitter is not None and max_document_tokens is not None and splitter.max_tokens > max_document_tokens:
+        raise ValueError(
+            f"data.splitter makes segments of up to {splitter.max_tokens} tokens, but documents may have "
+            f"{max_document_tokens} here (the encoder, or data.max_document_tokens): give it a smaller budget, as in "
+            f"paragraphs:{max_document_tokens}"
+        )
+    longest = max_document_tokens if splitter is None else splitter.max_tokens
+    if longest is None:
         return list(examples)
-    fitted: dict[Document, Document] = {}
 
-    def fit(document: Document) -> Document:
-        if document not in fitted:
-            ids = builder.segment(document)
-            short = document
-            if len(ids) > max_document_tokens:
-                counts.truncate(f"document of more than {max_document_tokens} tokens")
-                short = Document(token_ids=ids[:max_document_tokens], id=document.id, title=document.title)
-            fitted[document] = short
-        return fitted[document]
+    @cache
+    def fitted(document: Document) -> tuple[Document, ...]:
+        ids = builder.segment(document)
+        if len(ids) <= longest:
+            return (document,)
+        if splitter is None:
+            counts.truncate(f"document of more than {longest} tokens")
+            return (Document(token_ids=ids[:longest], id=document.id, title=document.title),)
+        segments = split_document(builder.tokenizer, ids, splitter)
+        counts.noted[f"documents of more than {longest} tokens, split without loss"] += 1
+        counts.noted["segments made of them"] += len(segments)
+        return tuple(Document(token_ids=segment, id=document.id) for segment in segments)
 
-    return [replace(example, documents=tuple(map(fit, example.documents))) for example in examples]
+    return [
+        replace(example, documents=tuple(chain.from_iterable(map(fitted, example.documents)))) for example in examples
+    ]
 
 
 def tokenize(
@@ -84,17 +108,14 @@ def tokenize(
     Examples whose query and answer are longer than `max_query_tokens` are dropped and counted (a target is never
     cut), and so are those without documents, from which an encoder can't learn.
     """
-    segments: dict[Document, tuple[int, ...]] = {}
+    segment = cache(builder.segment)
     tokenized = []
     for example in examples:
         if not example.documents:
             counts.drop("no documents")
             continue
-        for document in example.documents:
-            if document not in segments:
-                segments[document] = builder.segment(document)
         query = query_template.replace("{query}", example.query)
-        prompt = builder.build(query, [segments[document] for document in example.documents])
+        prompt = builder.build(query, list(map(segment, example.documents)))
         target = builder.answer(example.answer)
         if max_query_tokens is not None and len(prompt.query) + len(target) > max_query_tokens:
             counts.drop(f"query and answer of more than {max_query_tokens} tokens")

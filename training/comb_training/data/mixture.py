@@ -3,7 +3,8 @@
 **Weights** are shares of the epoch's examples. A set's size is the number of its examples on the train side, after all
 that is dropped. The epoch is the longest in which no set comes more often than `max_repeats` times its size: the set
 that runs out first decides; or it is `epoch_examples` long. What a set has beyond its share is left out, what it lacks
-is repeated, both counted. Which examples, the seed, the set's name and its size decide, and no other set.
+is repeated, both counted. Which examples, the seed, the set's name and its size decide, and no other set. (What
+`datasets.interleave_datasets` draws by chance comes near its shares only, and other sets change it.)
 
 **The held-out side** of a mixture is that of its sets, in the same shares. A set that has less than its share gives all
 it has, and the others give more; nothing is repeated. Where two sets read the same file, no row that one of them holds
@@ -15,19 +16,19 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from comb.documents.document import Document, Example, PromptBuilder
-from comb.documents.splitting import Splitter, create, split_document
+from comb.documents.datasets import Counts
+from comb.documents.document import Example, PromptBuilder
+from comb.documents.splitting import Splitter, create
 from comb_training.config import DataConfig
 from comb_training.data import cache_key, token_cache
 from comb_training.data.batches import TrainingExample, fit_documents, tokenize
-from comb_training.data.counts import DataCounts
 from comb_training.data.shares import draw, epoch_numbers, heldout_numbers
 from comb_training.data.sources import Source, sources
 
@@ -68,50 +69,8 @@ class MixedExamples(Sequence[TrainingExample]):
         return replace(example, id=f"{name}{f'@{turn + 1}' if turn else ''}/{example.id}")
 
 
-def fit(
-    examples: Iterable[Example],
-    builder: PromptBuilder,
-    max_document_tokens: int | None,
-    counts: DataCounts,
-    splitter: Splitter | None = None,
-) -> list[Example]:
-    """Documents as long as the encoder takes them: cut off (`fit_documents`), or cut into several by `splitter`.
-
-    The documents that one is cut into stand in its place, in order, and are its tokens, all of them; each different
-    document that is cut is counted once.
-
-    Raises:
-        ValueError: if the splitter's segments can be longer than `max_document_tokens`.
-    """
-    if splitter is None or not splitter.cuts:
-        return fit_documents(examples, builder, max_document_tokens, counts)
-    if max_document_tokens is not None and splitter.max_tokens > max_document_tokens:
-        raise ValueError(
-            f"data.splitter makes segments of up to {splitter.max_tokens} tokens, but documents may have "
-            f"{max_document_tokens} here (the encoder, or data.max_document_tokens): give it a smaller budget, as in "
-            f"paragraphs:{max_document_tokens}"
-        )
-    parts: dict[Document, tuple[Document, ...]] = {}
-
-    def split(document: Document) -> tuple[Document, ...]:
-        if document not in parts:
-            ids = builder.segment(document)
-            parts[document] = (document,)
-            if len(ids) > splitter.max_tokens:
-                segments = split_document(builder.tokenizer, ids, splitter)
-                parts[document] = tuple(Document(token_ids=ids, id=document.id) for ids in segments)
-                counts.note(f"documents of more than {splitter.max_tokens} tokens, split without loss")
-                counts.note("segments made of them", len(segments))
-        return parts[document]
-
-    return [
-        replace(example, documents=tuple(part for document in example.documents for part in split(document)))
-        for example in examples
-    ]
-
-
 @dataclass(frozen=True)
-class _Reading:
+class ConfiguredSide:
     """One side of the configured data, set by set."""
 
     data: DataConfig
@@ -124,16 +83,15 @@ class _Reading:
     def sets(self) -> list[Source]:
         return sources(self.data)
 
-    def texts(self, source: Source) -> tuple[list[Example], DataCounts]:
+    def texts(self, source: Source) -> tuple[list[Example], Counts]:
         """Examples of one set, documents fitted, questions written."""
         examples, counts = source.read(self.split, self.limit, self.sets)
         if source.name is not None:
             examples = _unique(examples)
-        splitter = create(self.data.splitter) if self.data.splitter is not None else None
-        fitted = fit(examples, self.builder, self.longest, counts, splitter)
+        fitted = fit_documents(examples, self.builder, self.longest, counts, self.splitter)
         return [source.written(example) for example in fitted], counts
 
-    def tokens(self, source: Source) -> tuple[Sequence[TrainingExample], DataCounts]:
+    def tokens(self, source: Source) -> tuple[Sequence[TrainingExample], Counts]:
         """The same as tokens, from the cache where it has them."""
 
         def build() -> tuple[list[TrainingExample], dict[str, Any]]:
@@ -146,13 +104,13 @@ class _Reading:
             logger.info("%s: tokens of %s are not kept, since it can change; revision=COMMIT helps", name, source.path)
         if not self.data.cache or source.can_change:
             examples, content = build()
-            return examples, DataCounts.from_dict(content)
+            return examples, Counts.from_dict(content)
         found, content = token_cache.cached(self.data.cache_dir, name, self.key(source), build)
-        return found, DataCounts.from_dict(content)
+        return found, Counts.from_dict(content)
 
     def key(self, source: Source) -> dict[str, Any]:
         """All that decides the tokens of one set."""
-        splitter = create(self.data.splitter) if self.data.splitter is not None else None
+        splitter = self.splitter
         return source.key(self.sets, self.split, self.limit) | {
             "tokenizer": cache_key.builder_key(self.builder),
             "max_document_tokens": self.longest,
@@ -171,6 +129,11 @@ class _Reading:
         )
 
     @property
+    def splitter(self) -> Splitter | None:
+        """What cuts long documents, None: they are cut off."""
+        return create(self.data.splitter) if self.data.splitter is not None else None
+
+    @property
     def longest(self) -> int | None:
         """Tokens a document may have."""
         limits = [limit for limit in (self.max_document_tokens, self.data.max_document_tokens) if limit is not None]
@@ -179,7 +142,7 @@ class _Reading:
 
 def read_tokenized(
     data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
-) -> tuple[Sequence[TrainingExample], DataCounts]:
+) -> tuple[Sequence[TrainingExample], Counts]:
     """One side of the configured data as tokens, from the cache where it has them, and what happened to the rows.
 
     Each set is cached on its own and whole, so that other weights need no tokenising. Shares hold exactly: examples
@@ -188,22 +151,23 @@ def read_tokenized(
     Raises:
         ValueError: as `comb.documents.datasets.read_dataset` does, and for shares that can't be had.
     """
-    reading = _Reading(data, builder, max_document_tokens, split, limit)
+    side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
     if not data.mixture:
-        return reading.tokens(reading.sets[0])
-    found = {str(source.name): reading.tokens(source) for source in reading.sets}
-    numbers = reading.numbers({name: len(examples) for name, (examples, _) in found.items()})
+        return side.tokens(side.sets[0])
+    found = {str(source.name): side.tokens(source) for source in side.sets}
+    numbers = side.numbers({name: len(examples) for name, (examples, _) in found.items()})
     parts = []
     for name, (examples, counts) in found.items():
-        counts.take(len(examples), numbers[name])
+        counts.drop("over the share of the mixture", max(0, len(examples) - numbers[name]))
+        counts.repeated = max(0, numbers[name] - len(examples))
         if numbers[name]:
             parts.append((name, examples, draw(_blocks(examples), numbers[name], seed=data.seed, name=name)))
-    return MixedExamples(parts), DataCounts.of_sets({name: counts for name, (_, counts) in found.items()})
+    return MixedExamples(parts), Counts.of_sets({name: counts for name, (_, counts) in found.items()})
 
 
 def read_examples(
     data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
-) -> tuple[list[Example], DataCounts]:
+) -> tuple[list[Example], Counts]:
     """One side of the configured data as text, documents fitted, and what happened to the rows.
 
     Questions are as the query template writes them. A mixture has the examples of `read_tokenized`, in its order.
@@ -211,15 +175,15 @@ def read_examples(
     Raises:
         ValueError: as `read_tokenized` does.
     """
-    reading = _Reading(data, builder, max_document_tokens, split, limit)
+    side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
     if not data.mixture:
-        return reading.texts(reading.sets[0])
+        return side.texts(side.sets[0])
     # which are too long, and hence the shares, is known of tokens only
     tokenized, counts = read_tokenized(data, builder, max_document_tokens, split=split, limit=limit)
     texts = {
         f"{source.name}/{example.id}": replace(example, group=f"{source.name}/{example.group}")
-        for source in reading.sets
-        for example in reading.texts(source)[0]
+        for source in side.sets
+        for example in side.texts(source)[0]
     }
     return [
         replace(texts[f"{set_name(example.id)}/{str(example.id).partition('/')[2]}"], id=example.id)

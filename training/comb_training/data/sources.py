@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import HUB, datasets, read_dataset
+from comb.documents.datasets import HUB, Counts, datasets, read_dataset
 from comb.documents.document import Example
 from comb_training.config import DataConfig
 from comb_training.data import cache_key
-from comb_training.data.counts import DataCounts
 from comb_training.data.hub import on_hub
 
 
@@ -34,9 +33,7 @@ class Source:
     limit: int | None = None
     query_template: str = "{query}"
 
-    def read(
-        self, split: str, limit: int | None = None, others: Iterable[Source] = ()
-    ) -> tuple[list[Example], DataCounts]:
+    def read(self, split: str, limit: int | None = None, others: Iterable[Source] = ()) -> tuple[list[Example], Counts]:
         """One side of the set.
 
         Args:
@@ -52,8 +49,7 @@ class Source:
             if self.name is None:
                 raise
             raise type(error)(f"data.mixture, set {self.name!r}: {error}") from error
-        counts = DataCounts.of(dataset.counts)
-        examples = list(dataset)
+        counts, examples = dataset.counts, list(dataset)
         for rival in self._rivals(others) if split == "train" else ():
             heldout, _ = rival.read("heldout")
             ids = {example.id for example in heldout} - {None}
