@@ -1,13 +1,13 @@
 """Every reach into names of transformers that it doesn't document, in one place; nothing stays changed.
 
-| name | what for | seen in |
-|---|---|---|
-| ``config._attn_implementation`` | the attention that is set: there is a setter (`set_attn_implementation`), no getter | 5.16 to 5.19 |
-| ``model._can_set_attn_implementation()`` | whether a model calls attention through `AttentionInterface` | 5.16 to 5.19 |
-| ``eager_attention_forward`` in a model's file | eager attention with what the model adds (soft caps, sinks) | 5.16 to 5.19 |
-| scan functions in a model's file | layers call them as globals of their file, and no hook tells what they are given | 5.16 to 5.19 |
-| cache classes in a model's file | MiniMax makes its own cache for its linear layers, and no attribute names it | 5.16 to 5.19 |
-"""  # fmt: skip
+Seen in transformers 5.16 to 5.19:
+
+- ``config._attn_implementation``: the attention that is set has a setter (`set_attn_implementation`), but no getter
+- ``model._can_set_attn_implementation()``: whether a model calls its attention through `AttentionInterface`
+- ``eager_attention_forward`` in a model's file: eager attention with what the model adds to it (soft caps, sinks)
+- scan functions in a model's file: layers call them as globals of that file, and no hook sees what they are given
+- cache classes in a model's file: MiniMax makes one of its own for its linear layers, and no attribute names it
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ Shapes: one row; a recurrent state [H, ., .] or [channels, state], raw columns i
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Hashable
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers.cache_utils import (
 )
 
 from comb.backbones.forward import decoder_of, run_decoder, takes_positions
+from comb.backbones.transformers_private import classes_beside
 from comb.linking.cache import ROOM, RoomyLayer
 
 _KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
@@ -119,13 +119,8 @@ def run(model: Any, token_ids: list[int], cache: Cache, start: int, *, step: int
 
 def _own_cache(model: Any) -> Any:
     """The cache class that a model's module brings along for its linear layers, if it does (MiniMax)."""
-    namespace = vars(sys.modules[type(decoder_of(model)).__module__])
-    own = [
-        value
-        for value in namespace.values()
-        if isinstance(value, type) and issubclass(value, DynamicCache) and hasattr(value, "set_linear_cache")
-    ]
-    return own[0] if own else None
+    own = (kind for kind in classes_beside(decoder_of(model), DynamicCache) if hasattr(kind, "set_linear_cache"))
+    return next(own, None)
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from comb.hybrid import convolution
 from comb.hybrid.caches import attention_layers, new_cache, read_state, run
@@ -106,18 +105,3 @@ def _interior(
     except TransitionError as error:
         raise ValueError(f"layer {number}: {error}") from error
     return SegmentState(kept, state.to(dtype), transition.stored(dtype))
-
-
-def compose(later: SegmentState, earlier: SegmentState, kernel: int) -> SegmentState:
-    """Both segments as one: (T2 T1, T2 S1 + S2), and the last columns of the two together.
-
-    For states with the keys on their first axis; `kernel` is the width of the layer's convolution, 0 without one.
-    """
-    columns: Tensor | None = later.columns
-    if columns is not None and earlier.columns is not None:
-        columns = torch.cat([earlier.columns, columns], dim=1)[:, -kernel:]
-    if later.transition is None or earlier.transition is None or later.state is None or earlier.state is None:
-        return SegmentState(columns)
-    return SegmentState(
-        columns, later.transition.apply(earlier.state) + later.state, later.transition.after(earlier.transition)
-    )

@@ -23,7 +23,7 @@ from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.probe import apply_on
 from comb.hybrid.support import HybridSupport, LinearLayer
 from comb.hybrid.transition import Rerotate
-from comb.linking.positions import Rerotation, Rotation
+from comb.linking.rotation import Rerotation, Rotation
 
 Mode = Literal["addition", "transition", "rotation", "seam"]
 """HYPIC's ablation: states added up | with transitions | and keys re-rotated to their places | and seams recomputed."""

@@ -24,7 +24,7 @@ from comb.hybrid.link import SequentialLinker, rerotated
 from comb.hybrid.picache import HybridPICache
 from comb.linking.cache import ROOM, RoomyLayer, ScatteredRows, ScatterLayer
 from comb.linking.masks import Masks, masked_attention
-from comb.linking.positions import Rerotation
+from comb.linking.rotation import Rerotation
 
 _MAX_MASK_ELEMENTS = 2**26
 # what models call their linear layers in a mapping of masks
@@ -38,14 +38,6 @@ class _Jump:
     picache: HybridPICache
     place: int
     rerotation: Rerotation | None
-
-
-@dataclass(frozen=True)
-class _RowRange:
-    """Rows [first, last) of the pass, which are neighbours in the prompt."""
-
-    first: int
-    last: int
 
 
 class PackedLinker(SequentialLinker):
@@ -62,7 +54,7 @@ class PackedLinker(SequentialLinker):
         self._mapping = mapping
         self._held = len(self.token_ids)
         self._rows: list[int] = []
-        self._items: list[_Jump | _RowRange] = []
+        self._items: list[_Jump | slice] = []  # slices of the rows: neighbours in the prompt
 
     def interior(self, picache: HybridPICache) -> None:
         self._close(len(self.token_ids))
@@ -101,7 +93,7 @@ class PackedLinker(SequentialLinker):
             if isinstance(item, _Jump):
                 linker.interior(item.picache)
             else:
-                linker.tokens([tokens[position] for position in self._rows[item.first : item.last]])
+                linker.tokens([tokens[position] for position in self._rows[item]])
         linker.tokens(tokens[-1:])
         self.seconds = linker.seconds
         return linker.finish()
@@ -110,7 +102,7 @@ class PackedLinker(SequentialLinker):
         """Ends a run of tokens to be computed in front of position `end`."""
         start = len(self.token_ids) - len(self._pending)
         if end > start:
-            self._items.append(_RowRange(len(self._rows), len(self._rows) + end - start))
+            self._items.append(slice(len(self._rows), len(self._rows) + end - start))
             self._rows += range(start, end)
         self._pending = []
 
@@ -125,58 +117,60 @@ class PackedLinker(SequentialLinker):
                 if self._held:
                     buffer[:, :, : self._held] = (held.keys, held.values)[part]
                 for jump in jumps:
-                    tensor = jump.picache.attention[number][part][None]
-                    buffer[:, :, jump.place : jump.place + tensor.shape[2]] = rerotated(
-                        tensor, rotation, jump.rerotation
-                    )
+                    moved = rerotated(jump.picache.attention[number][part][None], rotation, jump.rerotation)
+                    buffer[:, :, jump.place : jump.place + moved.shape[2]] = moved
                 buffers.append(buffer)
             self.cache.layers[number] = ScatterLayer(rows, *buffers)
 
     @contextmanager
     def _by_runs(self) -> Iterator[None]:
+        """Inside, every linear layer takes its rows run by run, with the states composed in between."""
         with ExitStack() as stack:
             for number, module in self.support.modules.items():
-                stack.enter_context(_instead(module, self._forward(number, module.forward)))
+                before, after = self._hooks(number)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                # first of all, so that others' hooks see the output of all rows
+                stack.callback(module.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
             yield
 
-    def _forward(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A linear layer's `forward` over all rows, with the states composed in between."""
-        thread, rows = threading.get_ident(), len(self._rows)
+    def _hooks(self, number: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """In front of a linear layer its arguments are cut to the first run; behind it, the other runs are computed."""
+        thread = threading.get_ident()
+        runs: Iterator[tuple[tuple[Any, ...], dict[str, Any]]] = iter(())
 
-        def by_runs(*args: Any, **kwargs: Any) -> Any:
+        def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal runs
             if threading.get_ident() != thread:
-                return forward(*args, **kwargs)
-            outputs = []
-            for item in self._items:
-                if isinstance(item, _RowRange):
-                    parts = [_cut(value, rows, item) for value in args]
-                    named = {name: _cut(value, rows, item) for name, value in kwargs.items()}
-                    outputs.append(forward(*parts, **named))
-                    continue
-                begun = time.perf_counter()
-                self.jump(number, item.picache.linear[number], self.support.linear[number], item.rerotation)
-                self.seconds["compose"] += time.perf_counter() - begun
-            if isinstance(outputs[0], tuple):
-                return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
+                return None
+            runs = self._runs(number, args, kwargs)
+            return next(runs)
+
+        def after(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if threading.get_ident() != thread:
+                return None
+            outputs = [output, *(layer.forward(*args, **kwargs) for args, kwargs in runs)]
+            if isinstance(output, tuple):
+                return (torch.cat([part[0] for part in outputs], dim=1), *outputs[-1][1:])
             return torch.cat(outputs, dim=1)
 
-        return by_runs
+        return before, after
+
+    def _runs(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """A linear layer's arguments for one run after the other; jumps over what lies in front of the next one."""
+        rows = len(self._rows)
+        for item in self._items:
+            if isinstance(item, slice):
+                yield _cut(args, rows, item), {name: _cut(value, rows, item) for name, value in kwargs.items()}
+                continue
+            begun = time.perf_counter()
+            self.jump(number, item.picache.linear[number], self.support.linear[number], item.rerotation)
+            self.seconds["compose"] += time.perf_counter() - begun
 
 
-def _cut(value: Any, rows: int, run: _RowRange) -> Any:
+def _cut(value: Any, rows: int, run: slice) -> Any:
     """A run's part of an argument that has all rows, [1, rows] or [1, rows, ...]."""
     if isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == rows:
-        return value[:, run.first : run.last]
+        return value[:, run]
     return tuple(_cut(item, rows, run) for item in value) if type(value) is tuple else value
-
-
-@contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(module).get("forward")  # accelerate's hooks put one there, too
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        vars(module).pop("forward")
-        if before is not None:
-            vars(module)["forward"] = before

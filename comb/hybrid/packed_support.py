@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from comb.backbones.forward import takes_positions
+from comb.backbones.transformers_private import attention_name
 from comb.hybrid.caches import attention_layers, new_cache, read_state
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import SequentialLinker, link_segments
@@ -29,7 +30,7 @@ _FORMS = (partial(PackedLinker, mapping=True), partial(PackedLinker, mapping=Fal
 @torch.no_grad()
 def linker_for(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker]:
     """`PackedLinker` where that gives what `SequentialLinker` gives, else that. The caller holds the model's lock."""
-    if model.config._attn_implementation in STAND_INS:
+    if attention_name(model) in STAND_INS:
         return SequentialLinker  # MAC keeps the rows of a prompt in order, and doesn't know the packed pass's mask
     known: tuple[HybridSupport, Callable[..., SequentialLinker]] | None = vars(model).get("_comb_linker")
     if known is None or known[0] is not support:

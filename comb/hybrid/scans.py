@@ -1,15 +1,13 @@
 """Listens to the scans of a backbone's linear layers, to read gates and keys off their arguments.
 
-transformers' linear layers call a scan function of their own module (which takes the kernels of flash-linear-attention
-or mamba-ssm where they are installed). For the length of one forward pass those names stand for a listener that
-passes every call on unchanged. A layer that calls no scan known here is probed instead (`comb.hybrid.probe`).
+transformers' linear layers call a scan function of their own file (which takes the kernels of flash-linear-attention
+or mamba-ssm where they are installed). For the length of one forward pass a listener stands there, which passes every
+call on unchanged. A layer that calls no scan known here is probed instead (`comb.hybrid.probe`).
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from comb.backbones.transformers_private import wrapped_functions
 from comb.hybrid.transition import Transition
 from comb.registry import Registry
 
@@ -40,8 +39,6 @@ Heard = TypeVar("Heard")
 
 SCAN_READERS: Registry[ScanReader] = Registry("scan", "comb.hybrid.families")
 """By the name of the scan's function in the model's module."""
-# names in a module are shared by all threads: one listener at a time, and it hears its own thread only
-_listening = threading.Lock()
 
 
 def reads_scan(*names: str) -> Callable[[ScanReader], ScanReader]:
@@ -67,42 +64,18 @@ def listen(model: nn.Module, hear: Callable[[ScanCall], Heard]) -> Iterator[list
     It is called at once, so that nothing keeps the keys and values of all layers alive.
     """
     heard: list[Heard] = []
-    thread = threading.get_ident()
 
     def listener(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                heard.append(hear(ScanCall(name, function, _by_name(signature, args, kwargs))))
+            bound = signature.bind(*args, **kwargs)
+            # what a function takes as **kwargs counts as arguments of their own
+            arguments = {name: bound.arguments[name] for name in bound.arguments if name not in bound.kwargs}
+            heard.append(hear(ScanCall(name, function, arguments | bound.kwargs)))
             return function(*args, **kwargs)
 
         return call
 
-    with _listening:
-        places = [
-            (namespace, name, namespace[name])
-            for namespace in _namespaces(model)
-            for name in SCAN_READERS
-            if callable(namespace.get(name))
-        ]
-        try:
-            for namespace, name, function in places:
-                namespace[name] = listener(name, function)
-            yield heard
-        finally:
-            for namespace, name, function in places:
-                namespace[name] = function
-
-
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    arguments = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-    return arguments
-
-
-def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    modules = {type(module).__module__ for module in model.modules()}
-    return [vars(sys.modules[name]) for name in sorted(modules) if name in sys.modules]
+    with wrapped_functions(model, SCAN_READERS, listener):
+        yield heard

@@ -21,14 +21,8 @@ from comb.hybrid.families.scalar import constant_decay
 from comb.hybrid.probe import LayerRun, TransitionProbe, apply_on, watch_layers
 from comb.hybrid.scans import listen, read_scan
 from comb.hybrid.transition import Transition, TransitionError
-from comb.linking.positions import (
-    PositionMap,
-    Rotation,
-    UnmovableError,
-    explain_states,
-    find_positions,
-    states_by_position,
-)
+from comb.linking.positions import UnmovableError, explain_states, find_positions, states_by_position
+from comb.linking.rotation import PositionMap, Rotation
 from comb.linking.support import distance, tolerance_of
 
 _TOKENS, _HEAD = 11, 5
@@ -183,7 +177,7 @@ def _try(model: Any) -> HybridSupport:
     numbers = sorted(whole.layers)
     stateful = [number for number in numbers if read_state(whole.cache, number)[1] is not None]
     seen = states_by_position(model, stateful, partial(new_cache, model), read_states)
-    linear = {number: _linear_layer(model, whole, number, positions, seen.get(number), step) for number in numbers}
+    linear = {number: _linear_layer(model, whole, number, seen.get(number), step) for number in numbers}
     modules = {number: layer.module for number, layer in whole.layers.items()}
     return HybridSupport(positions, linear, attention, step, modules)
 
@@ -202,9 +196,7 @@ def _step(model: Any, whole: Recording) -> int | None:
     )
 
 
-def _linear_layer(
-    model: Any, whole: Recording, number: int, positions: PositionMap, seen: Tensor | None, step: int | None
-) -> LinearLayer:
+def _linear_layer(model: Any, whole: Recording, number: int, seen: Tensor | None, step: int | None) -> LinearLayer:
     """`seen`: the layer's part of `states_by_position`, if it has one."""
     columns, state = read_state(whole.cache, number)
     kernel = 0 if columns is None else columns.shape[-1]
@@ -226,7 +218,7 @@ def _linear_layer(
             "can't be told from outside, and it calls no scan that is known"
         )
     family, axis = known
-    rotation, rotated_axis = (None, -2) if seen is None else explain_states(model, positions, number, seen)
+    rotation, rotated_axis = (None, -2) if seen is None else explain_states(model, number, seen)
     if rotation is not None and family == "scalar":
         axis = rotated_axis  # a scalar decay doesn't say where the keys are
     if rotation is not None and (family not in ("scalar", "dense") or axis != rotated_axis):

@@ -45,13 +45,16 @@ class Transition(ABC):
     def after(self, earlier: Self) -> Self:
         """T of `earlier`'s tokens followed by these: self.T times earlier.T, later tokens on the left."""
 
-    @abstractmethod
     def rerotated(self, rerotate: Rerotate) -> Self:
         """T of the same tokens at other positions, where keys are rotated inside of the layer.
 
         Raises:
-            TransitionError: when T doesn't commute with a rotation in this family.
+            TransitionError: when T doesn't commute with a rotation in this family, as in most.
         """
+        raise TransitionError(
+            f"rotary positions inside a linear layer with a {self.family} decay: the state of a segment can't be moved "
+            "to another position"
+        )
 
     def check(self) -> None:
         """Raises TransitionError when this can't be the transition of a layer: not finite, or it amplifies."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from comb.cache.picache import DecoderPICache
-from comb.linking.positions import PositionMap
+from comb.linking.rotation import PositionMap
 
 ROOM = 128
 """Tokens that an answer may have before its cache is copied for the first time."""
@@ -205,31 +205,31 @@ def assemble(
     rerotation = positions.rerotation(compiled.to(device), linked.to(device), length) if rotate else None
     layers = []
     for number, rotations in enumerate(positions.layers):
+        held: Any = None if before is None else before.layers[number]
         parts = [picache.keys[number] for picache in picaches], [picache.values[number] for picache in picaches]
-        keys, values = (_place(spans, tensors, start, end + ROOM)[None] for tensors in parts)
+        earlier = (None, None) if held is None else (held.keys, held.values)
+        buffers = [_place(spans, *pair, start, end + ROOM) for pair in zip(parts, earlier, strict=True)]
         if rerotation is not None:
-            keys, values = rerotation.apply(keys, rotations[0]), rerotation.apply(values, rotations[1])
-        if before is not None:
-            layer: Any = before.layers[number]
-            keys, values = _behind(layer.keys, keys, start), _behind(layer.values, values, start)
-        layers.append((keys, values))
+            for buffer, rotation in zip(buffers, rotations, strict=True):
+                rerotation.apply(buffer[:, :, start:], rotation)
+        layers.append((buffers[0], buffers[1]))
     return ScatterCache(end, layers)
 
 
-def _behind(earlier: Tensor, later: Tensor, start: int) -> Tensor:
-    """Both in one; layers with a sliding window hold the last of `start` tokens only, and no row looks further back."""
-    forgotten = later.new_zeros(*later.shape[:2], start - earlier.shape[2], later.shape[3])
-    return torch.cat([forgotten, earlier.to(later.device), later], dim=2)
+def _place(spans: Sequence[Span], tensors: Sequence[Tensor], earlier: Tensor | None, start: int, end: int) -> Tensor:
+    """`earlier` [1, H, at most start, D] up to `start`, segments [H, T, D] at their places behind it: [1, H, end, D].
 
-
-def _place(spans: Sequence[Span], tensors: Sequence[Tensor], start: int, end: int) -> Tensor:
-    """Segments [H, T, D] at their places in a new [H, end - start, D], zeros in between."""
+    Zeros in between, and where layers with a sliding window have forgotten the first tokens: no row looks that far.
+    """
     heads, _, channels = tensors[0].shape
-    pieces, position = [], start
+    buffer = tensors[0].new_empty(1, heads, end, channels)
+    if earlier is not None:
+        buffer[:, :, : start - earlier.shape[2]] = 0
+        buffer[:, :, start - earlier.shape[2] : start] = earlier
+    position = start
     for span, tensor in zip(spans, tensors, strict=True):
-        if span.start > position:
-            pieces.append(tensor.new_zeros(heads, span.start - position, channels))
-        pieces.append(tensor)
+        buffer[:, :, position : span.start] = 0
+        buffer[:, :, span.start : span.end] = tensor
         position = span.end
-    pieces.append(tensors[0].new_zeros(heads, end - position, channels))
-    return torch.cat(pieces, dim=1)
+    buffer[:, :, position:] = 0
+    return buffer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
+from comb.backbones.transformers_private import attention_name
 from comb.linking.cache import ScatteredRows
 from comb.linking.positions import UnmovableError
 
@@ -58,14 +59,14 @@ def for_attention(allowed: Tensor, model: Any) -> Tensor:
 
 def exact_attention(model: Any) -> str:
     """The attention implementation that `model` uses, or that the one it uses stands in for."""
-    name: str = model.config._attn_implementation
+    name = attention_name(model)
     return STAND_INS.get(name, name)
 
 
 @contextmanager
 def attention(model: Any, name: str) -> Iterator[None]:
     """For a while, the attention implementation of this name."""
-    before = model.config._attn_implementation
+    before = attention_name(model)
     if before == name:
         yield
         return
@@ -79,7 +80,7 @@ def attention(model: Any, name: str) -> Iterator[None]:
 @contextmanager
 def masked_attention(model: Any) -> Iterator[None]:
     """For a while, an attention that takes masks in place of one that doesn't (flash attention)."""
-    now = model.config._attn_implementation
+    now = attention_name(model)
     with attention(model, now if now in MASKED_ATTENTION else "sdpa"):
         yield
 

@@ -10,18 +10,16 @@ Shapes: H cached heads, T tokens, D channels, m rotated pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.forward import run_decoder, takes_positions
-
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies change with the length of the prompt."""
+from comb.linking.frequencies import frequency_sources, original_length
+from comb.linking.rotation import PositionMap, Rerotation, Rotation
 
 _PROBE_TOKENS = 4
 # relative error up to which a rotation explains what was seen; 16-bit models round cosines and products
@@ -33,123 +31,6 @@ _NEGLIGIBLE = 1e-3
 
 class UnmovableError(ValueError):
     """A backbone whose cached keys and values can't be moved to another position; the message says why."""
-
-
-@dataclass(frozen=True)
-class Frequencies:
-    """The m inverse frequencies of one rotary embedding, in radians per position.
-
-    Args:
-        fixed: [m]; used when `module` is None.
-        module, buffer: where a rotary module keeps frequencies that may change with the prompt's length.
-        arguments: that the module wants beside hidden state and positions (Gemma 3: the layer type).
-        scaling: by which the module multiplies cosines and sines (YaRN's attention factor).
-    """
-
-    fixed: Tensor
-    module: nn.Module | None = None
-    buffer: str = ""
-    arguments: tuple[tuple[str, Any], ...] = ()
-    scaling: float = 1.0
-
-    def now(self) -> Tensor:
-        """[m] float64, as the model's last forward pass used them."""
-        return self.fixed if self.module is None else getattr(self.module, self.buffer).detach().double()
-
-    def at(self, length: int) -> Tensor:
-        """[m] float64, as the model uses them in a prompt of `length` tokens."""
-        if self.module is None:
-            return self.fixed
-        buffer: Tensor = getattr(self.module, self.buffer)
-        positions = torch.tensor([[length - 1]], device=buffer.device)
-        self.module(torch.zeros(1, 1, 1, device=buffer.device), positions, **dict(self.arguments))
-        current: Tensor = getattr(self.module, self.buffer)  # the call may have put another tensor there
-        return current.detach().double()
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The rotary part of one cached tensor: 2m channels from `start` on.
-
-    `interleaved`: channels 2j and 2j+1 are a pair (GPT-J); otherwise j and j+m are (NeoX, Llama).
-    """
-
-    source: int
-    start: int
-    interleaved: bool
-
-    def pairs(self, tensor: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        """Views of the first and second channels of all pairs, each [..., m]."""
-        if self.interleaved:
-            end = self.start + 2 * m
-            return tensor[..., self.start : end : 2], tensor[..., self.start + 1 : end : 2]
-        middle = self.start + m
-        return tensor[..., self.start : middle], tensor[..., middle : middle + m]
-
-
-@dataclass(frozen=True)
-class PositionMap:
-    """What was found: per cache layer the rotation in its keys and in its values (None: no positions there).
-
-    `max_segment_tokens`: segments must stay shorter than this for their frequencies to be the short-prompt ones.
-    """
-
-    layers: tuple[tuple[Rotation | None, Rotation | None], ...]
-    sources: tuple[Frequencies, ...]
-    length_dependent: bool = False
-    max_segment_tokens: int | None = None
-
-    @property
-    def rotated_layers(self) -> int:
-        """How many cache layers hold positions."""
-        return sum(keys is not None or values is not None for keys, values in self.layers)
-
-    def settle(self, length: int) -> None:
-        """Puts frequencies that change with the prompt's length to what they are for one of `length` tokens."""
-        for source in self.sources if self.length_dependent else ():
-            source.at(1)
-            source.at(length)
-
-    def rerotation(self, compiled: Tensor, linked: Tensor, length: int) -> Rerotation:
-        """Cosines and sines that take tokens from `compiled` positions [T] to `linked` positions [T].
-
-        Args:
-            length: of the whole prompt, for embeddings that depend on it.
-        """
-        factors = []
-        for source in self.sources:
-            before, after = source.at(1), source.at(length)
-            # Angles in float64: at position 100,000 a float32 product is off by 0.006 rad. A segment's tokens share
-            # one angle as long as the frequencies are the same, and then only the distinct shifts are computed.
-            if torch.equal(before, after):
-                shifts, which = torch.unique(linked - compiled, return_inverse=True)
-                angles = shifts.double()[:, None] * after.to(shifts.device)
-                factors.append((angles.cos().float()[which], angles.sin().float()[which]))
-            else:
-                angles = linked.double()[:, None] * after.to(linked.device)
-                angles -= compiled.double()[:, None] * before.to(linked.device)
-                factors.append((angles.cos().float(), angles.sin().float()))
-        return Rerotation(tuple(factors))
-
-
-@dataclass(frozen=True)
-class Rerotation:
-    """Per frequency set, cosines and sines [T, m] in float32."""
-
-    factors: tuple[tuple[Tensor, Tensor], ...]
-
-    def apply(self, tensor: Tensor, rotation: Rotation | None) -> Tensor:
-        """Re-rotates `tensor` [..., T, D] in place, computing in float32 (in float64 for a float64 tensor)."""
-        if rotation is None:
-            return tensor
-        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        cos, sin = (factor.to(tensor.device, dtype) for factor in self.factors[rotation.source])
-        first, second = rotation.pairs(tensor, cos.shape[-1])
-        a, b = first.to(dtype), second.to(dtype)
-        turned = (a * cos).addcmul_(b, sin, value=-1)
-        second.copy_((b * cos).addcmul_(a, sin))
-        first.copy_(turned)
-        return tensor
 
 
 @torch.no_grad()
@@ -173,13 +54,13 @@ class RotaryProbe:
     """
 
     def __init__(self, model: Any) -> None:
-        self.sources, self.scaled = _frequency_sources(model)
-        self.limit = _original_length(model) if self.scaled else None
+        self.sources, self.scaled = frequency_sources(model)
+        self.limit = original_length(model) if self.scaled else None
         self.positions = _probe_positions(model, self.limit)
         self.device = model.get_input_embeddings().weight.device
         self._ids = _probe_ids(model)
         self._candidates = [(index, source.at(1).to(self.device)) for index, source in enumerate(self.sources)]
-        self._tolerance = _EXPLAINS.get(model.dtype, _EXPLAINS_16_BIT)
+        self._tolerance = _tolerance(model)
 
     def inputs(self, positions: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Token ids and position ids of a pass over `positions` (None: all), both [probe tokens x positions, 1]."""
@@ -224,7 +105,7 @@ def states_by_position(
     return {number: torch.stack(states, dim=1) for number, states in found.items()}
 
 
-def explain_states(model: Any, positions: PositionMap, number: int, seen: Tensor) -> tuple[Rotation | None, int]:
+def explain_states(model: Any, number: int, seen: Tensor) -> tuple[Rotation | None, int]:
     """How the state of linear layer `number` turns with a token's position, and its axis (-2 or -1).
 
     Args:
@@ -236,12 +117,11 @@ def explain_states(model: Any, positions: PositionMap, number: int, seen: Tensor
     Raises:
         UnmovableError: when no rotation explains how the state changes with the position.
     """
-    where = _probe_positions(model, None)
-    candidates = [(index, source.at(1).to(seen.device)) for index, source in enumerate(positions.sources)]
+    probe = RotaryProbe(model)
     for axis in (-2, -1):
         channels_last = seen.transpose(-1, -2) if axis == -2 else seen
         flat = channels_last.reshape(*seen.shape[:2], -1, channels_last.shape[-1])
-        found = _explain(flat, where, candidates, _EXPLAINS.get(model.dtype, _EXPLAINS_16_BIT))
+        found = probe.explain(flat)
         if found is not None:
             return (None if isinstance(found, str) else found), axis
     raise UnmovableError(
@@ -281,7 +161,7 @@ def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionM
     first = next(number for number, layer in enumerate(caches[0].layers) if getattr(layer, "keys", None) is not None)
     for name in ("keys", "values"):
         second, alone = (getattr(cache.layers[first], name)[:, :, -1] for cache in caches)
-        if not _close(second, alone):
+        if _explain(torch.stack([second, alone], dim=1), (), (), _tolerance(model)) != "still":
             raise UnmovableError(
                 f"the model takes no position_ids, and the cached {name} of its first layer depend on where a token "
                 "stands, so a compiled document can't be moved to another place"
@@ -338,7 +218,7 @@ def _explain(
     least = float(size.amax().clamp_min(1e-30)) * _NEGLIGIBLE
     if float(((seen - origin).abs() / (size + least)).amax()) <= tolerance:
         return "still"
-    where = torch.tensor(list(positions), dtype=torch.float64, device=seen.device)
+    where = torch.tensor(positions, dtype=torch.float64, device=seen.device)
     best: tuple[float, Rotation | None] = (tolerance, None)
     for source, frequencies in candidates:
         m = len(frequencies)
@@ -366,54 +246,6 @@ def _pair_sizes(size: Tensor, rotation: Rotation, m: int) -> Tensor:
     return sizes
 
 
-def _frequency_sources(model: Any) -> tuple[list[Frequencies], bool]:
-    """Every set of inverse frequencies in sight, and whether they change with the prompt's length."""
-    found: list[Frequencies] = []
-    scaled = False
-    for module, name, buffer in _frequency_buffers(model):
-        kinds = getattr(module, "rope_type", None)
-        layer_type = (
-            next((kind for kind in kinds if name == f"{kind}_inv_freq"), None) if isinstance(kinds, dict) else None
-        )
-        kind = kinds[layer_type] if isinstance(kinds, dict) and layer_type else kinds
-        fixed = buffer.detach().double()
-        prefix = name.removesuffix("inv_freq")
-        scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
-        if isinstance(kind, str) and any(word in kind for word in LENGTH_DEPENDENT):
-            scaled = True
-            arguments = (("layer_type", layer_type),) if layer_type else ()
-            found.append(Frequencies(fixed, module, name, arguments, scaling))
-        elif not any(s.module is None and s.scaling == scaling and _same(s.fixed, fixed) for s in found):
-            found.append(Frequencies(fixed, scaling=scaling))
-    if not found:
-        found = [Frequencies(frequencies) for frequencies in _by_formula(model)]
-    return found, scaled
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and torch.equal(left, right)
-
-
-def _frequency_buffers(model: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            # "original_inv_freq" is the copy that scaled embeddings go back to
-            if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1:
-                yield module, name, buffer
-
-
-def _by_formula(model: Any) -> Iterator[Tensor]:
-    """Models that keep a table of sines instead (GPT-J, CodeGen): base 10000 over their rotary width."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    widths = {getattr(config, "rotary_dim", None), getattr(config, "head_dim", None)}
-    if heads and getattr(config, "hidden_size", None):
-        widths.add(config.hidden_size // heads)
-    for width in sorted(width for width in widths if isinstance(width, int) and width > 1):
-        exponents = torch.arange(0, width, 2, dtype=torch.int64) / width
-        yield (1.0 / 10_000**exponents).double()
-
-
 def _probe_positions(model: Any, limit: int | None) -> list[int]:
     config = model.config.get_text_config(decoder=True)
     # embeddings that depend on the length go back to their short form only below the original length
@@ -427,18 +259,5 @@ def _probe_ids(model: Any) -> list[int]:
     return [1 + (37 * index) % max(1, vocabulary - 1) for index in range(1, _PROBE_TOKENS + 1)]
 
 
-def _original_length(model: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    lengths = [
-        part["original_max_position_embeddings"] for part in parts if part.get("original_max_position_embeddings")
-    ]
-    return int(min([*lengths, config.max_position_embeddings]))
-
-
-def _close(left: Tensor, right: Tensor) -> bool:
-    """Whether two [..., H, D] are the same but for rounding, channel by channel."""
-    size = torch.maximum(left.abs(), right.abs())
-    size = size + float(size.amax().clamp_min(1e-30)) * _NEGLIGIBLE
-    return float(((left - right).abs() / size).amax()) <= _EXPLAINS.get(left.dtype, _EXPLAINS_16_BIT)
+def _tolerance(model: Any) -> float:
+    return _EXPLAINS.get(model.dtype, _EXPLAINS_16_BIT)

@@ -19,7 +19,8 @@ from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import Masks, attention, cache_kinds, exact_attention, mask_candidates, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
-from comb.linking.positions import PositionMap, UnmovableError, find_positions
+from comb.linking.positions import UnmovableError, find_positions
+from comb.linking.rotation import PositionMap
 
 # Frobenius norm of the difference over that of the result. 16-bit rounding differs with the shape of a batch.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}

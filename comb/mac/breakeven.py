@@ -7,6 +7,7 @@ heads skip anything.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -113,13 +114,5 @@ def least_context(
 
     MAC's advantage never shrinks as the context grows, so halving finds it.
     """
-    if not pays(most, rows, hit_rate, shape, config, costs):
-        return None
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        if pays(middle, rows, hit_rate, shape, config, costs):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    least = bisect_left(range(most + 1), True, key=lambda context: pays(context, rows, hit_rate, shape, config, costs))
+    return least if least <= most else None

@@ -6,9 +6,7 @@ with the same masks, so that padded batches and prompts are computed as ever.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from comb.backbones.transformers_private import eager_attention
 from comb.linking.masks import STAND_INS
 
 Attended = tuple[Tensor, Tensor | None]
@@ -63,27 +61,8 @@ class AttentionHandler(Protocol):
         """The call's output [B, N, H, V]."""
 
 
-_CURRENT: ContextVar[AttentionHandler | None] = ContextVar("comb_mac_pass", default=None)
-
-
-def begin(attending: AttentionHandler | None) -> Any:
-    """Lets `attending` answer this thread's attention calls; `end` takes the token that it returns."""
-    return _CURRENT.set(attending)
-
-
-def end(token: Any) -> None:
-    """Back to what was before `begin`."""
-    _CURRENT.reset(token)
-
-
-@contextmanager
-def answering(attending: AttentionHandler) -> Iterator[None]:
-    """`begin` and `end` around a block."""
-    token = begin(attending)
-    try:
-        yield
-    finally:
-        end(token)
+ANSWERING: ContextVar[AttentionHandler | None] = ContextVar("comb_mac_pass", default=None)
+"""Who answers this thread's attention calls; None: the exact attention."""
 
 
 def register() -> None:
@@ -105,9 +84,7 @@ def _over_sdpa(*args: Any, **kwargs: Any) -> Attended:
 
 
 def _over_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Attended:
-    # eager attention belongs to the model's own file: some cap scores or add sinks in it
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", eager_attention_forward)
-    return _answer(own, module, *args, **kwargs)
+    return _answer(eager_attention(module), module, *args, **kwargs)
 
 
 def _answer(
@@ -122,5 +99,5 @@ def _answer(
     **options: Any,
 ) -> Attended:
     call = AttentionCall(exact, module, query, key, value, attention_mask, scaling, dropout, options)
-    current = _CURRENT.get()
+    current = ANSWERING.get()
     return call.exact() if current is None else current.attend(call)

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from comb.backbones.forward import decoder_of, takes_positions
 from comb.backbones.identity import identity_of
+from comb.backbones.transformers_private import attention_name, can_set_attention
 from comb.kernels.mac.algebra import accumulator
+from comb.linking.frequencies import Frequencies
 from comb.linking.masks import attention
-from comb.linking.positions import Frequencies, Rerotation, RotaryProbe, Rotation
-from comb.mac.interface import Attended, AttentionCall, answering, register, stand_in
+from comb.linking.positions import RotaryProbe
+from comb.linking.rotation import Rerotation, Rotation
+from comb.mac.interface import ANSWERING, Attended, AttentionCall, register, stand_in
 
 # under which sparse attention (DeepSeek-V3.2, GLM-MoE-DSA, MiniMax-M3) hands over the keys that its indexer has chosen
 _CHOSEN = ("indices", "block_indices")
@@ -82,7 +85,7 @@ def _find(model: Any) -> dict[int, LayerQueries]:
             f"{name} takes no position_ids (ALiBi?), so its attention isn't a function of query and keys alone: "
             "use it without MAC"
         )
-    if not model._can_set_attn_implementation():
+    if not can_set_attention(model):
         raise UnsupportedModelError(
             f"{name} computes attention in its own code, not through transformers' AttentionInterface: "
             "use it without MAC"
@@ -90,8 +93,12 @@ def _find(model: Any) -> dict[int, LayerQueries]:
     register()
     probe, recorder = RotaryProbe(model), _Recorder()
     tokens, positions = (tensor.to(probe.device) for tensor in probe.inputs())
-    with attention(model, stand_in(model.config._attn_implementation)), answering(recorder):
-        decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
+    with attention(model, stand_in(attention_name(model))):
+        token = ANSWERING.set(recorder)
+        try:
+            decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
+        finally:
+            ANSWERING.reset(token)
     if not recorder.seen:
         raise UnsupportedModelError(
             f"no layer of {name} computes softmax attention through transformers' AttentionInterface: "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.forward import decoder_of
+from comb.backbones.transformers_private import attention_name
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.fill import prompt_rows, rows_to_keep
@@ -26,10 +27,9 @@ from comb.kernels.mac.state import MacState
 from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
-from comb.mac.audit import band_mass, exceeds, relative_error
 from comb.mac.breakeven import Costs
 from comb.mac.continuity import KeysIdentity, empty
-from comb.mac.interface import Attended, AttentionCall, begin, end, stand_in
+from comb.mac.interface import ANSWERING, Attended, AttentionCall, stand_in
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
 from comb.mac.rule import HIT_RATE, BreakEvenRule
@@ -80,7 +80,7 @@ class MacSession:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(lock_of(self.backbone))
-            name = self.backbone.config._attn_implementation
+            name = attention_name(self.backbone)
             if name in STAND_INS:
                 raise RuntimeError("a MAC session is on this model already: leave it first, or use that one")
             for index, queries in find_queries(self.backbone).items():
@@ -136,7 +136,7 @@ class MacSession:
     def _begin(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._token is not None:  # an exception may have kept the last pass from finishing
             self._end_pass()
-        if self.backbone.config._attn_implementation not in STAND_INS:
+        if attention_name(self.backbone) not in STAND_INS:
             # somebody has put another attention in place, and what it does to the cache isn't seen
             for layer in self._layers.values():
                 layer.seen = None
@@ -148,7 +148,7 @@ class MacSession:
         else:
             self.prompts += 1
         self._check_continuity(self._pass.cache)
-        self._token = begin(self)
+        self._token = ANSWERING.set(self)
 
     def _finish(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._token is None:
@@ -163,7 +163,7 @@ class MacSession:
                 layer.seen = KeysIdentity.of(cache_layer(cache, index))
 
     def _end_pass(self) -> None:
-        end(self._token)
+        ANSWERING.reset(self._token)
         self._token = self._pass = None
 
     def _check_continuity(self, cache: Any) -> None:
@@ -240,8 +240,7 @@ class MacSession:
         layer.counts.add(done, config)
         if current.audited:
             exact = call.exact()
-            error = relative_error(done.output, exact[0][:, 0])
-            layer.counts.audit(error, band_mass(done.tail_lse, done.lse), unrotated, call.values)
+            error = layer.counts.audit(done, exact[0][:, 0])
             off = self._why_off(error, call, layer, layer.counts)
             if off:
                 layer.off = layer.counts.off = off
@@ -251,8 +250,9 @@ class MacSession:
 
     def _why_off(self, error: float, call: AttentionCall, layer: _LayerState, counts: LayerCounts) -> str:
         """Why an audit switches the layer off; empty where it doesn't."""
-        if exceeds(error, layer.config.audit_bound):
-            return f"audit: error {error:.3f} above {layer.config.audit_bound:g}"
+        bound = layer.config.audit_bound
+        if bound is not None and not error <= bound:  # NaN is an error, too
+            return f"audit: error {error:.3f} above {bound:g}"
         # the rule has counted on a hit rate; by the second audit there is a share to go by
         share = counts.read_share() if len(counts.errors) > 1 else 0.0
         if self.rule.pays_at(share, call, layer.index, layer.config):
@@ -296,7 +296,5 @@ def mac(
     Raises:
         ValueError: for a configuration that isn't one.
     """
-    from dataclasses import replace
-
     chosen = MacConfig.context() if config is None else MacConfig.parse(config) if isinstance(config, str) else config
     return MacSession(model, replace(chosen, **changes), costs=costs, hit_rate=hit_rate)

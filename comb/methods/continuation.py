@@ -9,8 +9,9 @@ from comb.backbones.exclusive import exclusive
 from comb.hybrid.caches import run
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
+from comb.linking.frequencies import LENGTH_DEPENDENT
 from comb.linking.masks import cache_kinds
-from comb.linking.positions import LENGTH_DEPENDENT, UnmovableError
+from comb.linking.positions import UnmovableError
 from comb.methods.base import DecodeState, Method
 from comb.methods.past_state import PastState
 

@@ -21,7 +21,7 @@ from comb.hybrid.scans import listen
 from comb.hybrid.support import find_hybrid_support, read_states, record
 from comb.linking.cache import RoomyLayer
 from comb.linking.fork import fork_cache
-from comb.linking.positions import UnmovableError, explain_states, find_positions, states_by_position
+from comb.linking.positions import UnmovableError, explain_states, states_by_position
 from tests.comb.test_hybrid_link import EXACT, A, B, error, logits
 from tests.helpers.hybrids import HYBRIDS, tiny_hybrid
 
@@ -91,7 +91,6 @@ def test_a_scan_nobody_knows_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_a_pass_may_differ_by_rounding() -> None:
     model = tiny_hybrid("qwen3_next")
-    positions = find_positions(model, partial(new_cache, model))
     linear = [number for number, layer in enumerate(model.model.layers) if hasattr(layer, "linear_attn")]
     for number in linear:
         model.model.layers[number].linear_attn.in_proj_qkvz.register_forward_hook(
@@ -101,10 +100,10 @@ def test_rows_of_a_pass_may_differ_by_rounding() -> None:
     assert list(seen) == linear
     for number, states in seen.items():
         assert error(states[1], states[0]) > 1e-2  # another token, in another row
-        assert explain_states(model, positions, number, states) == (None, -2)
+        assert explain_states(model, number, states) == (None, -2)
         rows_apart = states * (1 + 0.01 * torch.arange(states.shape[1])[None, :, None, None, None])
         with pytest.raises(UnmovableError, match=f"state of linear layer {number}"):
-            explain_states(model, positions, number, rows_apart)
+            explain_states(model, number, rows_apart)
 
 
 def test_support_is_found_anew_when_weights_change() -> None:

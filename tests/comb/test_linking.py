@@ -17,7 +17,8 @@ from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble
 from comb.linking.fork import fork_cache
 from comb.linking.masks import Masks, masked_attention
 from comb.linking.passes import recompute, recompute_in_order, runs
-from comb.linking.positions import Rerotation, Rotation, UnmovableError, find_positions
+from comb.linking.positions import UnmovableError, find_positions
+from comb.linking.rotation import Rerotation, Rotation
 from comb.linking.support import find_support
 from comb.methods.decoder import Decoder
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from comb.hybrid.transition import LogDecay, Rerotate, TransitionError, register_family
+from comb.hybrid.transition import LogDecay, register_family
 
 
 @register_family
@@ -20,12 +20,6 @@ class DiagonalTransition(LogDecay):
 
     def apply(self, state: Tensor) -> Tensor:
         return state * self.decay(state)[:, :, None]
-
-    def rerotated(self, rerotate: Rerotate) -> DiagonalTransition:
-        raise TransitionError(
-            "rotary positions inside a linear layer with one decay per key channel: the state of a segment can't be "
-            "moved to another position"
-        )
 
 
 def of_gates(log_gates: Tensor) -> DiagonalTransition:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comb.hybrid.scans import ScanCall, reads_scan
-from comb.hybrid.transition import LogDecay, Rerotate, TransitionError, register_family
+from comb.hybrid.transition import LogDecay, register_family
 
 
 @register_family
@@ -23,12 +23,6 @@ class ElementwiseTransition(LogDecay):
 
     def apply(self, state: Tensor) -> Tensor:
         return state * self.decay(state)
-
-    def rerotated(self, rerotate: Rerotate) -> ElementwiseTransition:
-        raise TransitionError(
-            "rotary positions inside a linear layer with one decay per entry of its state: the state of a segment "
-            "can't be moved to another position"
-        )
 
 
 def of_steps(steps: Tensor, rates: Tensor) -> ElementwiseTransition:

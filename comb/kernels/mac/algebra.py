@@ -1,8 +1,7 @@
-"""Attention over a range of keys with its log-sum-exp, and the algebra of such summaries: merge and downdate.
+"""Attention over a range of keys with its log-sum-exp, and how two such summaries become one.
 
 A summary of a set of keys is the pair (o, lse): the softmax-weighted mean of their values, and the log of the softmax's
-denominator. Disjoint sets merge; a subset can be taken out again (downdate), with what floating point allows. An empty
-set is (0, -inf).
+denominator. Disjoint sets merge. An empty set is (0, -inf).
 
 Shapes: D query channels, V value channels, T keys; leading dimensions are arbitrary.
 Source: MAC-Attention sec. 3.1 and 3.4, after Milakov & Gimelshein (2018).
@@ -57,26 +56,6 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     some = total.clamp_min(torch.finfo(total.dtype).tiny)
     o = (o1 * weight1[..., None] + o2 * weight2[..., None]) / some[..., None]
     return o, torch.where(total > 0, highest + torch.log(some), torch.full_like(total, EMPTY))
-
-
-def downdate(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """The summary of a set without a part of it: what `merge` has put together, taken apart.
-
-    The less is left, the worse: the absolute error stays near rounding times |o|, the relative one grows with
-    1 / (1 - rho), rho being the part's share. Computing what is left directly has no such error.
-
-    Args:
-        eps: share of the whole below which what is left counts as nothing: (0, -inf).
-    """
-    share = torch.exp(lse_part - _finite(lse))
-    left = -torch.expm1(torch.where(lse > EMPTY, lse_part - _finite(lse), torch.zeros_like(lse)).clamp_max(0.0))
-    kept = left > eps
-    safe = torch.where(kept, left, torch.ones_like(left))
-    rest = (o - share[..., None] * o_part) / safe[..., None]
-    return (
-        torch.where(kept[..., None], rest, torch.zeros_like(rest)),
-        torch.where(kept, lse + torch.log(safe), torch.full_like(lse, EMPTY)),
-    )
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Ring entries of a prompt: the summaries that its last queries leave behind, computed directly.
 
 `MacState` asks for the summary of [F, E(p)) as the query at p saw it. Taking the band out of the attention that the
-model has computed anyway (`algebra.downdate`) would be cheaper, but what is left then has the rounding of the whole:
-1e-2 and worse in 16 bits once the band holds 99% of the mass. One more pass over the last K queries is exact.
+model has computed anyway (the inverse of `algebra.merge`) would be cheaper, but what is left then has the rounding of
+the whole: 1e-2 and worse in 16 bits once the band holds 99% of the mass. One more pass over the last K
+queries is exact.
 
 Source: MAC-Attention sec. 4.2 (rectify-append), computed without subtraction.
 """

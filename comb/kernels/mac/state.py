@@ -75,11 +75,7 @@ class MacState:
     @property
     def nbytes(self) -> int:
         """Bytes of all rings."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
-
-    def reset(self) -> None:
-        """Forgets every row; the memory stays."""
-        self.pos.fill_(-1)
+        return sum(tensor.nbytes for tensor in vars(self).values())
 
     def invalidate(self, rows: Tensor) -> None:
         """Forgets the rows [B] that are True."""
@@ -90,11 +86,6 @@ class MacState:
         bound = torch.as_tensor(length, device=self.pos.device).reshape(-1, 1)
         self.pos.masked_fill_(self.pos >= bound, -1)
 
-    def reorder(self, order: Tensor) -> None:
-        """Row i becomes what row ``order[i]`` was, as beam search reorders a cache."""
-        for name in ("query", "o", "lse", "pos", "chain", "drift"):
-            setattr(self, name, getattr(self, name).index_select(0, order.to(self.pos.device)))
-
     def write(self, rows: RingEntries) -> None:
         """Puts `rows` into their slots, over whatever was there."""
         row, number = (rows.pos >= 0).nonzero(as_tuple=True)
@@ -104,6 +95,3 @@ class MacState:
             ring = getattr(self, name)
             ring[row, slot] = getattr(rows, name)[row, number].to(ring.dtype)
         self.pos[row, slot] = pos
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.query, self.o, self.lse, self.pos, self.chain, self.drift
