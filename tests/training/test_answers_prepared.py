@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from comb.documents.document import Prompt
 from comb_training import plugin
-from comb_training.answers import Answer, answer_prepared, choose_engine, generate, prepared, read_settings
+from comb_training.answers import StoredAnswer, answer_prepared, choose_engine, generate, prepared, read_settings
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.answers.vllm_engine import VllmEngine
 from comb_training.config import Config, config_from_dict
@@ -64,7 +64,7 @@ def count_engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[TrainingExample]
     asked: list[TrainingExample] = []
     call = TransformersEngine.__call__
 
-    def counting(self: Any, examples: Sequence[TrainingExample]) -> list[Answer]:
+    def counting(self: Any, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
         asked.extend(examples)
         return call(self, examples)
 
@@ -194,13 +194,13 @@ def test_a_teacher_reads_the_same_text_and_its_answers_are_written_anew(
     reader = byte_tokenizer()
     asked: dict[str, str] = {}
 
-    def answering(_: Any, examples: Sequence[TrainingExample]) -> list[Answer]:
+    def answering(_: Any, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
         answers = []
         for example in examples:
             asked[str(example.id)] = reader.decode(example.prompt.flat)
             ended = int(example.id or 0) % 2 == 0
             ids = reader.encode(f"Nobody knows {example.id}.", add_special_tokens=False)
-            answers.append(Answer((*ids, 1) if ended else tuple(ids), ended))
+            answers.append(StoredAnswer((*ids, 1) if ended else tuple(ids), ended))
         return answers
 
     monkeypatch.setattr(TransformersEngine, "__call__", answering)
@@ -343,7 +343,7 @@ def test_vllm_answers_keep_their_order_and_end_where_a_stop_token_is(fake: FakeV
     engine = VllmEngine("model", (3,), 8, dtype="float32", max_model_len=64)
     prompts = [Prompt((7,), ((9, 9),), (last,)) for last in (8, 11, 4)]
     answers = engine([TrainingExample(prompt) for prompt in prompts])
-    assert answers == [Answer((5, 8, 3), True), Answer((5, 11), False), Answer((5, 4, 3), True)]
+    assert answers == [StoredAnswer((5, 8, 3), True), StoredAnswer((5, 11), False), StoredAnswer((5, 4, 3), True)]
 
 
 def test_the_engine_is_chosen_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,23 +15,31 @@ import pyarrow.parquet as pq
 import pytest
 
 from comb.documents.document import Prompt
-from comb_training.answers import Answer, AnswerStore, Settings, Share, generate, generate_answers, read_settings
+from comb_training.answers import (
+    AnswerSettings,
+    AnswerStore,
+    Share,
+    StoredAnswer,
+    generate,
+    generate_answers,
+    read_settings,
+)
 from comb_training.answers.store import METADATA
 from comb_training.data.batches import TrainingExample
 
-SETTINGS = Settings("model", "weights", "float32", 8, (1,))
-OTHER = Settings("model", "other weights", "float32", 8, (1,))
+SETTINGS = AnswerSettings("model", "weights", "float32", 8, (1,))
+OTHER = AnswerSettings("model", "other weights", "float32", 8, (1,))
 
 
-def some(name: str, count: int = 3) -> dict[str, Answer]:
-    return {f"{name}{n}": Answer((n, 7, 1), n % 2 == 0, f"{name} «{n}»") for n in range(count)}
+def some(name: str, count: int = 3) -> dict[str, StoredAnswer]:
+    return {f"{name}{n}": StoredAnswer((n, 7, 1), n % 2 == 0, f"{name} «{n}»") for n in range(count)}
 
 
 def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("part-*.parquet"))
 
 
-def read_back(folder: Path, answers: dict[str, Answer], settings: Settings = SETTINGS) -> bool:
+def read_back(folder: Path, answers: dict[str, StoredAnswer], settings: AnswerSettings = SETTINGS) -> bool:
     store = AnswerStore(folder, settings)
     return len(store) == len(answers) and all(store.get(key) == answer for key, answer in answers.items())
 
@@ -54,10 +62,10 @@ def test_answers_come_back_as_they_were_and_say_how_they_were_made(tmp_path: Pat
 
 def test_parts_of_other_settings_and_other_tables_are_left_alone(tmp_path: Path) -> None:
     AnswerStore(tmp_path, SETTINGS).add(some("a"), "e")
-    AnswerStore(tmp_path, OTHER).add({"a0": Answer((9,), False, "other")}, "e")
+    AnswerStore(tmp_path, OTHER).add({"a0": StoredAnswer((9,), False, "other")}, "e")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "part-of-something-else.parquet")
     assert read_back(tmp_path, some("a"))
-    assert read_back(tmp_path, {"a0": Answer((9,), False, "other")}, OTHER)
+    assert read_back(tmp_path, {"a0": StoredAnswer((9,), False, "other")}, OTHER)
     assert len(parts(tmp_path)) == 3
 
 
@@ -142,9 +150,9 @@ class Echo:
         self.asked: list[str | None] = []
         self.closed = 0
 
-    def __call__(self, examples: Sequence[TrainingExample]) -> list[Answer]:
+    def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
         self.asked += [example.id for example in examples]
-        return [Answer((example.prompt.tail[0], 1), True) for example in examples]
+        return [StoredAnswer((example.prompt.tail[0], 1), True) for example in examples]
 
     def close(self) -> None:
         self.closed += 1
@@ -172,8 +180,8 @@ def ask(engine: Echo, folder: Path | None, share: Share | None = None, **options
     )
 
 
-def expected() -> list[Answer]:
-    return [Answer((q.prompt.tail[0], 1), True, f"text {q.prompt.tail[0]}") for q in questions()]
+def expected() -> list[StoredAnswer]:
+    return [StoredAnswer((q.prompt.tail[0], 1), True, f"text {q.prompt.tail[0]}") for q in questions()]
 
 
 def test_ranks_answer_disjoint_sets_of_documents_and_all_of_them_together(tmp_path: Path) -> None:
@@ -221,7 +229,7 @@ def test_a_rank_that_hears_nothing_answers_the_rest_itself(
 
 def test_every_batch_is_kept_before_the_next_begins(tmp_path: Path) -> None:
     class Dying(Echo):
-        def __call__(self, examples: Sequence[TrainingExample]) -> list[Answer]:
+        def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
             if len(self.asked) == 8:
                 raise RuntimeError("out of memory")
             return super().__call__(examples)

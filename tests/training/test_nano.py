@@ -17,7 +17,7 @@ from comb_training.nano import lexicon as lex
 from comb_training.nano.evaluate import exact_match, row_match
 from comb_training.nano.initialise import build_model
 from comb_training.nano.packing import encode, pack
-from comb_training.nano.pretrain import Optimizers, Recipe, forward, loss_of, parse
+from comb_training.nano.pretrain import Optimizers, PretrainRecipe, forward, loss_of, parse
 from comb_training.nano.tokenizer import train_tokenizer, world_words
 from comb_training.nano.world import KINDS, pairs
 
@@ -208,7 +208,7 @@ def test_training_step_lowers_the_loss(tokenizer: PreTrainedTokenizerFast) -> No
 
 def test_command_line_follows_the_recipe() -> None:
     recipe, output = parse(["--seed", "3", "--target", "0.5"])
-    assert (recipe, output) == (Recipe(seed=3, target=0.5), CHECKPOINT)
+    assert (recipe, output) == (PretrainRecipe(seed=3, target=0.5), CHECKPOINT)
 
 
 # --- the checkpoint ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from comb import methods
 from comb_training.nano import CHECKPOINT, HYBRID_CHECKPOINT, World
 from comb_training.nano.evaluate import exact_match
-from comb_training.nano.hybrid import LINEAR, Recipe, build_hybrid, distil, match_layers, row_stream
+from comb_training.nano.hybrid import LINEAR, HybridRecipe, build_hybrid, distil, match_layers, row_stream
 from comb_training.nano.packing import encode
 
 
@@ -40,7 +40,7 @@ def test_all_but_the_linear_layers_is_the_nano(nano: LlamaForCausalLM) -> None:
 
 
 def test_rows_ask_one_question_each(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = next(row_stream(tokenizer, Recipe(scenes=3, questions=2)))
+    rows = next(row_stream(tokenizer, HybridRecipe(scenes=3, questions=2)))
     assert rows.input_ids.shape[0] <= 6
     for segment, places in zip(rows.segment, rows.position_ids, strict=True):
         assert segment.max() == 1
@@ -49,7 +49,7 @@ def test_rows_ask_one_question_each(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_both_steps_learn(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    recipe = Recipe(scenes=2, questions=1, matching_steps=8, distillation_steps=3)
+    recipe = HybridRecipe(scenes=2, questions=1, matching_steps=8, distillation_steps=3)
     hybrid, ids = build_hybrid(nano, seed=0), torch.arange(5, 60)[None]
     mixer = hybrid.model.layers[0].mamba
 

@@ -7,14 +7,14 @@ which generates what is missing.
 
 from comb_training.answers.generate import Answered, Share, answer_on_policy, generate_answers, stop_token_ids
 from comb_training.answers.prepared import Targets, answer_prepared, choose_engine
-from comb_training.answers.store import Answer, AnswerStore, Settings, read_settings
+from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer, read_settings
 
 __all__ = [
-    "Answer",
+    "AnswerSettings",
     "AnswerStore",
     "Answered",
-    "Settings",
     "Share",
+    "StoredAnswer",
     "Targets",
     "answer_on_policy",
     "answer_prepared",

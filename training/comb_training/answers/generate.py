@@ -22,7 +22,7 @@ from comb.backbones.discovery import inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.documents.datasets import Counts
 from comb_training.answers.greedy import TransformersEngine
-from comb_training.answers.store import Answer, AnswerStore, Settings
+from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
 from comb_training.data.batches import TrainingExample
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ POLL_SECONDS = 0.5
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Engine(Protocol):
+class AnsweringEngine(Protocol):
     """Something that answers greedily."""
 
     name: str
     batch_size: int
 
-    def __call__(self, examples: Sequence[TrainingExample]) -> list[Answer]:
+    def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
         """The answers to one batch, in its order."""
         ...
 
@@ -72,8 +72,8 @@ class Answered:
         engine: its name and version; None when it wasn't needed.
     """
 
-    answers: list[Answer | None]
-    settings: Settings
+    answers: list[StoredAnswer | None]
+    settings: AnswerSettings
     found: int = 0
     generated: int = 0
     seconds: float = 0.0
@@ -84,11 +84,11 @@ class Answered:
 class _Generation:
     """The engine, started when the first answer is missing, and what it has done."""
 
-    start: Callable[[], Engine]
+    start: Callable[[], AnsweringEngine]
     store: AnswerStore
     decode: Callable[[Sequence[int]], str]
     progress: bool
-    engine: Engine | None = field(default=None, init=False)
+    engine: AnsweringEngine | None = field(default=None, init=False)
     generated: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)
 
@@ -111,8 +111,8 @@ class _Generation:
 
 def generate_answers(
     examples: Sequence[TrainingExample],
-    settings: Settings,
-    engine: Callable[[], Engine],
+    settings: AnswerSettings,
+    engine: Callable[[], AnsweringEngine],
     *,
     decode: Callable[[Sequence[int]], str],
     max_prompt_tokens: int,
@@ -198,7 +198,7 @@ def answer_on_policy(
     return [example.with_target(answer.token_ids) for example, answer in pairs if answer is not None]
 
 
-def count_answers(answers: Sequence[Answer | None], counts: Counts, limit: int, max_new_tokens: int) -> None:
+def count_answers(answers: Sequence[StoredAnswer | None], counts: Counts, limit: int, max_new_tokens: int) -> None:
     """Counts prompts that were too long and answers that were cut."""
     counts.drop(f"prompt of more than {limit} tokens", sum(answer is None for answer in answers))
     cut = sum(answer is not None and not answer.finished for answer in answers)
@@ -211,10 +211,10 @@ def prompt_limit(backbone: Any, max_new_tokens: int, max_prompt_tokens: int | No
     return limit if max_prompt_tokens is None else min(limit, max_prompt_tokens)
 
 
-def settings_of(backbone: Any, stops: Sequence[int], max_new_tokens: int, name: str = "") -> Settings:
-    """The `Settings` of a loaded model."""
+def settings_of(backbone: Any, stops: Sequence[int], max_new_tokens: int, name: str = "") -> AnswerSettings:
+    """The `AnswerSettings` of a loaded model."""
     dtype = str(backbone.dtype).removeprefix("torch.")
-    return Settings(name, weights_name(backbone), dtype, max_new_tokens, tuple(sorted(stops)))
+    return AnswerSettings(name, weights_name(backbone), dtype, max_new_tokens, tuple(sorted(stops)))
 
 
 def stop_token_ids(backbone: Any, tokenizer: Any) -> tuple[int, ...]:

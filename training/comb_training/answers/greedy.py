@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from comb.backbones.discovery import inspect_backbone
-from comb_training.answers.store import Answer
+from comb_training.answers.store import StoredAnswer
 from comb_training.data.batches import TrainingExample
 
 # drafts are given up when, after so many, fewer than this share was what the backbone says
@@ -48,7 +48,7 @@ class TransformersEngine:
         self.held = 0
 
     @torch.no_grad()
-    def __call__(self, examples: Sequence[TrainingExample]) -> list[Answer]:
+    def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
         """The answers to one batch; an example's target is the draft of its answer."""
         was_training = self.backbone.training
         self.backbone.eval()
@@ -59,14 +59,14 @@ class TransformersEngine:
         finally:
             self.backbone.train(was_training)
         return [
-            Answer(tuple(example.target), finished=True) if holds else next(decoded)
+            StoredAnswer(tuple(example.target), finished=True) if holds else next(decoded)
             for example, holds in zip(examples, right, strict=True)
         ]
 
     def close(self) -> None:
         """Nothing to give back: the backbone belongs to the caller."""
 
-    def _decode(self, examples: Sequence[TrainingExample]) -> list[Answer]:
+    def _decode(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
         ids = self._shared(examples) if self.share_prefix else self._plain(examples)
         return [self._answer(row) for row in ids.tolist()]
 
@@ -172,8 +172,8 @@ class TransformersEngine:
         device = self.backbone.get_input_embeddings().weight.device
         return torch.tensor(ids, dtype=torch.long, device=device), torch.tensor(mask, dtype=torch.long, device=device)
 
-    def _answer(self, ids: list[int]) -> Answer:
+    def _answer(self, ids: list[int]) -> StoredAnswer:
         for place, token in enumerate(ids):
             if token in self.stops:
-                return Answer(tuple(ids[: place + 1]), finished=True)
-        return Answer(tuple(ids), finished=False)
+                return StoredAnswer(tuple(ids[: place + 1]), finished=True)
+        return StoredAnswer(tuple(ids), finished=False)

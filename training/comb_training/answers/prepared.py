@@ -17,7 +17,7 @@ from comb.documents.document import Document, PromptBuilder
 from comb.evaluation.metrics import Scores, score
 from comb_training.answers.generate import (
     Answered,
-    Engine,
+    AnsweringEngine,
     Share,
     count_answers,
     generate_answers,
@@ -26,7 +26,7 @@ from comb_training.answers.generate import (
     stop_token_ids,
 )
 from comb_training.answers.greedy import TransformersEngine
-from comb_training.answers.store import Answer
+from comb_training.answers.store import StoredAnswer
 from comb_training.answers.vllm_engine import VllmEngine, vllm_installed
 from comb_training.data.batches import TrainingExample, tokenize
 from comb_training.data.mixture import read_examples
@@ -114,7 +114,7 @@ def answer_prepared(
     limit = prompt_limit(asked.model, train.answer_max_new_tokens, run.config.data.max_prompt_tokens)
     folder = Path(train.answers_dir) if train.answers_dir is not None else Path(train.output_dir) / "answers"
 
-    def start() -> Engine:
+    def start() -> AnsweringEngine:
         if engine == "vllm":
             return VllmEngine(
                 resolve_name(asked.name),
@@ -207,7 +207,7 @@ def _teacher(run: PreparedRun, name: str) -> _Asked:
     return _Asked(name, None, model, tokenizer, examples)
 
 
-def _retokenized(answer: Answer, builder: PromptBuilder) -> tuple[int, ...]:
+def _retokenized(answer: StoredAnswer, builder: PromptBuilder) -> tuple[int, ...]:
     """The answer's text as the student writes it; its end token only where the teacher's answer ended."""
     ids = builder.answer(answer.text)
     return ids if answer.finished else ids[:-1]

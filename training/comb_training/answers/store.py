@@ -30,7 +30,7 @@ STALE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class StoredAnswer:
     """Token ids as generated, the stop token included if there was one (`finished`), and their text without it."""
 
     token_ids: tuple[int, ...]
@@ -39,7 +39,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AnswerSettings:
     """What a greedy answer depends on, beside its prompt.
 
     Args:
@@ -65,7 +65,7 @@ class Settings:
 
 
 class AnswerStore:
-    """The answers of one model under one `Settings`, in a folder; or in memory alone.
+    """The answers of one model under one `AnswerSettings`, in a folder; or in memory alone.
 
     A part that can't be read is put aside (``*.damaged``) and said; its answers count as missing.
 
@@ -74,10 +74,10 @@ class AnswerStore:
         rank: part of the names of this process's parts.
     """
 
-    def __init__(self, folder: str | Path | None, settings: Settings, *, rank: int = 0) -> None:
+    def __init__(self, folder: str | Path | None, settings: AnswerSettings, *, rank: int = 0) -> None:
         self.folder = Path(folder) if folder is not None else None
         self.settings = settings
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, StoredAnswer] = {}
         self._seen: set[str] = set()
         self._prefix = f"part-{rank:05d}-{secrets.token_hex(4)}"  # two processes never choose the same name
         self._parts = 0
@@ -89,7 +89,7 @@ class AnswerStore:
     def __contains__(self, key: str) -> bool:
         return key in self._answers
 
-    def get(self, key: str) -> Answer | None:
+    def get(self, key: str) -> StoredAnswer | None:
         """The answer kept under `key`, if any."""
         return self._answers.get(key)
 
@@ -104,7 +104,7 @@ class AnswerStore:
                 self._read(path)
         return len(self._answers) - before
 
-    def add(self, answers: Mapping[str, Answer], engine: str) -> None:
+    def add(self, answers: Mapping[str, StoredAnswer], engine: str) -> None:
         """Keeps answers as one part; they are on disk when this returns.
 
         Raises:
@@ -141,7 +141,7 @@ class AnswerStore:
                 return
             table = file.read()
             rows = zip(*(table.column(name).to_pylist() for name in COLUMNS), strict=True)
-            answers = {key: Answer(tuple(ids), bool(finished), text) for key, ids, text, finished in rows}
+            answers = {key: StoredAnswer(tuple(ids), bool(finished), text) for key, ids, text, finished in rows}
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
             aside = path.with_name(f"{path.name}.damaged")
             logger.warning(
@@ -167,7 +167,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-def _part(answers: Mapping[str, Answer], metadata: Mapping[bytes, bytes]) -> memoryview:
+def _part(answers: Mapping[str, StoredAnswer], metadata: Mapping[bytes, bytes]) -> memoryview:
     values: Sequence[Sequence[Any]] = [
         list(answers),
         [list(answer.token_ids) for answer in answers.values()],

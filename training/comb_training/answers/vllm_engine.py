@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from comb_training.answers.store import Answer
+from comb_training.answers.store import StoredAnswer
 from comb_training.data.batches import TrainingExample
 
 BATCH_SIZE = 1024
@@ -75,12 +75,12 @@ class VllmEngine:
         )
         self._stops = frozenset(stops)
 
-    def __call__(self, examples: Sequence[TrainingExample]) -> list[Answer]:
+    def __call__(self, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
         """The answers to one batch, in its order."""
         prompts: Any = [{"prompt_token_ids": list(example.prompt.flat)} for example in examples]
         outputs = self._llm.generate(prompts, self._parameters, use_tqdm=False)
         ids = [tuple(map(int, output.outputs[0].token_ids)) for output in outputs]
-        return [Answer(tokens, finished=bool(tokens) and tokens[-1] in self._stops) for tokens in ids]
+        return [StoredAnswer(tokens, finished=bool(tokens) and tokens[-1] in self._stops) for tokens in ids]
 
     def close(self) -> None:
         """Ends the engine's processes and gives its memory back."""

@@ -17,7 +17,7 @@ from comb_training.data.hub import load_hub_rows, on_hub
 
 
 @dataclass(frozen=True)
-class Record:
+class DatasetRow:
     """One row, where it stands (for errors), and what was left out of it."""
 
     row: Mapping[str, Any]
@@ -44,9 +44,9 @@ class Record:
             raise ValueError(f"{self.where}: {name!r} is a list of {kind.__name__}, got {str(items)[:80]!r}")
         return items
 
-    def part(self, row: Mapping[str, Any]) -> Record:
+    def part(self, row: Mapping[str, Any]) -> DatasetRow:
         """An object inside of this row."""
-        return Record(row, self.where, self.number, self.left_out)
+        return DatasetRow(row, self.where, self.number, self.left_out)
 
     def title(self) -> str | None:
         """The field ``title``, which may be missing or empty."""
@@ -87,7 +87,7 @@ class Record:
         return value
 
 
-def read_records(path: str | Path | None, dataset: str, *, lines: bool = False) -> list[Record]:
+def read_records(path: str | Path | None, dataset: str, *, lines: bool = False) -> list[DatasetRow]:
     """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
 
     Args:
@@ -103,7 +103,7 @@ def read_records(path: str | Path | None, dataset: str, *, lines: bool = False) 
         )
     if on_hub(path):
         return [
-            Record(
+            DatasetRow(
                 _without_nulls(row), f"{path}[{index}]", index, nulls=frozenset(key for key in row if row[key] is None)
             )
             for index, row in enumerate(load_hub_rows(str(path), dataset))
@@ -118,12 +118,12 @@ def read_records(path: str | Path | None, dataset: str, *, lines: bool = False) 
     return records
 
 
-def read_object(path: Path, dataset: str) -> Record:
+def read_object(path: Path, dataset: str) -> DatasetRow:
     """A file that holds one JSON object. Raises ValueError if it doesn't."""
     content = _parsed(read_text(path, dataset), str(path))
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: expected an object, got {type(content).__name__}")
-    return Record(content, str(path))
+    return DatasetRow(content, str(path))
 
 
 def read_text(path: Path, dataset: str) -> str:
@@ -141,19 +141,19 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _lines(content: str, path: Path) -> Iterator[Record]:
+def _lines(content: str, path: Path) -> Iterator[DatasetRow]:
     # not splitlines: JSON strings may hold U+2028 and the like
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            yield Record(_parsed(line, f"{path}:{number}"), f"{path}:{number}", number)
+            yield DatasetRow(_parsed(line, f"{path}:{number}"), f"{path}:{number}", number)
 
 
-def _list(content: str, path: Path) -> Iterator[Record]:
+def _list(content: str, path: Path) -> Iterator[DatasetRow]:
     rows = _parsed(content, str(path))
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
     for index, row in enumerate(rows):
-        yield Record(row, f"{path}[{index}]", index)
+        yield DatasetRow(row, f"{path}[{index}]", index)
 
 
 def _parsed(text: str, where: str) -> Any:

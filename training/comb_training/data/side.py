@@ -2,7 +2,7 @@
 
     @reader("mine", hub_id="org/mine")
     def read_mine(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
-        return side.examples(my_example)  # of a Record, the Example, or the reason why there is none
+        return side.examples(my_example)  # of a DatasetRow, the Example, or the reason why there is none
 
 is all of a dataset: it has the options split, seed, limit and heldout_share beside its own.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from comb.documents.datasets import Counts, Dataset, MissingDataError, datasets
 from comb.documents.document import Example
 from comb_training.data.grouping import Split, seeded, split_groups
-from comb_training.data.records import Record, read_records
+from comb_training.data.records import DatasetRow, read_records
 
 SideReader = Callable[..., Iterable[Example]]
 
@@ -55,7 +55,7 @@ class DatasetSide:
         return seeded(self.seed, *keys)
 
     def rows(
-        self, example: Callable[[Record], Example | str], records: Iterable[Record] | None = None
+        self, example: Callable[[DatasetRow], Example | str], records: Iterable[DatasetRow] | None = None
     ) -> list[Example]:
         """Examples of the rows on this side, whole groups.
 
@@ -65,7 +65,7 @@ class DatasetSide:
         Args:
             records: all rows of the file at `path` by default.
         """
-        made: list[tuple[Example, Record]] = []
+        made: list[tuple[Example, DatasetRow]] = []
         for number, record in enumerate(read_records(self.path, self.name) if records is None else records, start=1):
             found = example(record)
             if isinstance(found, str):
@@ -95,7 +95,7 @@ class DatasetSide:
         return examples[: self.limit]
 
     def examples(
-        self, example: Callable[[Record], Example | str], records: Iterable[Record] | None = None
+        self, example: Callable[[DatasetRow], Example | str], records: Iterable[DatasetRow] | None = None
     ) -> list[Example]:
         """`rows`, `limited`."""
         return self.limited(self.rows(example, records))

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .packing import EncodedScene, Rows, encode
+from .packing import EncodedScene, PackedRows, encode
 from .world import KINDS, Split, World
 
 
-class Score(TypedDict):
+class ExactMatch(TypedDict):
     """Exact match and the number of questions behind it."""
 
     exact_match: float
     n: int
 
 
-def row_match(logits: Tensor, rows: Rows, where: Tensor) -> dict[str, tuple[int, int]]:
+def row_match(logits: Tensor, rows: PackedRows, where: Tensor) -> dict[str, tuple[int, int]]:
     """Per kind, how many answers are right in every token and how many were asked.
 
     An answer that is right in every token given the right tokens before it is what greedy decoding gives.
@@ -49,7 +49,7 @@ def exact_match(
     num_questions: int = 8,
     fewest: int = 4,
     most: int = 8,
-) -> dict[str, Score]:
+) -> dict[str, ExactMatch]:
     """Exact match per kind and overall, one question per prompt, by plain greedy `generate`."""
     world = World(seed, split)
     right, asked = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
@@ -59,9 +59,9 @@ def exact_match(
         for question, given in zip(scene.questions, _generate(model, tokenizer, encoded), strict=True):
             asked[question.kind] += 1
             right[question.kind] += given == question.answer
-    scores = {kind: Score(exact_match=right[kind] / max(1, asked[kind]), n=asked[kind]) for kind in KINDS}
+    scores = {kind: ExactMatch(exact_match=right[kind] / max(1, asked[kind]), n=asked[kind]) for kind in KINDS}
     total = sum(asked.values())
-    scores["all"] = Score(exact_match=sum(right.values()) / max(1, total), n=total)
+    scores["all"] = ExactMatch(exact_match=sum(right.values()) / max(1, total), n=total)
     return scores
 
 

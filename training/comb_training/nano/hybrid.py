@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, LlamaForC
 
 from . import CHECKPOINT, HYBRID_CHECKPOINT
 from .evaluate import exact_match
-from .packing import EncodedScene, Rows, encode, pack
+from .packing import EncodedScene, PackedRows, encode, pack
 from .pretrain import STAGES, Optimizers, loss_of, versions
 from .recipe_options import parse_recipe
 from .world import World
@@ -36,7 +36,7 @@ LINEAR = (0, 3, 4)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class HybridRecipe:
     """Everything that decides the checkpoint; the command line is made from these fields."""
 
     seed: int = 0
@@ -88,7 +88,7 @@ def build_hybrid(nano: LlamaForCausalLM, seed: int) -> BambaForCausalLM:
     return model
 
 
-def row_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[Rows]:
+def row_stream(tokenizer: PreTrainedTokenizerFast, recipe: HybridRecipe) -> Iterator[PackedRows]:
     """Endless batches of prompts with one question each, as hard as the nano's last stage; two scenes may be short."""
     stage = STAGES[-1]
     world = World(
@@ -106,7 +106,9 @@ def row_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[R
         yield pack(rows, int(tokenizer.pad_token_id), recipe.document_weight)
 
 
-def match_layers(model: BambaForCausalLM, nano: LlamaForCausalLM, stream: Iterator[Rows], recipe: Recipe) -> None:
+def match_layers(
+    model: BambaForCausalLM, nano: LlamaForCausalLM, stream: Iterator[PackedRows], recipe: HybridRecipe
+) -> None:
     """Teaches each linear layer what the attention in its place adds to the nano's stream there."""
     mixers = {index: model.model.layers[index].mamba for index in LINEAR}
     parameters = [parameter for mixer in mixers.values() for parameter in mixer.parameters()]
@@ -139,7 +141,7 @@ def _attention(nano: LlamaForCausalLM, index: int, normed: Tensor) -> Tensor:
     return found
 
 
-def distil(model: BambaForCausalLM, nano: LlamaForCausalLM, stream: Iterator[Rows], recipe: Recipe) -> None:
+def distil(model: BambaForCausalLM, nano: LlamaForCausalLM, stream: Iterator[PackedRows], recipe: HybridRecipe) -> None:
     """Cross entropy on the data plus KL to the nano, down to a learning rate of zero."""
     optimizers = Optimizers(model, recipe.muon_lr, recipe.adamw_lr)
     bar = tqdm(range(recipe.distillation_steps), desc="all layers")
@@ -156,9 +158,9 @@ def distil(model: BambaForCausalLM, nano: LlamaForCausalLM, stream: Iterator[Row
         bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
-def parse(argv: Sequence[str] | None) -> tuple[Recipe, Path]:
-    """Command line to recipe; options and defaults come from `Recipe`."""
-    return parse_recipe(Recipe(), HYBRID_CHECKPOINT, __doc__, argv)
+def parse(argv: Sequence[str] | None) -> tuple[HybridRecipe, Path]:
+    """Command line to recipe; options and defaults come from `HybridRecipe`."""
+    return parse_recipe(HybridRecipe(), HYBRID_CHECKPOINT, __doc__, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

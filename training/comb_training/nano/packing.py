@@ -37,7 +37,7 @@ class EncodedScene:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """A packed batch: every tensor [B, T] but `visible` [B, 1, T, T], true where a query may see a key."""
 
     input_ids: Tensor
@@ -64,7 +64,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, scene: Scene, *, documents: bool 
     )
 
 
-def pack(scenes: Sequence[EncodedScene], pad: int, document_weight: float) -> Rows:
+def pack(scenes: Sequence[EncodedScene], pad: int, document_weight: float) -> PackedRows:
     """Lay each scene out in one row: its context, then its questions one after another.
 
     A question sees the context and itself, and its positions go on where the context ends, so each question is
@@ -91,7 +91,7 @@ def pack(scenes: Sequence[EncodedScene], pad: int, document_weight: float) -> Ro
             targets[row, asked : end - 1] = ids[row, asked + 1 : end]
             weights[row, asked : end - 1] = 1.0
             kind[row, asked : end - 1] = KINDS.index(name)
-    return Rows(ids, positions, segment, visibility(segment), targets, weights, kind)
+    return PackedRows(ids, positions, segment, visibility(segment), targets, weights, kind)
 
 
 def visibility(segment: Tensor) -> Tensor:

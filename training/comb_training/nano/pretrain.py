@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from . import CHECKPOINT
 from .evaluate import exact_match, row_match
 from .initialise import build_model
-from .packing import Rows, encode, pack
+from .packing import PackedRows, encode, pack
 from .recipe_options import parse_recipe
 from .tokenizer import train_tokenizer
 from .world import KINDS, World
@@ -51,7 +51,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PretrainRecipe:
     """Everything that decides the checkpoint; the command line is made from these fields."""
 
     seed: int = 0
@@ -100,7 +100,7 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
 
-def warm_up(model: LlamaForCausalLM, recipe: Recipe) -> float:
+def warm_up(model: LlamaForCausalLM, recipe: PretrainRecipe) -> float:
     """Learn to continue a random sequence that has been seen before; returns the share of tokens predicted."""
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizers = Optimizers(model, 1.5 * recipe.muon_lr, 1.5 * recipe.adamw_lr)
@@ -120,7 +120,9 @@ def warm_up(model: LlamaForCausalLM, recipe: Recipe) -> float:
     return accuracy
 
 
-def row_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, stage: Stage, number: int) -> Iterator[Rows]:
+def row_stream(
+    tokenizer: PreTrainedTokenizerFast, recipe: PretrainRecipe, stage: Stage, number: int
+) -> Iterator[PackedRows]:
     """Endless packed batches of one stage; two of its rows have from a single document on."""
     world = World(
         recipe.seed * 100 + number,
@@ -139,7 +141,7 @@ def row_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, stage: Stage,
         yield pack(scenes, int(tokenizer.pad_token_id), recipe.document_weight)
 
 
-def forward(model: LlamaForCausalLM, rows: Rows) -> tuple[Tensor, Tensor]:
+def forward(model: LlamaForCausalLM, rows: PackedRows) -> tuple[Tensor, Tensor]:
     """Logits [N, vocabulary] of the N weighted positions, and where these are [B, T] bool."""
     hidden = model.model(
         input_ids=rows.input_ids, attention_mask=rows.visible, position_ids=rows.position_ids, use_cache=False
@@ -148,7 +150,7 @@ def forward(model: LlamaForCausalLM, rows: Rows) -> tuple[Tensor, Tensor]:
     return model.lm_head(hidden[where]), where
 
 
-def loss_of(logits: Tensor, rows: Rows, where: Tensor) -> Tensor:
+def loss_of(logits: Tensor, rows: PackedRows, where: Tensor) -> Tensor:
     """Weighted mean cross entropy."""
     weights = rows.weights[where]
     losses = nn.functional.cross_entropy(logits, rows.targets[where], reduction="none")
@@ -158,7 +160,7 @@ def loss_of(logits: Tensor, rows: Rows, where: Tensor) -> Tensor:
 class Trainer:
     """Runs the curriculum on one model; saves the best state on the way, and the last one."""
 
-    def __init__(self, recipe: Recipe, output: Path) -> None:
+    def __init__(self, recipe: PretrainRecipe, output: Path) -> None:
         self.recipe, self.output = recipe, output
         self.tokenizer = train_tokenizer(recipe.seed)
         self.model = build_model(self.tokenizer, recipe.seed)
@@ -202,7 +204,7 @@ class Trainer:
         bar.close()
         logger.info("stage %d done at step %d, %s", number, self.steps, self._show(self.running))
 
-    def _step(self, rows: Rows, scale: float, bar: tqdm) -> None:
+    def _step(self, rows: PackedRows, scale: float, bar: tqdm) -> None:
         logits, where = forward(self.model, rows)
         loss = loss_of(logits, rows, where)
         self.optimizers.step(loss, scale)
@@ -273,9 +275,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def parse(argv: Sequence[str] | None) -> tuple[Recipe, Path]:
-    """Command line to recipe; options and defaults come from `Recipe`."""
-    return parse_recipe(Recipe(), CHECKPOINT, __doc__, argv)
+def parse(argv: Sequence[str] | None) -> tuple[PretrainRecipe, Path]:
+    """Command line to recipe; options and defaults come from `PretrainRecipe`."""
+    return parse_recipe(PretrainRecipe(), CHECKPOINT, __doc__, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.plan.activations import PassSize, Shapes
 from comb_training.plan.counting import Parameters, first_line, meta_model
-from comb_training.plan.memory import Memory, Sharding, memory_of
+from comb_training.plan.memory import GpuMemory, Sharding, memory_of
 from comb_training.trainer import distributed
 from comb_training.trainer.sampler import batch_sampler, bucket_rows
 from comb_training.trainer.schedule import total_steps
@@ -36,7 +36,7 @@ class Plan:
     config: Config
     ranks: int
     parameters: Parameters | None = None
-    memory: list[Memory] = field(default_factory=list)
+    memory: list[GpuMemory] = field(default_factory=list)
     counts: Counts | None = None
     statistics: TokenStatistics | None = None
     sets: dict[str, TokenStatistics] = field(default_factory=dict)

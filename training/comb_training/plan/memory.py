@@ -69,7 +69,7 @@ def _offloaded(zero: dict[str, Any], what: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """Bytes per GPU at the largest moment of a step.
 
     Args:
@@ -95,7 +95,7 @@ class Memory:
 
 def memory_of(
     parameters: Parameters, sharding: Sharding, shapes: Shapes, size: PassSize | None, *, checkpointing: bool
-) -> Memory:
+) -> GpuMemory:
     """Bytes of one way of sharding, over R ranks.
 
     With F the bytes of frozen weights (bf16: 2 per parameter), W those of the trained ones (float32: 4), T how many
@@ -142,7 +142,7 @@ def memory_of(
         activations = activation_bytes(
             shapes, size, autocast=sharding.autocast, checkpointing=checkpointing, copies=copies
         )
-    return Memory(
+    return GpuMemory(
         sharding=sharding,
         states=states,
         activations=activations,

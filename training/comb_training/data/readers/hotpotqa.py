@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from comb.documents.document import Example
-from comb_training.data.records import Record
+from comb_training.data.records import DatasetRow
 from comb_training.data.side import DatasetSide, reader
 
 
@@ -30,14 +30,14 @@ def read_hotpotqa(side: DatasetSide, *, num_documents: int | None = None) -> Ite
     return side.examples(partial(paragraphs_example, num_documents=num_documents))
 
 
-def paragraphs_example(record: Record, num_documents: int | None) -> Example | str:
+def paragraphs_example(record: DatasetRow, num_documents: int | None) -> Example | str:
     """The example of a row as HotpotQA has them. Raises ValueError for a malformed one."""
     documents = record.documents(_paragraphs(record), num_documents)
     question, answer = record.text("question"), record.text("answer")
     return record.example(documents, question, [answer], id=record.row.get("_id"), group=question)
 
 
-def _paragraphs(record: Record) -> list[tuple[str, str]]:
+def _paragraphs(record: DatasetRow) -> list[tuple[str, str]]:
     context: Any = record.row.get("context")
     if isinstance(context, dict):
         titles, sentences = context.get("title"), context.get("sentences")

@@ -12,7 +12,7 @@ from functools import partial
 
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import content_group
-from comb_training.data.records import Record, read_records
+from comb_training.data.records import DatasetRow, read_records
 from comb_training.data.side import DatasetSide, reader
 
 
@@ -33,7 +33,7 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
     return side.examples(partial(_example, num_documents=num_documents), records)
 
 
-def _example(record: Record, num_documents: int | None) -> Example | str:
+def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
     """The example of a row, or the reason why it gives none. Raises ValueError for a malformed row."""
     row, where = record.row, record.where
     if not isinstance(row.get("documents"), list):
@@ -66,7 +66,7 @@ def _example(record: Record, num_documents: int | None) -> Example | str:
     )
 
 
-def _answers(record: Record) -> tuple[str, ...]:
+def _answers(record: DatasetRow) -> tuple[str, ...]:
     """``answer``, or the first of ``answers``, and all others that are accepted."""
     accepted = record.row.get("answers") or []
     if not isinstance(accepted, list):

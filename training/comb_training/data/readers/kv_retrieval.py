@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from comb.documents.document import Document, Example
-from comb_training.data.records import Record
+from comb_training.data.records import DatasetRow
 from comb_training.data.side import DatasetSide, reader
 
 QUERY = 'Which value belongs to the key "{key}"?'
@@ -29,7 +29,7 @@ def read_kv_retrieval(side: DatasetSide, *, records_per_document: int = 15) -> I
     return side.examples(partial(_example, size=records_per_document))
 
 
-def _example(record: Record, size: int) -> Example | str:
+def _example(record: DatasetRow, size: int) -> Example | str:
     pairs = record.items("ordered_kv_records", list)
     if not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
         raise ValueError(f"{record.where}: 'ordered_kv_records' is a list of [key, value] texts")

@@ -19,7 +19,7 @@ from pathlib import Path
 from comb.documents.document import Example
 from comb_training.data.grouping import content_group
 from comb_training.data.hub import on_hub
-from comb_training.data.records import Record, read_records
+from comb_training.data.records import DatasetRow, read_records
 from comb_training.data.side import DatasetSide, reader
 
 _PASSAGE = re.compile(r"^Passage (\d+):[ \t]*\n?", re.MULTILINE)
@@ -113,7 +113,7 @@ def _files(path: str | Path | None, task: str | None) -> Sequence[str | Path | N
     return files
 
 
-def _example(record: Record, task: str | None, num_documents: int | None) -> Example | str:
+def _example(record: DatasetRow, task: str | None, num_documents: int | None) -> Example | str:
     name = record.text("dataset").removesuffix("_e")
     if name not in TASKS:
         raise ValueError(f"{record.where}: LongBench has no task {name!r}; it has: {', '.join(TASKS)}")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from comb.documents.document import Example
 from comb_training.data.grouping import content_group
-from comb_training.data.records import Record
+from comb_training.data.records import DatasetRow
 from comb_training.data.side import DatasetSide, reader
 
 SEPARATOR = "|||||"
@@ -24,7 +24,7 @@ def read_multi_news(side: DatasetSide) -> Iterable[Example]:
     return side.examples(_example)
 
 
-def _example(record: Record) -> Example | str:
+def _example(record: DatasetRow) -> Example | str:
     parts = [part.strip() for part in record.text("document").split(SEPARATOR)]
     documents = record.documents((None, part) for part in parts)
     summary = record.text("summary").strip().removeprefix("–").strip()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from comb.documents.document import Example
-from comb_training.data.records import Record
+from comb_training.data.records import DatasetRow
 from comb_training.data.side import DatasetSide, reader
 
 
@@ -30,7 +30,7 @@ def read_musique(side: DatasetSide, *, num_documents: int | None = None) -> Iter
     return side.examples(partial(_example, num_documents=num_documents))
 
 
-def _example(record: Record, num_documents: int | None) -> Example | str:
+def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
     official = "paragraphs" in record.row
     if official and record.row.get("answerable") is False:
         return "unanswerable question"

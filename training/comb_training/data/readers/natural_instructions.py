@@ -25,7 +25,7 @@ from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import content_group, draw
 from comb_training.data.hub import on_hub
-from comb_training.data.records import Record, read_object, read_records
+from comb_training.data.records import DatasetRow, read_object, read_records
 from comb_training.data.side import DatasetSide, reader
 
 GroupBy = Literal["task", "instance"]
@@ -40,8 +40,8 @@ class InstructionTask:
 
     name: str
     instruction: str
-    examples: Sequence[Record]
-    instances: Sequence[Record]
+    examples: Sequence[DatasetRow]
+    instances: Sequence[DatasetRow]
 
     @property
     def title(self) -> str:
@@ -170,11 +170,11 @@ def _examples(
             yield found
 
 
-def _input(record: Record) -> str:
+def _input(record: DatasetRow) -> str:
     return record.text("input", "inputs").strip()
 
 
-def _outputs(record: Record) -> list[str]:
+def _outputs(record: DatasetRow) -> list[str]:
     """The accepted outputs: a list, or a text in the Hub's rows and in worked examples."""
     name = next((name for name in ("output", "targets") if record.row.get(name) is not None), "output")
     outputs = [record.text(name)] if isinstance(record.row.get(name), str) else record.items(name, str)
@@ -197,7 +197,7 @@ def _tasks(side: DatasetSide) -> list[InstructionTask]:
     return [(_task_v1 if v1 else _task_v2)(read_object(file, side.name)) for file in files]
 
 
-def _task_v1(record: Record) -> InstructionTask:
+def _task_v1(record: DatasetRow) -> InstructionTask:
     parts = [(name, record.text(name).strip()) for name in V1_PARTS if record.row.get(name) is not None]
     instruction = "\n".join(f"{name}: {text}" for name, text in parts if text not in ("", "-"))
     examples = record.row.get("Examples")
@@ -208,31 +208,31 @@ def _task_v1(record: Record) -> InstructionTask:
     return _task(record, instruction, record.part(examples))
 
 
-def _task_v2(record: Record) -> InstructionTask:
+def _task_v2(record: DatasetRow) -> InstructionTask:
     definition = record.row.get("Definition")
     texts = [definition] if isinstance(definition, str) else record.items("Definition", str)
     return _task(record, "\n".join(text.strip() for text in texts), record)
 
 
-def _task(record: Record, instruction: str, examples: Record) -> InstructionTask:
+def _task(record: DatasetRow, instruction: str, examples: DatasetRow) -> InstructionTask:
     name = Path(record.where).name.removesuffix(".gz").removesuffix(".json")
     _check_instruction(record, instruction)
     return InstructionTask(name, instruction, _parts(examples, "Positive Examples"), _parts(record, "Instances"))
 
 
-def _check_instruction(record: Record, instruction: str) -> None:
+def _check_instruction(record: DatasetRow, instruction: str) -> None:
     if not instruction.strip():
         raise ValueError(f"{record.where}: the task has no instruction")
 
 
-def _parts(record: Record, name: str) -> list[Record]:
+def _parts(record: DatasetRow, name: str) -> list[DatasetRow]:
     if record.row.get(name) == "-":  # v1's empty field
         return []
-    return [Record(item, f"{record.where}: {name}[{index}]") for index, item in enumerate(record.items(name, dict))]
+    return [DatasetRow(item, f"{record.where}: {name}[{index}]") for index, item in enumerate(record.items(name, dict))]
 
 
 def _hub_tasks(path: str, dataset: str) -> list[InstructionTask]:
-    tasks: dict[str, tuple[str, list[Record]]] = {}
+    tasks: dict[str, tuple[str, list[DatasetRow]]] = {}
     for record in read_records(path, dataset):
         definition = record.text("definition").strip()
         _check_instruction(record, definition)

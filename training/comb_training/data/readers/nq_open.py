@@ -16,7 +16,7 @@ from random import Random
 
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import draw
-from comb_training.data.records import Record
+from comb_training.data.records import DatasetRow
 from comb_training.data.side import DatasetSide, reader
 
 
@@ -56,7 +56,7 @@ def _distractors(row: Example, pool: list[tuple[Document, str | None, str]], tot
     return [passage for passage, _, _ in draw(rng, pool, total, fits)]
 
 
-def _row(record: Record) -> Example | str:
+def _row(record: DatasetRow) -> Example | str:
     passages = record.items("ctxs", dict)
     gold = next((record.part(item) for item in passages if item.get("isgold")), None)
     answers = record.items("answers", str)

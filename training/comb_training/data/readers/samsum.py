@@ -17,7 +17,7 @@ from operator import ne
 
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import content_group, draw
-from comb_training.data.records import Record
+from comb_training.data.records import DatasetRow
 from comb_training.data.side import DatasetSide, reader
 
 SHOT = "Dialogue:\n{dialogue}\nSummary: {summary}"
@@ -47,7 +47,7 @@ def read_samsum(side: DatasetSide, *, num_documents: int = 4) -> Iterable[Exampl
         yield replace(row, documents=tuple(shots[group] for group in drawn))
 
 
-def _row(record: Record) -> Example | str:
+def _row(record: DatasetRow) -> Example | str:
     """The example with the row's own dialogue and summary as document, for others to show."""
     dialogue = record.text("dialogue").replace("\r\n", "\n").strip()
     summaries = [record.text("summary", "summary1").strip()]

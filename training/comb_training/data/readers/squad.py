@@ -18,7 +18,7 @@ from typing import Any, Literal
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import pick_distractors
 from comb_training.data.hub import on_hub
-from comb_training.data.records import Record, read_records
+from comb_training.data.records import DatasetRow, read_records
 from comb_training.data.side import DatasetSide, reader
 
 
@@ -116,7 +116,7 @@ def _load(path: Path) -> list[dict[str, Any]]:
     return articles
 
 
-def _from_rows(records: list[Record]) -> list[dict[str, Any]]:
+def _from_rows(records: list[DatasetRow]) -> list[dict[str, Any]]:
     """The official form of the Hub's rows, one for each question."""
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for record in records:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from comb.documents.document import Example
-from comb_training.data.records import Record
+from comb_training.data.records import DatasetRow
 from comb_training.data.side import DatasetSide, reader
 
 
@@ -32,7 +32,7 @@ def read_wikihop(
     return side.examples(partial(_example, num_documents=num_documents, with_candidates=with_candidates))
 
 
-def _example(record: Record, num_documents: int | None, with_candidates: bool) -> Example | str:
+def _example(record: DatasetRow, num_documents: int | None, with_candidates: bool) -> Example | str:
     documents = record.documents(((None, text) for text in record.items("supports", str)), num_documents)
     relation, _, subject = record.text("query", "question").strip().partition(" ")
     query = f"{relation.replace('_', ' ')} {subject}".strip()

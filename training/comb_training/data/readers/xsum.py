@@ -15,7 +15,7 @@ from operator import ne
 
 from comb.documents.document import Example
 from comb_training.data.grouping import content_group, draw
-from comb_training.data.records import Record
+from comb_training.data.records import DatasetRow
 from comb_training.data.side import DatasetSide, reader
 
 QUERY = "Summarise the article in one sentence."
@@ -55,7 +55,7 @@ def _opening(row: Example) -> str:
     return " ".join(str(row.documents[0].text).split()[:OPENING_WORDS])
 
 
-def _row(record: Record) -> Example | str:
+def _row(record: DatasetRow) -> Example | str:
     article = record.text("document").strip()
     summary = record.text("summary").strip()
     return record.example(record.documents([(None, article)]), QUERY, [summary], group=content_group(article))
