@@ -30,11 +30,12 @@ from comb.engine.decoding import AnswerStream, FirstTokenTimer, check_wanted, de
 from comb.engine.report import Answer, DocumentReport, Report, cache_bytes, continued_reports, document_reports
 from comb.engine.segmenter import Segmenter
 from comb.engine.turns import Start, Turn
-from comb.engine.workers import CompileExecutor, ModelSource
+from comb.engine.workers import CompileExecutor
 from comb.engine.workers.executor import spec_of
 from comb.mac import MacConfig, MacSession
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.full import token_picache
+from comb.model.source import ModelSource
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
 

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,16 @@ import torch
 
 from comb import methods
 from comb.cache.picache import PICache
-from comb.cache.picache_file import serialize
 from comb.engine.engine import PICEngine
-from comb.engine.workers import CompileExecutor, Deadline, ModelSource, wire
-from comb.engine.workers.pool import Reply, Task, WorkerLostError, WorkerPool
-from comb.engine.workers.processes import ProcessPool, process_executor
-from comb.engine.workers.worker import Compiler, WorkerSpec, decode_ids, encode_ids
+from comb.engine.workers import CompileExecutor, Deadline
+from comb.engine.workers import executor as executor_module
+from comb.engine.workers import request as request_module
+from comb.engine.workers.executor import SegmentWorker
+from comb.engine.workers.processes import process_executor
+from comb.engine.workers.worker import Compiler, Reply
 from comb.methods.base import Method
 from comb.methods.naive import Naive
+from comb.model.source import ModelSource
 from tests.comb.test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
 from tests.helpers.parallel_faults import FAULT_TOKEN, Fragile
 from tests.helpers.processes import gone, wait_until_gone
@@ -67,16 +71,25 @@ def model(source: ModelSource) -> Any:
 @pytest.fixture(scope="module")
 def executor(source: ModelSource) -> Iterator[CompileExecutor]:
     """Two processes for all tests of this file; those that a test has lost are back before the next one."""
-    with process_executor(source, 2, imports=("tests.helpers.parallel_faults",), restarts=20) as executor:
+    with process_executor(source, 2, imports=("tests.helpers.register_fragile",), restarts=20) as executor:
         yield executor
+
+
+def wait_until_ready(executor: CompileExecutor) -> None:
+    end = time.monotonic() + 120
+    while len(executor.ready) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(executor.ready) == 2
+
+
+def process_ids(executor: CompileExecutor) -> list[int]:
+    workers: Any = executor.ready
+    return [worker.process_id for worker in workers]
 
 
 @pytest.fixture
 def whole(executor: CompileExecutor) -> Iterator[CompileExecutor]:
-    end = time.monotonic() + 120
-    while len(executor.pool.ready) < 2 and time.monotonic() < end:
-        executor.pool.wait(0.1)
-    assert len(executor.pool.ready) == 2
+    wait_until_ready(executor)
     before = executor.deadline
     yield executor
     executor.deadline = before
@@ -98,7 +111,7 @@ def alone(method: Method, segments: list[list[int]]) -> list[PICache]:
 
 
 def shared_memory(*processes: int) -> list[str]:
-    """Every piece of shared memory that this process and `processes` hold; they are the only ones that can."""
+    """Every piece of torch's shared memory that this process and `processes` hold; they are the only ones that can."""
     found = []
     for process in (os.getpid(), *processes):
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
@@ -106,13 +119,13 @@ def shared_memory(*processes: int) -> list[str]:
                 target = str(descriptor.readlink())
             except OSError:
                 continue  # closed meanwhile
-            found += [target] if "comb-picache" in target else []
+            found += [target] if "/torch_" in target else []
     return found
 
 
 def counted(executor: CompileExecutor, before: Any) -> dict[str, int]:
-    now = executor.stats.to_dict()
-    return {name: now[name] - value for name, value in before.to_dict().items() if now[name] != value}
+    now = asdict(executor.stats)
+    return {name: now[name] - value for name, value in asdict(before).items() if now[name] != value}
 
 
 def fragile(model: Any, fault: str) -> Method:
@@ -158,7 +171,7 @@ def test_the_engine_answers_alike_with_and_without_workers(whole: CompileExecuto
         assert [document.state for document in again.report.documents] == ["hit"] * 3
         assert counted(whole, before) == {"requests": 1, "by_workers": 3}
         engine.close()
-        assert whole.pool.ready == [0, 1]  # it is not the engine's own
+        assert len(whole.ready) == 2  # it is not the engine's own
 
 
 def test_threads_take_turns(whole: CompileExecutor, model: Any) -> None:
@@ -181,37 +194,34 @@ def test_threads_take_turns(whole: CompileExecutor, model: Any) -> None:
 
 
 def test_a_worker_killed_while_it_compiles(whole: CompileExecutor, model: Any) -> None:
-    method, before, pool = fragile(model, "kill"), whole.stats, whole.pool
-    assert isinstance(pool, ProcessPool)
+    method, before = fragile(model, "kill"), whole.stats
     assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
     counts = counted(whole, before)
     assert counts.pop("by_workers") + counts["locally"] == 5
     assert counts.pop("locally") >= 1
     assert counts == {"requests": 1, "died": 1, "restarted": 1}
-    assert shared_memory(*pool.process_ids) == []
+    assert shared_memory(*process_ids(whole)) == []
 
 
 def test_shared_memory_is_seen_while_it_is_held_and_has_no_name() -> None:
     """The control of the tests around it."""
-    descriptor = wire._shared(b"12345")
+    tensor = torch.zeros(5).share_memory_()
     assert len(shared_memory()) == 1
-    assert not list(Path("/dev/shm").glob("*comb-picache*"))
-    os.close(descriptor)
+    assert not list(Path("/dev/shm").glob("torch_*"))
+    del tensor
     assert shared_memory() == []
 
 
 def test_a_worker_killed_between_requests(whole: CompileExecutor, model: Any) -> None:
     method, before = methods.create("naive", model), whole.stats
-    pool: Any = whole.pool
-    os.kill(pool.process_ids[1], signal.SIGKILL)
+    os.kill(process_ids(whole)[1], signal.SIGKILL)
     assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))
     assert counted(whole, before)["died"] == 1
 
 
 def test_a_late_worker_is_replaced(whole: CompileExecutor, model: Any) -> None:
     method, before = fragile(model, "hang"), whole.stats
-    pool: Any = whole.pool
-    processes = set(pool.process_ids)
+    processes = set(process_ids(whole))
     whole.compile(method, SEGMENTS)  # made before the clock runs
     whole.deadline = Deadline(floor_s=1.0, factor=4, first_s=1.0)
     start = time.monotonic()
@@ -220,7 +230,8 @@ def test_a_late_worker_is_replaced(whole: CompileExecutor, model: Any) -> None:
     counts = counted(whole, before)
     assert counts["late"] >= 1
     assert counts["locally"] >= 1
-    assert len(processes & set(pool.process_ids)) == 2 - counts["late"]
+    wait_until_ready(whole)
+    assert len(processes & set(process_ids(whole))) == 2 - counts["late"]
 
 
 def test_a_damaged_result_is_compiled_again(whole: CompileExecutor, model: Any) -> None:
@@ -262,24 +273,6 @@ def test_weights_changed_since_the_workers_loaded_them(whole: CompileExecutor, s
             PICEngine(changed, make_tokenizer(), method=spec, executor=whole)
 
 
-def test_a_pool_that_breaks_down_aborts_nothing(
-    whole: CompileExecutor, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method = methods.create("naive", model)
-
-    def broken(*arguments: Any) -> Any:
-        raise ConnectionError("the cluster is gone")
-
-    for name in ("wait", "submit"):
-        before = whole.stats
-        with monkeypatch.context() as patch:
-            patch.setattr(whole.pool, name, broken)
-            patch.setattr(whole.pool, "replace", broken)
-            assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))
-        assert counted(whole, before) == {"requests": 1, "died": 2, "locally": 5}
-    assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))  # late replies change nothing
-
-
 def test_pins_and_references_end_with_a_request_that_fails(
     whole: CompileExecutor, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +282,7 @@ def test_pins_and_references_end_with_a_request_that_fails(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(whole.pool, "wait", broken)
+        patch.setattr(executor_module, "wait", broken)
         with pytest.raises(KeyboardInterrupt):
             engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
     assert engine.store.stats().in_use == 0
@@ -308,44 +301,47 @@ def test_a_closed_engine_leaves_nothing_behind(folder: Path) -> None:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with PICEngine.from_pretrained(folder / "backbone", method="naive", workers=2, dtype=torch.float32) as engine:
         assert engine.executor is not None
-        pool: Any = engine.executor.pool
-        processes = pool.process_ids
+        processes = process_ids(engine.executor)
         assert len(processes) == 2
         assert not any(gone(process) for process in processes)
         first = engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
         assert engine.executor.stats.by_workers == 2
         os.kill(processes[0], signal.SIGKILL)
         engine.ask(QUESTION, [BOOK, "Rill has a lake."], max_new_tokens=NEW)
-        processes += pool.process_ids
+        wait_until_ready(engine.executor)
+        processes += process_ids(engine.executor)
     assert all(gone(process) for process in processes)
     assert shared_memory() == []
     assert engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids == first.token_ids
     new = engine.ask(QUESTION, ["The lake is cold.", "The city is old."], max_new_tokens=NEW)  # compiled here
     assert [document.state for document in new.report.documents] == ["compiled"] * 2
-    del engine, pool
+    del engine
     gc.collect()
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 1
 
 
-def test_a_forgotten_pool_ends_its_processes(source: ModelSource) -> None:
-    pool = ProcessPool(WorkerSpec(source), 1)
-    (process,) = pool.process_ids
+def test_a_forgotten_executor_ends_its_processes(source: ModelSource) -> None:
+    executor = process_executor(source, 1)
+    (process,) = process_ids(executor)
     assert not gone(process)
-    del pool
+    del executor
     gc.collect()
-    assert gone(process)
+    wait_until_gone(process, 30)
 
 
-def test_workers_end_with_an_engine_that_is_killed(source: ModelSource) -> None:
-    code = (
+def test_workers_end_with_an_engine_that_is_killed(source: ModelSource, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
         "import os, signal, sys\n"
-        "from comb.engine.workers import ModelSource\n"
         "from comb.engine.workers.processes import process_executor\n"
-        "executor = process_executor(ModelSource(sys.argv[1]), 1)\n"
-        "print(*executor.pool.process_ids, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from comb.model.source import ModelSource\n"
+        "if __name__ == '__main__':\n"
+        "    executor = process_executor(ModelSource(sys.argv[1]), 1)\n"
+        "    print(*(worker.process_id for worker in executor.ready), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code, source.name], capture_output=True, text=True, check=False)
+    run = [sys.executable, str(script), source.name]
+    ended = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == -signal.SIGKILL
     (process,) = map(int, ended.stdout.split())
     wait_until_gone(process, 30)
@@ -369,122 +365,78 @@ def test_what_workers_cannot_load_is_said(folder: Path, model: Any, caplog: pyte
     assert "nothing to compile" in caplog.text
 
 
-def test_token_ids_travel_unchanged() -> None:
-    ids = [0, 1, 255, 256, 2**31, 2**40]
-    assert decode_ids(encode_ids(ids)) == ids
-    assert encode_ids([1]) == b"\x01" + b"\x00" * 7
-
-
 # ---- any order of events, without processes ----
 
 
-class Chaos(WorkerPool):
-    """Workers in this process that answer in random order between each other, die, hang and send rubbish."""
+class Chaotic(SegmentWorker):
+    """A worker in this process that answers now or never, dies, hangs and sends rubbish."""
 
-    def __init__(self, compiler: Any, size: int, seed: int) -> None:
-        self.compiler, self.random = compiler, random.Random(seed)
-        self.tasks: list[list[Task]] = [[] for _ in range(size)]
-        self.alive = [True] * size
-        self.hung: set[int] = set()
-        self.told: list[Reply] = []
+    def __init__(self, compiler: Compiler, generator: random.Random) -> None:
+        super().__init__(Future())
+        self.compiler, self.random = compiler, generator
+        self.dead = self.hung = False
+        self.loaded.set_result(None)
 
-    @property
-    def size(self) -> int:
-        return len(self.tasks)
+    def submit(self, spec: Any, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
+        event = self.random.random()
+        if event < 0.05:
+            raise ConnectionError("gone")
+        future: Future[Reply] = Future()
+        self.dead = self.dead or event < 0.1
+        self.hung = self.hung or event < 0.15
+        if self.dead:
+            future.set_exception(BrokenExecutor("died"))
+        elif not self.hung:
+            reply = self.compiler.compile(spec, fingerprint, key if event < 0.9 else "another", token_ids)
+            if reply.data is not None and 0.8 < event < 0.9:
+                reply = replace(reply, data=reply.data[: len(reply.data) // 2])
+            future.set_result(reply)
+        return future
 
-    @property
-    def ready(self) -> list[int]:
-        return [worker for worker, alive in enumerate(self.alive) if alive]
-
-    def submit(self, worker: int, task: Task) -> None:
-        if not self.alive[worker] or self.random.random() < 0.05:
-            raise WorkerLostError("gone")
-        self.tasks[worker].append(task)
-
-    def wait(self, timeout_s: float) -> list[Reply]:
-        replies = []
-        for worker, tasks in enumerate(self.tasks):
-            event = self.random.random()
-            if not tasks or not self.alive[worker] or worker in self.hung or event < 0.3:
-                continue
-            if event < 0.36:
-                self.alive[worker] = False
-                replies.append(Reply(worker, None, error="died"))
-                continue
-            if event < 0.4:
-                self.hung.add(worker)
-                continue
-            task = tasks.pop(0)
-            reply, picache = self.compiler.compile(worker, task)
-            data = None if picache is None else serialize(picache, task.key if event < 0.9 else "another")
-            if data is not None and 0.8 < event < 0.9:
-                data = data[: len(data) // 2]
-            replies.append(Reply(worker, task.number, data, reply.seconds, error=reply.error, refused=reply.refused))
-        if not replies and timeout_s:
-            time.sleep(min(timeout_s, 0.01))
-        return replies
-
-    def replace(self, worker: int) -> bool:
-        self.tasks[worker].clear()
-        self.hung.discard(worker)
-        self.alive[worker] = self.random.random() < 0.8
-        return self.alive[worker]
-
-    def close(self) -> None:
-        self.alive = [False] * self.size
+    def end(self) -> None:
+        if self.random.random() < 0.1:
+            raise ConnectionError("the cluster is gone")
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_every_segment_is_compiled_and_right(source: ModelSource, model: Any, seed: int) -> None:
-    compiler = Compiler(WorkerSpec(source))
-    method = methods.create("naive", model)
-    generator = random.Random(seed)
-    executor = CompileExecutor(
-        Chaos(compiler, generator.randint(1, 5), seed), deadline=Deadline(floor_s=0.05, factor=1, first_s=0.05)
-    )
-    trouble = 0
+    compiler, method, generator = Compiler(source, 1, ()), methods.create("naive", model), random.Random(seed)
+
+    def start() -> Chaotic:
+        if generator.random() < 0.1:
+            raise ConnectionError("no machine")
+        return Chaotic(compiler, generator)
+
+    deadline = Deadline(floor_s=0.05, factor=1, first_s=0.05)
+    workers = [Chaotic(compiler, generator) for _ in range(generator.randint(1, 5))]
+    executor = CompileExecutor(lambda: workers.pop(), len(workers), "chaos", deadline=deadline, restarts=10)
+    executor._start = start
     for _ in range(6):
         segments = [
             [generator.randrange(256) for _ in range(generator.randint(1, 12))] for _ in range(generator.randint(2, 9))
         ]
         assert same(executor.compile(method, segments), alone(method, segments))
-        trouble = executor.stats.died + executor.stats.late + executor.stats.damaged + executor.stats.locally
-    assert trouble > 0  # the test has tested something
-    executor.close()
-    assert same(executor.compile(method, SEGMENTS), method.compile(SEGMENTS))
+    stats = executor.stats
+    assert stats.requests == 6
+    assert stats.locally >= stats.damaged + stats.failed
+    assert stats.died + stats.late + stats.damaged > 0
 
 
-def test_a_result_nobody_checks_would_be_wrong(
+def test_a_result_under_another_key_is_not_taken(
     source: ModelSource, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of the test above: without the key, a PICache of another segment gets through."""
-    from comb.engine.workers import run
+    """And the control of the test above: without the key, a PICache of another segment gets through."""
 
-    method = fragile(model, "swap")
-    compiler = Compiler(WorkerSpec(source))
-    segment = FAULTY[0]
+    class Swapping(Chaotic):
+        def submit(self, spec: Any, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
+            future: Future[Reply] = Future()
+            future.set_result(self.compiler.compile(spec, fingerprint, "another", (7,) * len(token_ids)))
+            return future
 
-    class Swapping(Chaos):
-        def wait(self, timeout_s: float) -> list[Reply]:
-            replies = []
-            for worker, tasks in enumerate(self.tasks):
-                while tasks:
-                    task = tasks.pop(0)
-                    picache = method.compile([[7] * len(task.token_ids)])[0]
-                    replies.append(Reply(worker, task.number, serialize(picache, "another"), 0.1))
-            return replies
-
-    class Steady(random.Random):
-        def random(self) -> float:
-            return 0.5
-
-    pool = Swapping(compiler, 2, 0)
-    pool.random = Steady()
-    executor = CompileExecutor(pool)
+    method, compiler = methods.create("naive", model), Compiler(source, 1, ())
+    executor = CompileExecutor(lambda: Swapping(compiler, random.Random(0)), 2, "swapped")
     assert same(executor.compile(method, FAULTY), alone(method, FAULTY))
     assert executor.stats.damaged == 5
-    unchecked = run.deserialize
-    monkeypatch.setattr(run, "deserialize", lambda data, key, device: unchecked(data, "another", device))
+    unchecked = request_module.deserialize
+    monkeypatch.setattr(request_module, "deserialize", lambda data, key, device: unchecked(data, "another", device))
     assert not same(executor.compile(method, FAULTY), alone(method, FAULTY))
-    assert isinstance(method, Fragile)
-    assert len(segment) in method.seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typer.testing import CliRunner
 from comb.bench.parallel import measure_parallel, prompt, simulate_beyond
 from comb.bench.parallel_report import parallel_tables, plot_parallel
 from comb.cli import main as cli
-from comb.engine.workers import CompileExecutor, ModelSource
-from comb.engine.workers.pool import Reply, Task, WorkerLostError, WorkerPool
+from comb.engine.workers import CompileExecutor
+from comb.engine.workers.executor import SegmentWorker
 from comb.engine.workers.scheduling import lpt, makespan
-from comb.engine.workers.worker import Compiler, WorkerSpec, encoded
+from comb.engine.workers.worker import Compiler, Reply
+from comb.model.source import ModelSource
 from tests.comb.test_engine import make_backbone, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,40 +35,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Inside(WorkerPool):
-    """Workers in this process, who say that they need a microsecond per token; `lost` ones take no segment."""
+class Inside(SegmentWorker):
+    """A worker in this process, that says it needs a microsecond per token; a `lost` one takes no segment."""
 
-    def __init__(self, folder: Path, size: int, *, lost: bool = False) -> None:
-        self.compiler = Compiler(WorkerSpec(ModelSource(str(folder))))
-        self.tasks: list[tuple[int, Task]] = []
-        self.number, self.lost = size, lost
+    def __init__(self, folder: Path, *, lost: bool = False) -> None:
+        super().__init__(Future())
+        self.loaded.set_result(None)
+        self.compiler, self.lost = Compiler(ModelSource(str(folder)), 1, ()), lost
 
-    @property
-    def size(self) -> int:
-        return self.number
+    def submit(self, spec: Any, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
+        if self.lost and token_ids:
+            raise ConnectionError("lost")
+        future: Future[Reply] = Future()
+        reply = self.compiler.compile(spec, fingerprint, key, token_ids)
+        future.set_result(replace(reply, seconds=1e-6 * len(token_ids)))
+        return future
 
-    @property
-    def ready(self) -> list[int]:
-        return list(range(self.number))
-
-    def submit(self, worker: int, task: Task) -> None:
-        if self.lost and task.token_ids:
-            raise WorkerLostError("lost")
-        self.tasks.append((worker, task))
-
-    def wait(self, timeout_s: float) -> list[Reply]:
-        tasks, self.tasks = self.tasks, []
-        found = []
-        for worker, task in tasks:
-            reply, picache = self.compiler.compile(worker, task)
-            found.append(encoded(replace(reply, seconds=1e-6 * len(task.token_ids)), picache, task.key))
-        return found
-
-    def replace(self, worker: int) -> bool:
-        return False
-
-    def close(self) -> None:
+    def end(self) -> None:
         pass
+
+
+def inside(folder: Path, workers: int, *, lost: bool = False) -> CompileExecutor:
+    return CompileExecutor(lambda: Inside(folder, lost=lost), workers, str(folder), restarts=0)
 
 
 def test_stages_add_up_and_are_simulated(folder: Path, tmp_path: Path) -> None:
@@ -74,7 +64,7 @@ def test_stages_add_up_and_are_simulated(folder: Path, tmp_path: Path) -> None:
     work = prompt(250, 5, 20, 4, spread=0.5)
     assert work == prompt(250, 5, 20, 4, spread=0.5)
     assert len({len(segment) for segment in work.segments}) > 1
-    executor = CompileExecutor(Inside(folder, 3))
+    executor = inside(folder, 3)
     results = measure_parallel(
         model, executor, ["naive", "legolink:2"], [1, 3], work, repeats=3, full=True, progress=False
     )
@@ -112,14 +102,14 @@ def test_no_time_is_shown_when_workers_are_lost_or_wrong(folder: Path) -> None:
         return measure_parallel(model, executor, ["naive"], workers, work, repeats=1, progress=False)
 
     with pytest.raises(ValueError, match="no times of workers"):
-        measure(CompileExecutor(Inside(folder, 2, lost=True)), [1, 2])
+        measure(inside(folder, 2, lost=True), [1, 2])
     for workers in ([2], [1, 3], []):
         with pytest.raises(ValueError, match="from 1 to 2"):
-            measure(CompileExecutor(Inside(folder, 2)), workers)
+            measure(inside(folder, 2), workers)
     with torch.no_grad():
         model.get_input_embeddings().weight[:100] += 1.0
     with pytest.raises(ValueError, match="workers don't compile"):
-        measure(CompileExecutor(Inside(folder, 2)), [1, 2])
+        measure(inside(folder, 2), [1, 2])
     for wrong in ((1, 10, 4, 0.0), (3, 0, 4, 0.0), (3, 10, 0, 0.0), (3, 10, 4, -1.0)):
         with pytest.raises(ValueError, match="at least two segments"):
             prompt(250, *wrong[:3], spread=wrong[3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import torch
 
 from comb import methods
 from comb.engine.engine import PICEngine
-from comb.engine.workers import CompileExecutor, Deadline, ModelSource
+from comb.engine.workers import CompileExecutor, Deadline
+from comb.model.source import ModelSource
 from tests.comb.test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
-from tests.comb.test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, same
+from tests.comb.test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, same, wait_until_ready
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -57,17 +57,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def executor(cluster: Any, folder: Path) -> Iterator[CompileExecutor]:
     from comb.engine.workers.ray_actors import ray_executor
 
-    with ray_executor(ModelSource(str(folder)), 2, imports=("tests.helpers.parallel_faults",)) as executor:
+    with ray_executor(ModelSource(str(folder)), 2, imports=("tests.helpers.register_fragile",)) as executor:
         yield executor
 
 
 @pytest.fixture
 def whole(executor: CompileExecutor) -> Iterator[CompileExecutor]:
     """Both actors there; what a test has lost is back."""
-    end = time.monotonic() + 120
-    while len(executor.pool.ready) < 2 and time.monotonic() < end:
-        executor.pool.wait(0.1)
-    assert executor.pool.ready == [0, 1]
+    wait_until_ready(executor)
     before = executor.deadline
     yield executor
     executor.deadline = before
@@ -79,8 +76,8 @@ def model(folder: Path) -> Any:
 
 
 def test_actors_compile_what_the_method_compiles(whole: CompileExecutor, model: Any, cluster: Any) -> None:
-    pool: Any = whole.pool
-    nodes = {ray.get(actor.__ray_call__.remote(_node)) for actor in pool._actors}
+    workers: Any = whole.ready
+    nodes = {ray.get(worker.actor.__ray_call__.remote(_node)) for worker in workers}
     assert len(nodes) == 2  # two machines, as far as Ray knows
     for spec in ("naive", "legolink-0", "naive:quantize=int8"):
         method, before = methods.create(spec, model), whole.stats

@@ -1,15 +1,13 @@
-"""A method whose compile goes wrong in a worker, and only there: imported by the workers of test_parallel.py."""
+"""A method whose compile goes wrong in a worker, and only there; `register_fragile` makes it known to workers."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from comb import methods
 from comb.cache.picache import PICache
 from comb.cache.picache_file import serialize
 from comb.engine.workers import worker as worker_module
@@ -26,10 +24,8 @@ class Fragile(Naive):
     def __init__(self, model: Any, *, home: int, fault: str) -> None:
         super().__init__(model)
         self.home, self.fault = home, fault
-        self.seen: list[int] = []
 
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
-        self.seen += [len(segment) for segment in segments]
         if os.getpid() != self.home and any(FAULT_TOKEN in segment for segment in segments):
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -50,7 +46,3 @@ def _damaged(picache: PICache, key: str) -> bytes:
     data = bytearray(serialize(picache, key))
     data[-len(data) // 4] ^= 16
     return bytes(data)
-
-
-if "pytest" not in sys.modules:
-    methods.register("fragile")(Fragile)  # in a worker; among the tests it would be one more method for all of them

@@ -2,99 +2,137 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Self
 
 from comb.cache.picache import PICache
-from comb.engine.workers.pool import WorkerPool
-from comb.engine.workers.run import Run
-from comb.engine.workers.scheduling import Deadline
+from comb.engine.workers.request import CompileRequest
+from comb.engine.workers.scheduling import Deadline, lpt
+from comb.engine.workers.worker import Reply
 from comb.methods.base import Method, MethodSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ExecutorStats:
-    """Counts since the executor was made.
+    """Counts since the executor was made."""
 
-    Args:
-        requests: compiles that were spread over workers.
-        by_workers: segments that workers compiled.
-        locally: segments compiled here in a worker's stead.
-        died: workers that ended while they had work.
-        late: workers given up because a deadline had passed.
-        damaged: results that could not be used: a checksum, a key, a fingerprint or a length that was wrong.
-        failed: segments for which a worker raised an error.
-        refused: segments that a worker refused because its model or method is another one.
-        restarted: workers started anew.
-    """
-
-    requests: int = 0
-    by_workers: int = 0
-    locally: int = 0
-    died: int = 0
-    late: int = 0
-    damaged: int = 0
-    failed: int = 0
-    refused: int = 0
-    restarted: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Plain values, for JSON."""
-        return asdict(self)
+    requests: int = 0  # compiles that were spread over workers
+    by_workers: int = 0  # segments that workers compiled
+    locally: int = 0  # segments compiled here in a worker's stead
+    died: int = 0  # workers that ended while they had work
+    late: int = 0  # workers given up because a deadline had passed
+    damaged: int = 0  # results with a wrong checksum, key, fingerprint or length
+    failed: int = 0  # segments for which a worker raised an error
+    refused: int = 0  # segments that a worker refused because its model or method is another one
+    restarted: int = 0  # workers started anew
 
     def __str__(self) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in self.to_dict().items() if count)
+        return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in asdict(self).items() if count)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """PICaches in the order of the segments, and where the time went (HYPIC Fig. 14).
-
-    Args:
-        seconds: from the call to the last PICache.
-        dispatch_s: computing, of the busiest worker.
-        transfer_s: the rest of `seconds`: what serialising, sending and checking could not hide behind computing.
-        decode_s: checking and unpacking here, hidden behind computing or not.
-        segment_s: compile seconds per segment, in order; a segment given twice is compiled once.
-    """
+    """PICaches in the order of the segments, and where the time went (HYPIC Fig. 14)."""
 
     picaches: list[PICache]
-    seconds: float
-    dispatch_s: float
-    transfer_s: float = 0.0
-    decode_s: float = 0.0
-    segment_s: tuple[float, ...] = ()
+    seconds: float  # from the call to the last PICache
+    dispatch_s: float  # computing, of the busiest worker
+    transfer_s: float = 0.0  # the rest: what serialising, sending and checking could not hide behind computing
+    decode_s: float = 0.0  # checking and unpacking here, hidden behind computing or not
+    segment_s: tuple[float, ...] = ()  # of compiling each segment, in order
+
+
+class SegmentWorker(ABC):
+    """One worker, and what it still has to do.
+
+    Args:
+        loaded: done when the worker has its model; raises why it can't have it.
+    """
+
+    def __init__(self, loaded: Future[None]) -> None:
+        self.loaded = loaded
+        self.unanswered: dict[Future[Reply], int] = {}
+        """What it hasn't answered yet, oldest first, and the tokens of each; also of requests that failed."""
+        self.since = 0.0
+        """When it began with the oldest of them, by ``time.monotonic``."""
+
+    @abstractmethod
+    def submit(self, spec: MethodSpec, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
+        """`Compiler.compile` in the worker, in the order of calls. Call or future raise if the worker is lost."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends it, however busy it is; harmless when called again."""
 
 
 class CompileExecutor:
-    """`Method.compile` spread over a pool of workers, longest segments first (HYPIC sec. 4.4).
+    """`Method.compile` spread over workers, longest segments first (HYPIC sec. 4.4).
 
     Whatever happens to a worker, every segment is compiled: a result that is lost, late or damaged, or that the worker
     refuses to make, is made here. Safe under threads; calls take turns.
 
     Args:
-        pool: whose workers it owns from now on.
+        start: starts one worker, without waiting for it.
+        workers: how many; the constructor returns when all have loaded `name`.
         deadline: when a worker is late.
+        restarts: how many lost workers are started anew, in all.
+        start_timeout_s: within which all must be ready; `late_hint` says what to look at if they aren't.
+
+    Raises:
+        ValueError: fewer than one worker.
+        RuntimeError: a worker couldn't load the model, or not in time.
     """
 
-    def __init__(self, pool: WorkerPool, *, deadline: Deadline | None = None) -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        start: Callable[[], SegmentWorker],
+        workers: int,
+        name: str,
+        *,
+        deadline: Deadline | None = None,
+        restarts: int = 3,
+        start_timeout_s: float = 600.0,
+        late_hint: str = "",
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"segment parallelism needs at least one worker, got {workers}")
+        self.workers = workers
         self.deadline = Deadline() if deadline is None else deadline
+        self._start = start
+        self._restarts = restarts
         self._lock = threading.RLock()
-        self._counts: dict[str, int] = asdict(ExecutorStats())
-        self._numbers = 0
-        self.outstanding: dict[int, deque[tuple[int, int]]] = {}
-        """Per worker, (task number, tokens) of what it hasn't answered, oldest first; outlives a failed request."""
+        self._counts: Counter[str] = Counter()
         self._closed = False
+        self._workers: dict[int, SegmentWorker] = {}
+        try:
+            for index in range(workers):
+                self._workers[index] = start()
+            done, late = wait([worker.loaded for worker in self._workers.values()], start_timeout_s, FIRST_EXCEPTION)
+            for error in filter(None, (future.exception() for future in done)):
+                raise RuntimeError(f"a worker could not load {name!r}: {type(error).__name__}: {error}") from error
+            if late:
+                raise RuntimeError(
+                    f"{len(late)} of {workers} workers have not loaded {name!r} in {start_timeout_s:g} s{late_hint}"
+                )
+        except BaseException:
+            self.close()
+            raise
 
     @property
-    def workers(self) -> int:
-        """Workers that there are meant to be."""
-        return self.pool.size
+    def ready(self) -> list[SegmentWorker]:
+        """Workers that have loaded their model."""
+        loaded = [worker for worker in self._workers.values() if worker.loaded.done()]
+        return [worker for worker in loaded if worker.loaded.exception() is None]
 
     @property
     def stats(self) -> ExecutorStats:
@@ -107,14 +145,18 @@ class CompileExecutor:
         Raises:
             ValueError: the workers' model, adapter, dtype or parameters are others, or they can't make the method.
         """
-        recipe, fingerprint = spec_of(method), method.fingerprint
+        spec, fingerprint = spec_of(method), method.fingerprint
+        asked: list[Future[Reply]] = []
         with self._lock:
-            run = Run(self, method, recipe, fingerprint, [])
-            refusal = run.ask_all()
-        if refusal:
+            for worker in self.ready:
+                with suppress(Exception):  # who is lost is noticed, and replaced, when there is work for it
+                    asked.append(worker.submit(spec, fingerprint, "", ()))
+            answered = wait(asked, self.deadline.first_s).done
+        refusals = [future.result().error for future in answered if future.exception() is None]
+        if why := next(filter(None, refusals), ""):
             raise ValueError(
-                f"the workers don't compile what method {method.name!r} compiles here: {refusal}. They load their "
-                "model by name, so it must be what the engine has, unchanged; or give an executor with its ModelSource"
+                f"the workers don't compile what method {method.name!r} compiles here: {why}. They load their model "
+                "by name, so it must be what the engine has, unchanged; or give an executor with its ModelSource"
             )
 
     def compile(self, method: Method, segments: Sequence[Sequence[int]]) -> list[PICache]:
@@ -129,45 +171,121 @@ class CompileExecutor:
     def run(self, method: Method, segments: Sequence[Sequence[int]], *, workers: int | None = None) -> Compiled:
         """`compile`, with where the time went; `workers` of them at most take part."""
         start = time.perf_counter()
-        recipe = spec_of(method)
-        unique = list(dict.fromkeys(tuple(segment) for segment in segments))
+        spec = spec_of(method)
+        unique = list(dict.fromkeys(map(tuple, segments)))
         # nothing to spread; an empty segment is an error that the method words best
         if method.keeps_tokens_only or len(unique) < 2 or not all(unique) or self._closed:
-            return _local(method, segments, start)
+            picaches = method.compile(segments)
+            seconds = time.perf_counter() - start
+            return Compiled(picaches, seconds, seconds)
         with self._lock:
-            self.count("requests")
-            run = Run(self, method, recipe, method.fingerprint, unique)
-            run.finish(workers)
+            self._counts["requests"] += 1
+            request = CompileRequest(method, spec, unique, self._counts)
+            self._finish(request, workers)
         seconds = time.perf_counter() - start
-        places = {segment: index for index, segment in enumerate(unique)}
-        order = [places[tuple(segment)] for segment in segments]
-        dispatch_s = min(seconds, max(run.busy_s.values(), default=0.0))
+        dispatch_s = min(seconds, max(request.busy_s.values()))
+        order = [unique.index(tuple(segment)) for segment in segments]
         return Compiled(
-            [run.picaches[index] for index in order],
-            seconds, dispatch_s, seconds - dispatch_s, run.decode_s,
-            tuple(run.segment_s[index] for index in order),
+            [request.picaches[index] for index in order],
+            seconds, dispatch_s, seconds - dispatch_s, request.decode_s,
+            tuple(request.segment_s[index] for index in order),
         )  # fmt: skip
-
-    def count(self, name: str, by: int = 1) -> None:
-        """Adds to a field of `stats`."""
-        self._counts[name] += by
-
-    def next_number(self) -> int:
-        """A task number that was never used before."""
-        self._numbers += 1
-        return self._numbers
 
     def close(self) -> None:
         """Ends all workers. Compiles that follow are done here; one under way is finished first."""
         with self._lock:
             self._closed = True
-            self.pool.close()
+            while self._workers:
+                self._workers.popitem()[1].end()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    # ---- a request's steps; the lock is held ----
+
+    def _finish(self, request: CompileRequest, most: int | None) -> None:
+        """Every segment has its PICache after this, by `most` workers. Raises what ``method.compile`` raises."""
+        for index, worker in list(self._workers.items()):
+            if worker.loaded.done() and (error := worker.loaded.exception()) is not None:  # one in another's place
+                logger.warning("worker %d could not be started again: %s", index, error)
+                self._workers.pop(index).end()
+        ready = [index for index, worker in self._workers.items() if worker.loaded.done()][:most]
+        if not ready:
+            logger.warning("no worker is there: all %d segments are compiled here", len(request.segments))
+            request.lost.extend(range(len(request.segments)))
+        plan = lpt([len(segment) for segment in request.segments], len(ready)) if ready else []
+        try:
+            for index, segments in zip(ready, plan, strict=True):
+                self._send(index, segments, request)
+            while len(request.picaches) < len(request.segments):
+                self._listen(request)
+                if request.lost:
+                    request.compile_one()
+        finally:
+            for future in request.sent:  # nobody wants what is left of a request that fails
+                future.cancel()
+
+    def _send(self, index: int, segments: Sequence[int], request: CompileRequest) -> None:
+        worker = self._workers[index]
+        for number, segment in enumerate(segments):
+            token_ids, key = request.segments[segment], f"{request.name}/{segment}"
+            try:
+                future = worker.submit(request.spec, request.fingerprint, key, token_ids)
+            except Exception as error:  # whatever keeps the segment from getting there
+                request.lost.extend(segments[number:])
+                self._give_up(index, request, "died", error)
+                return
+            if not worker.unanswered:
+                worker.since = time.monotonic()
+            worker.unanswered[future] = len(token_ids)
+            request.sent[future] = segment
+
+    def _listen(self, request: CompileRequest) -> None:
+        """Takes what has come, waiting for it unless there is something to do meanwhile; gives up who is late."""
+        due = [self._due(worker) for worker in self._workers.values() if worker.unanswered]
+        wait_s = 0.0 if request.lost else max(0.0, min(due, default=0.0) - time.monotonic())
+        wait([future for worker in self._workers.values() for future in worker.unanswered], wait_s, FIRST_COMPLETED)
+        for index, worker in list(self._workers.items()):
+            for future in [future for future in worker.unanswered if future.done()]:
+                if not future.cancelled() and (error := future.exception()) is not None:
+                    self._give_up(index, request, "died", error)  # or what it said was lost
+                    break
+                tokens = worker.unanswered.pop(future)
+                worker.since = time.monotonic()
+                segment = request.sent.pop(future, None)
+                if segment is None:
+                    continue  # of a request that failed
+                reply = future.result()
+                if request.take(index, segment, reply):
+                    self.deadline.observe(tokens, reply.seconds)
+            else:
+                if worker.unanswered and self._due(worker) <= time.monotonic():
+                    self._give_up(index, request, "late", TimeoutError("its deadline has passed"))
+
+    def _due(self, worker: SegmentWorker) -> float:
+        """When a worker that has something to answer is late."""
+        return worker.since + self.deadline.seconds(next(iter(worker.unanswered.values())))
+
+    def _give_up(self, index: int, request: CompileRequest, how: str, why: BaseException) -> None:
+        """Everything that a worker still had is compiled here, and another worker takes its place."""
+        worker = self._workers.pop(index)
+        request.lost += [request.sent.pop(future) for future in worker.unanswered if future in request.sent]
+        self._counts[how] += 1
+        try:
+            worker.end()
+            if self._restarts > 0:
+                self._workers[index] = self._start()
+                self._restarts -= 1
+                self._counts["restarted"] += 1
+        except Exception:
+            logger.exception("worker %d could not be replaced", index)
+        logger.warning(
+            "worker %d is lost (%s): compiling what it still had here, %s", index, f"{type(why).__name__}: {why}",
+            "starting another worker" if index in self._workers else "and going on without it",
+        )  # fmt: skip
 
 
 def spec_of(method: Method) -> MethodSpec:
@@ -178,9 +296,3 @@ def spec_of(method: Method) -> MethodSpec:
             "the engine its name and parameters, or make it with comb.methods.create()"
         )
     return method.spec
-
-
-def _local(method: Method, segments: Sequence[Sequence[int]], start: float) -> Compiled:
-    picaches = method.compile(segments)
-    seconds = time.perf_counter() - start
-    return Compiled(picaches, seconds, seconds)

@@ -1,22 +1,18 @@
 """Workers as Ray actors, on this machine or others: the optional extra `ray`.
 
-Ray pickles the call around a task, but no tensor: a PICache travels as the bytes of a safetensors file in Ray's object
-store, and is checked like one that comes from a process.
+Ray pickles the call and the reply, but no tensor: a PICache lies in Ray's object store as the bytes of its file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from comb.engine.workers.executor import CompileExecutor
-from comb.engine.workers.pool import Reply, StartedPool, Task, WorkerLostError
-from comb.engine.workers.scheduling import Deadline
-from comb.engine.workers.worker import Compiler, WorkerSpec, encoded
+from comb.engine.workers.executor import CompileExecutor, SegmentWorker
+from comb.engine.workers.worker import Compiler, Reply
 from comb.methods.base import MethodSpec
 from comb.model.source import ModelSource
 
@@ -26,11 +22,9 @@ def ray_executor(
     workers: int,
     *,
     threads: int = 1,
-    imports: tuple[str, ...] = (),
-    deadline: Deadline | None = None,
-    restarts: int = 3,
-    start_timeout_s: float = 600.0,
-    resources: dict[str, Any] | None = None,
+    imports: Iterable[str] = (),
+    resources: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> CompileExecutor:
     """An executor over `workers` Ray actors; returns when all have loaded the model.
 
@@ -38,142 +32,52 @@ def ray_executor(
     machine must be able to load `source`, and to import `imports`.
 
     Args:
-        threads, imports, deadline, restarts: as for `process_executor`.
+        threads, imports, options: as for `process_executor`.
         resources: options of the actors, such as ``{"num_gpus": 1}``; `threads` CPUs each by default.
 
     Raises:
         ImportError: Ray isn't installed.
-        RuntimeError: an actor couldn't load the model, or not in time.
     """
-    pool = RayPool(WorkerSpec(source, threads, imports), workers, restarts, start_timeout_s, resources or {})
-    return CompileExecutor(pool, deadline=deadline)
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("workers on several machines need Ray: pip install 'comb-pic[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False)
+    environment = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
+    settings = {"num_cpus": threads, "max_restarts": 0, "runtime_env": environment, **(resources or {})}
+    actor_class: Any = ray.remote(**settings)(_Actor)
+    hint = f": does the cluster have {threads} free CPUs for each?"
+    return CompileExecutor(
+        lambda: RayWorker(ray, actor_class.remote(source, threads, tuple(imports))), workers, source.name,
+        late_hint=hint, **options,
+    )  # fmt: skip
 
 
-class _Actor:
+class _Actor(Compiler):
     """What runs in Ray's process."""
 
-    def __init__(self, spec: str) -> None:
-        self._compiler = Compiler(WorkerSpec.from_json(spec))
+    def loaded(self) -> None:
+        """Answered when the model is there."""
 
-    def ready(self) -> bool:
-        return True
-
-    def compile(self, number: int, name: str, parameters: dict[str, Any], fingerprint: str, key: str, ids: Any) -> Any:
-        """The reply's fields, and the PICache's bytes as an array, which Ray shares instead of copying."""
-        task = Task(number, MethodSpec(name, parameters), fingerprint, key, ids.tolist())
-        reply, picache = self._compiler.compile(0, task)
-        reply = encoded(reply, picache, key)
-        data = None if reply.data is None else np.frombuffer(reply.data, np.uint8)
-        return vars(reply) | {"data": None}, data
+    def compile(self, *arguments: Any) -> Reply:
+        """The PICache's bytes as an array, which Ray's object store shares instead of copying."""
+        reply = super().compile(*arguments)
+        return reply if reply.data is None else replace(reply, data=reply.data.numpy())
 
 
-class RayPool(StartedPool):
-    """See `ray_executor`."""
+class RayWorker(SegmentWorker):
+    """One actor."""
 
-    def __init__(
-        self, spec: WorkerSpec, workers: int, restarts: int, start_timeout_s: float, resources: dict[str, Any]
-    ) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise ImportError("workers on several machines need Ray: pip install 'comb-pic[ray]'") from error
-        super().__init__(spec, workers, restarts)
-        self._ray: Any = ray
-        if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False)
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}
-        options = {"num_cpus": spec.threads, "max_restarts": 0, "runtime_env": environment, **resources}
-        self._class = ray.remote(**options)(_Actor)
-        self._actors: list[Any] = []
-        self._starting: dict[int, Any] = {}
-        self._tasks: dict[int, deque[tuple[Any, int]]] = {}  # worker -> its results to come, oldest first
-        try:
-            for worker in range(workers):
-                self._actors.append(None)
-                self._start(worker)
-            self._wait_until_ready(start_timeout_s, f": does the cluster have {spec.threads} free CPUs for each?")
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, ray: Any, actor: Any) -> None:
+        super().__init__(actor.loaded.remote().future())
+        self._ray, self.actor = ray, actor
 
-    @property
-    def size(self) -> int:
-        return len(self._actors)
+    def submit(self, spec: MethodSpec, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
+        result: Future[Reply] = self.actor.compile.remote(spec, fingerprint, key, token_ids).future()
+        return result
 
-    @property
-    def ready(self) -> list[int]:
-        return [i for i, actor in enumerate(self._actors) if actor is not None and i not in self._starting]
-
-    def submit(self, worker: int, task: Task) -> None:
-        actor = self._actors[worker]
-        if actor is None or worker in self._starting:
-            raise WorkerLostError(f"worker {worker} is not there")
-        try:
-            result = actor.compile.remote(
-                task.number, task.recipe.name, dict(task.recipe.parameters), task.fingerprint, task.key,
-                np.array(task.token_ids, np.int64),
-            )  # fmt: skip
-        except self._ray.exceptions.RayError as error:
-            raise WorkerLostError(f"worker {worker} takes no tasks: {error}") from error
-        self._tasks[worker].append((result, task.number))
-
-    def wait(self, timeout_s: float) -> list[Reply]:
-        self._hear_of_starts(0.0)
-        end = time.monotonic() + timeout_s
-        replies: list[Reply] = []
-        while True:
-            pending = {result: worker for worker, tasks in self._tasks.items() for result, _ in tasks}
-            left = 0.0 if replies else max(0.0, end - time.monotonic())
-            done = self._ray.wait(list(pending), num_returns=1, timeout=left)[0] if pending else []
-            if not done:
-                if not pending and left:
-                    time.sleep(min(left, 0.05))
-                if replies or time.monotonic() >= end:
-                    return replies
-                continue
-            replies.append(self._result(pending[done[0]], done[0]))
-
-    def _result(self, worker: int, result: Any) -> Reply:
-        number = next(number for pending, number in self._tasks[worker] if pending == result)
-        self._tasks[worker] = deque(task for task in self._tasks[worker] if task[0] != result)
-        try:
-            fields, data = self._ray.get(result)
-        except self._ray.exceptions.RayActorError as error:
-            self._tasks[worker].clear()
-            self._actors[worker] = None
-            return Reply(worker, None, error=f"{type(error).__name__}: the actor has died")
-        except self._ray.exceptions.RayError as error:  # the result was lost on its way
-            return Reply(worker, number, error=f"{type(error).__name__}: {error}")
-        return Reply(**{**fields, "worker": worker, "data": None if data is None else data.tobytes()})
-
-    def close(self) -> None:
-        for worker in range(len(self._actors)):
-            self._end(worker)
-
-    def _start(self, worker: int) -> None:
-        self._actors[worker] = self._class.remote(self._spec.to_json())
-        self._starting[worker] = self._actors[worker].ready.remote()
-        self._tasks[worker] = deque()
-
-    def _end(self, worker: int) -> None:
-        actor, self._actors[worker] = self._actors[worker], None
-        self._starting.pop(worker, None)
-        self._tasks.pop(worker, None)
-        if actor is not None and self._ray.is_initialized():
-            with contextlib.suppress(self._ray.exceptions.RayError):  # it may be gone already
-                self._ray.kill(actor)
-
-    def _hear_of_starts(self, timeout_s: float) -> str:
-        failure = ""
-        if self._starting:
-            self._ray.wait(list(self._starting.values()), timeout=timeout_s)
-        for worker, started in list(self._starting.items()):
-            if not self._ray.wait([started], timeout=0)[0]:
-                continue
-            del self._starting[worker]
-            try:
-                self._ray.get(started)
-            except self._ray.exceptions.RayError as error:
-                failure = str(error)
-                self._end(worker)
-        return failure
+    def end(self) -> None:
+        if self._ray.is_initialized():
+            with suppress(self._ray.exceptions.RayError):  # it may be gone already
+                self._ray.kill(self.actor)

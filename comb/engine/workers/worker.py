@@ -1,28 +1,19 @@
-"""What runs inside a worker: the model, the methods asked for, and, in a process, the loop around them."""
+"""What runs inside a worker: a model of its own, and the methods that it was asked for."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import queue
-import socket
-import sys
-import threading
 import time
-from array import array
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from comb import methods
-from comb.cache.picache import PICache
 from comb.cache.picache_file import serialize
-from comb.engine.workers import wire
-from comb.engine.workers.pool import Reply, Task
 from comb.methods.base import Method, MethodSpec
 from comb.model.source import ModelSource
 
@@ -30,140 +21,61 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """What a worker is started with.
+class Reply:
+    """What a worker says to a segment."""
 
-    Args:
-        source: of its model.
-        threads: that torch may use in it.
-        imports: modules to import first, for methods that don't come with the package.
-    """
-
-    source: ModelSource
-    threads: int = 1
-    imports: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ValueError(f"a worker needs at least one thread, got {self.threads}")
-
-    def to_json(self) -> str:
-        """For another process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkerSpec:
-        """The inverse of `to_json`."""
-        values = json.loads(text)
-        return cls(ModelSource(**values["source"]), values["threads"], tuple(values["imports"]))
+    data: Any = None  # [bytes] uint8, the PICache as a file holds it, checksum included; None when there is none
+    seconds: float = 0.0  # of compiling
+    error: str = ""  # why there is no PICache
+    refused: bool = False  # the worker's model or method isn't the one that was asked for
 
 
 class Compiler:
     """A model, and the methods made on it so far.
 
+    Args:
+        threads: that torch may use.
+        imports: modules to import first, for methods that don't come with the package.
+
     Raises:
         Exception: whatever loading the model raises.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        torch.set_num_threads(spec.threads)
-        for module in spec.imports:
+    def __init__(self, source: ModelSource, threads: int, imports: Iterable[str]) -> None:
+        torch.set_num_threads(threads)
+        for module in imports:
             import_module(module)
-        self._model = spec.source.load()
+        self._model = source.load()
         self._methods: dict[str, Method] = {}
 
-    def compile(self, worker: int, task: Task) -> tuple[Reply, PICache | None]:
-        """A reply without data, and the PICache, not serialised yet. Never raises an Exception."""
+    def compile(self, spec: MethodSpec, fingerprint: str, key: str, token_ids: Sequence[int]) -> Reply:
+        """Compiles one segment. Never raises an Exception: the engine's own method will say it better.
+
+        Args:
+            spec: how the method is made.
+            fingerprint: that it must have then, or the worker refuses.
+            key: that the result is serialised under, so that it can't be taken for another segment's.
+            token_ids: of the segment; empty: nothing is compiled, the worker only says whether it would.
+        """
         try:
-            method = self._method(task.recipe)
-            if method.fingerprint != task.fingerprint:
-                return Reply(
-                    worker, task.number, refused=True,
-                    error=f"this worker's method has the fingerprint {method.fingerprint}, not {task.fingerprint}",
-                ), None  # fmt: skip
-            if not task.token_ids:
-                return Reply(worker, task.number), None
+            method = self._method(spec)
+            if method.fingerprint != fingerprint:
+                why = f"this worker's method has the fingerprint {method.fingerprint}, not {fingerprint}"
+                return Reply(error=why, refused=True)
+            if not token_ids:
+                return Reply()
             start = time.perf_counter()
-            (picache,) = method.compile([task.token_ids])
-            if picache.tensors() and next(iter(picache.tensors().values())).is_cuda:
+            (picache,) = method.compile([token_ids])
+            if any(tensor.is_cuda for tensor in picache.tensors().values()):
                 torch.cuda.synchronize()
-            return Reply(worker, task.number, seconds=time.perf_counter() - start), picache
-        except Exception as error:  # the engine's own method will say it better
+            seconds = time.perf_counter() - start
+            return Reply(torch.frombuffer(bytearray(serialize(picache, key)), dtype=torch.uint8), seconds)
+        except Exception as error:
             logger.debug("could not compile", exc_info=True)
-            return Reply(worker, task.number, error=f"{type(error).__name__}: {error}"), None
+            return Reply(error=f"{type(error).__name__}: {error}")
 
-    def _method(self, recipe: MethodSpec) -> Method:
-        name = json.dumps(asdict(recipe), sort_keys=True)
+    def _method(self, spec: MethodSpec) -> Method:
+        name = json.dumps(asdict(spec), sort_keys=True)
         if name not in self._methods:
-            self._methods[name] = methods.create(recipe.name, self._model, **recipe.parameters)
+            self._methods[name] = methods.create(spec.name, self._model, **spec.parameters)
         return self._methods[name]
-
-
-def encoded(reply: Reply, picache: PICache | None, key: str) -> Reply:
-    """The reply with the PICache serialised under `key`."""
-    return replace(reply, data=None if picache is None else serialize(picache, key))
-
-
-def encode_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int64."""
-    return _little(array("q", token_ids)).tobytes()
-
-
-def decode_ids(data: bytes) -> list[int]:
-    """The inverse of `encode_ids`."""
-    ids = array("q")
-    ids.frombytes(data)
-    return _little(ids).tolist()
-
-
-def _little(ids: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids
-
-
-def main(descriptor: int) -> None:
-    """The life of a worker process: load, say so, then compile until the other side closes the channel."""
-    channel = socket.socket(fileno=descriptor)
-    transformers_logging.disable_progress_bar()  # the engine has shown one for this model
-    try:
-        message, _ = wire.receive(channel)
-        try:
-            compiler = Compiler(WorkerSpec.from_json(message["spec"]))
-        except Exception as error:  # the engine tells the user
-            wire.send(channel, {"failed": f"{type(error).__name__}: {error}"})
-            return
-        wire.send(channel, {"ready": True})
-    except (EOFError, OSError):
-        return  # closed before we were ready
-    tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-    results: queue.SimpleQueue[tuple[Reply, PICache | None, str]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(channel, tasks), daemon=True).start()
-    threading.Thread(target=_send, args=(channel, results), daemon=True).start()
-    while True:
-        task = tasks.get()
-        results.put((*compiler.compile(0, task), task.key))
-
-
-def _read(channel: socket.socket, tasks: queue.SimpleQueue[Task]) -> None:
-    try:
-        while True:
-            message, payload = wire.receive(channel)
-            recipe = MethodSpec(**message.pop("recipe"))
-            tasks.put(Task(**message, recipe=recipe, token_ids=decode_ids(payload or b"")))
-    except EOFError:
-        pass
-    finally:
-        # nobody wants what is being computed, and there is nothing to tidy up: shared memory has no names
-        os._exit(0)
-
-
-def _send(channel: socket.socket, results: queue.SimpleQueue[tuple[Reply, PICache | None, str]]) -> None:
-    """Serialises and sends while the next segment is computed (HYPIC sec. 4.4, pipelining)."""
-    try:
-        while True:
-            reply = encoded(*results.get())
-            message = vars(reply) | {"data": None}
-            wire.send(channel, message, reply.data)
-    finally:
-        os._exit(1)  # can't be heard any more: the engine compiles what is missing
