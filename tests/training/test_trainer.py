@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from comb import CombForCausalLM, Prompt
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.models.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
+from comb_training.trainer.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.optimizer import parameter_groups
 from comb_training.trainer.sampler import batch_sampler

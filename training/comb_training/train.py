@@ -106,8 +106,7 @@ def run_training(
         config.train,
         examples,
         run.tokenizer,
-        heldout=heldout_examples(run) if config.train.eval_steps is not None else (),
-        answer=heldout_answers(run) if config.train.eval_steps is not None else None,
+        **_heldout(run),
         use_cpu=device_of(config).type == "cpu",
         progress=progress,
     )
@@ -143,7 +142,7 @@ def run_training(
             unload(result.model)
             result.model = training_method(config.train.method).answering(result.model)
         if distributed.is_main():
-            save(result, config)
+            _save_report(result, config)
             refresh_card(result.output_dir)  # it tells what training.json says
     distributed.leave()
     # while it is set, transformers loads every model in parts (ZeRO-3), over ranks that are gone now
@@ -151,7 +150,7 @@ def run_training(
     return result
 
 
-def save(result: TrainResult, config: Config) -> None:
+def _save_report(result: TrainResult, config: Config) -> None:
     """Writes training.json and the loss plot beside the adapter."""
     write_json(
         result.output_dir / TRAINING_JSON,
@@ -186,23 +185,20 @@ def save(result: TrainResult, config: Config) -> None:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
 
 
-def heldout_examples(run: PreparedRun) -> Sequence[TrainingExample]:
-    """The held-out side of the data with its own answers, `eval.limit` examples of it, for the loss on it."""
-    limit = run.config.eval.limit
-    examples, counts = tokenized(run.config, run.builder, run.model, split="heldout", limit=limit)
+def _heldout(run: PreparedRun) -> dict[str, Any]:
+    """What `CombTrainer` takes for `train.eval_steps`: held-out examples, and what answers some of them."""
+    config = run.config
+    if config.train.eval_steps is None:
+        return {}
+    examples, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
     logger.info("held-out data: %s", counts)
-    return examples
-
-
-def heldout_answers(run: PreparedRun) -> HeldoutAnswers | None:
-    """What answers `train.eval_answers` questions of the held-out side; None where it is to answer none."""
-    limit = run.config.train.eval_answers
-    if not limit:
-        return None
-    data, longest = run.config.data, run.model.max_document_tokens
-    examples, _ = read_examples(data, run.builder, longest, split="heldout", limit=limit)
-    model = training_method(run.config.train.method).answering(run.model)
-    return HeldoutAnswers(model, run.tokenizer, examples, run.config)
+    if not config.train.eval_answers:
+        return {"heldout": examples}
+    asked, _ = read_examples(
+        config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers
+    )
+    model = training_method(config.train.method).answering(run.model)
+    return {"heldout": examples, "answer": HeldoutAnswers(model, run.tokenizer, asked, config)}
 
 
 def evaluate_heldout(

@@ -283,7 +283,7 @@ def _checkpoint(resume: str | None, settings: Config) -> Path | None:
     """The checkpoint to go on from; None to start. Raises ValueError if the one asked for is not there."""
     if resume is None:
         return None
-    from comb_training.models.checkpoints import checkpoints
+    from comb_training.trainer.checkpoints import checkpoints
 
     folder = Path(settings.train.output_dir)
     if resume == "auto":

@@ -1,7 +1,7 @@
-"""What trains: a model per training method, LoRA beside its layers, and its weights on disk.
+"""What trains: a model per training method, LoRA beside its layers.
 
 A `Config` enters; a model that takes `Collator`'s batches leaves. A method is one file with a decorator.
-Others use `training_method`, and from the modules `load_checkpoint`, `device_of`, `unload` and `checkpoints`.
+Others use `training_method`, and from the modules `load_checkpoint`, `device_of` and `unload`.
 """
 
 from comb_training.models.method import TrainingMethod, training_method, training_methods

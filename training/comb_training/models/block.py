@@ -10,6 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from comb.backbones.discovery import decoder_layers
 from comb.backbones.loading import resolve_name
@@ -18,7 +19,6 @@ from comb.documents.document import Prompt
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.models.block_attention import BlockAttentionModel, BlockCollator
-from comb_training.models.checkpoints import WEIGHTS
 from comb_training.models.loading import device_of, dtype_of
 from comb_training.models.lora import add_lora
 from comb_training.models.method import TrainingMethod, training_methods
@@ -50,7 +50,7 @@ class BlockTraining(TrainingMethod):
     def save_trained(self, model: Any, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor]) -> None:
         """The weights alone: the tokenizer is the backbone's own and stays there."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(dict(weights), folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(dict(weights), folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def answering(self, model: BlockAttentionModel) -> Any:
         return model.backbone

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,36 +26,33 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def _reduced(values: Sequence[float], operation: Any) -> list[float]:
+    if world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(tensor, operation)
+    return tensor.tolist()
+
+
 def all_true(value: bool) -> bool:
     """Whether it is true on every rank. Collective."""
-    if world_size() == 1:
-        return value
-    flag = torch.tensor(float(value), device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
+    return bool(_reduced([value], dist.ReduceOp.MIN)[0])
 
 
 def any_true(value: bool) -> bool:
     """Whether it is true on some rank. Collective."""
-    return not all_true(not value)
+    return bool(_reduced([value], dist.ReduceOp.MAX)[0])
 
 
 def summed(*values: float) -> list[float]:
     """Each value summed over all ranks. Collective."""
-    if world_size() == 1:
-        return list(values)
-    total = torch.tensor(values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(total)
-    return total.tolist()
+    return _reduced(values, dist.ReduceOp.SUM)
 
 
 def agree_on_passes(wanted: int, possible: int) -> int:
     """As many as the neediest rank wants, if every rank can. Collective."""
-    if world_size() == 1:
-        return wanted
-    numbers = torch.tensor([-wanted, possible], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(numbers, dist.ReduceOp.MIN)
-    return min(-int(numbers[0]), int(numbers[1]))
+    least, most = _reduced([possible, -wanted], dist.ReduceOp.MIN)
+    return int(min(least, -most)) if world_size() > 1 else wanted
 
 
 def barrier() -> None:

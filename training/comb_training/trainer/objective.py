@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.models import TrainingMethod
-from comb_training.models.checkpoints import TrainingDivergedError
 from comb_training.trainer import distributed
+from comb_training.trainer.checkpoints import TrainingDivergedError
 from comb_training.trainer.losses import Teacher, target_logits_only, target_loss
 
 logger = logging.getLogger(__name__)
@@ -101,3 +101,19 @@ def check_teacher_reads(model: Any, examples: list[TrainingExample]) -> None:
             f"positions (example {long[0].id}, for one): lower data.num_documents or data.max_document_tokens, or use "
             "train.answers=on_policy with data.max_prompt_tokens, which drops them"
         )
+
+
+def document_lengths(batch: dict[str, Any]) -> list[int]:
+    """Tokens of a batch's different documents, which are one tensor each on the CPU."""
+    return list({id(tensor): len(tensor) for row in batch.get("documents", ()) for tensor in row}.values())
+
+
+def out_of_memory(batch: dict[str, Any], step: int) -> RuntimeError:
+    """The error for a batch that took more memory than there is."""
+    (rows, tokens), documents = batch["input_ids"].shape, document_lengths(batch)
+    return RuntimeError(
+        f"out of memory at step {step} in a batch of {rows} rows of up to {tokens} tokens over {len(documents)} "
+        f"documents of {sum(documents)} tokens (the longest {max(documents, default=0)}): lower "
+        "train.batch_document_tokens, train.batch_query_tokens or train.batch_size (and raise "
+        "train.gradient_accumulation_steps), or set train.gradient_checkpointing"
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,24 +37,27 @@ class RunLog:
         self.history: list[dict[str, Any]] = []
         """Every record, with its step."""
         self.path = Path(config.output_dir) / LOG
-        self._progress = progress and distributed.is_main()
-        self._bar: _ProgressBar | None = None
+        self._progress = progress
+        self._bar: tqdm[Any]  # from `start` to `close`
         self._tokens = 0
-        self._since = 0.0
+        self._since = self._started = self._progress_before = 0.0
 
     def start(self, step: int) -> None:
         """Opens everything for a run that goes on from `step`."""
         if distributed.is_main():
             self._keep_lines(step)
         if self.config.report_to:
-            settings = dataclasses.asdict(self.config)
+            settings = asdict(self.config)
             self.accelerator.init_trackers(
                 os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers names it
                 config={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()},
                 init_kwargs={"wandb": {"name": self.config.run_name or self.config.output_dir}},
             )
-        if self._progress:
-            self._bar = _ProgressBar(self.schedule, step)
+        self._bar = tqdm(
+            total=1000, desc="training", bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}",
+            disable=not (self._progress and distributed.is_main()),
+        )  # fmt: skip
+        self._started, self._progress_before = time.monotonic(), self.schedule.progress(step)
 
     def _keep_lines(self, step: int) -> None:
         """Of an earlier file, the records up to `step`."""
@@ -79,6 +82,10 @@ class RunLog:
         self._tokens, self._since = 0, now
         return rate
 
+    def advance(self, step: int) -> None:
+        """Moves the bar: over the steps or over the seconds, whichever is nearer to the end."""
+        self._bar.update(int(1000 * self.schedule.progress(step)) - self._bar.n)
+
     def write(self, step: int, record: dict[str, float]) -> None:
         """Adds a record, everywhere."""
         self.history.append({**record, "step": step})
@@ -90,50 +97,25 @@ class RunLog:
                 file.write(f"{line}\n")
         except OSError as error:  # a full disk is the checkpoint's to report, with what is safe
             logger.warning("%s: a record is lost (%s)", self.path, error)
-        if self._bar is not None:
-            self._bar.show(step, record)
+        if "loss" in record:
+            self._bar.set_postfix_str(self._summary(step, record))
         if self.config.report_to:
-            named = {
-                f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": v for name, v in record.items()
-            }
-            self.accelerator.log(named, step=step)
+            sides = {name: f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}" for name in record}
+            self.accelerator.log({sides[name]: value for name, value in record.items()}, step=step)
 
-    def advance(self, step: int) -> None:
-        """Moves the bar."""
-        if self._bar is not None:
-            self._bar.advance(step)
-
-    def close(self) -> None:
-        """Ends the bar and the trackers."""
-        if self._bar is not None:
-            self._bar.close()
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
-
-
-class _ProgressBar(tqdm):
-    """One bar over the run, in steps or in seconds: tokens per second, time left, last loss beside the first one."""
-
-    def __init__(self, schedule: LearningRateSchedule, step: int) -> None:
-        super().__init__(
-            total=1000, desc="training", bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}"
-        )
-        self.schedule = schedule
-        self.first_loss: float | None = None
-        self.started, self.progress_before = time.monotonic(), schedule.progress(step)
-
-    def advance(self, step: int) -> None:
-        self.update(int(1000 * self.schedule.progress(step)) - self.n)
-
-    def show(self, step: int, record: dict[str, float]) -> None:
-        if "loss" not in record:
-            return
-        self.first_loss = record["loss"] if self.first_loss is None else self.first_loss
-        parts = [f"step {step}", f"loss {record['loss']:.3f} (first {self.first_loss:.3f})"]
+    def _summary(self, step: int, record: dict[str, float]) -> str:
+        first = next(row["loss"] for row in self.history if "loss" in row)
+        parts = [f"step {step}", f"loss {record['loss']:.3f} (first {first:.3f})"]
         if "tokens_per_second" in record:
             parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
         done = self.schedule.progress(step)
-        if done > self.progress_before:
-            left = (time.monotonic() - self.started) * (1 - done) / (done - self.progress_before)
-            parts.append(f"{self.format_interval(left)} left")
-        self.set_postfix_str(", ".join(parts))
+        if done > self._progress_before:
+            left = (time.monotonic() - self._started) * (1 - done) / (done - self._progress_before)
+            parts.append(f"{tqdm.format_interval(left)} left")
+        return ", ".join(parts)
+
+    def close(self) -> None:
+        """Ends the bar and the trackers."""
+        self._bar.close()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()

@@ -42,6 +42,14 @@ class Budget:
         """Whether lengths matter."""
         return self.document_tokens is not None or self.query_tokens is not None
 
+    def holds(self, rows: int, documents: set[tuple[int, ...]], longest: int) -> bool:
+        """Whether so many rows over these documents fit, the longest of `longest` tokens."""
+        return (
+            rows <= self.rows
+            and (self.document_tokens is None or sum(map(len, documents)) <= self.document_tokens)
+            and (self.query_tokens is None or rows * longest <= self.query_tokens)
+        )
+
     def check(self, example: TrainingExample) -> None:
         """Raises ValueError for an example that fits into no pass."""
         for name, limit, tokens in (
@@ -164,14 +172,16 @@ class BatchSampler(Sampler[list[int]]):
             size = max(1, WINDOW * self.budget.rows // self._together)
             windows = [blocks[start : start + size] for start in range(0, len(blocks), size)]
             blocks = [block for window in windows for block in sorted(window, key=self._longest)]
-        batches: list[list[int]] = []
-        room = _Room(self.budget)
+        batches: list[list[int]] = [[]]
+        documents: set[tuple[int, ...]] = set()  # of the last batch
+        longest = 0
         for index in (index for block in blocks for index in block):
-            if not batches or not room.add(self._examples[index]):
+            own, length = set(self._examples[index].segments), row_length(self._examples[index])
+            if batches[-1] and not self.budget.holds(len(batches[-1]) + 1, documents | own, max(longest, length)):
                 batches.append([])
-                room = _Room(self.budget)
-                room.add(self._examples[index])
+                documents, longest = set(), 0
             batches[-1].append(index)
+            documents, longest = documents | own, max(longest, length)
         return batches
 
     def _split(self, batches: list[list[int]]) -> list[list[int]]:
@@ -191,33 +201,6 @@ class BatchSampler(Sampler[list[int]]):
         examples = [self._examples[index] for index in batch]
         documents = {segment for example in examples for segment in example.segments}
         return sum(map(len, documents)) + len(batch) * max(map(row_length, examples))
-
-
-class _Room:
-    """What is left of the budget of one batch."""
-
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-        self.rows = 0
-        self.longest = 0
-        self.documents: set[tuple[int, ...]] = set()
-        self.document_tokens = 0
-
-    def add(self, example: TrainingExample) -> bool:
-        """Takes the example, if it fits."""
-        budget = self.budget
-        new = set(example.segments) - self.documents
-        tokens = self.document_tokens + sum(map(len, new))
-        longest = max(self.longest, row_length(example))
-        if (
-            self.rows + 1 > budget.rows
-            or (budget.document_tokens is not None and tokens > budget.document_tokens)
-            or (budget.query_tokens is not None and (self.rows + 1) * longest > budget.query_tokens)
-        ):
-            return False
-        self.rows, self.longest, self.document_tokens = self.rows + 1, longest, tokens
-        self.documents |= new
-        return True
 
 
 def batch_sampler(

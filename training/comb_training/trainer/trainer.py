@@ -20,23 +20,23 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import set_seed
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.models import training_method
-from comb_training.models.checkpoints import check_finite, check_names, load_trainable
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import make_accelerator
-from comb_training.trainer.checkpoint import (
-    OPTIMIZER,
-    STATE,
+from comb_training.trainer.checkpoints import (
+    check_finite,
+    check_names,
     load_random_state,
+    load_trainable,
     new_checkpoint,
-    read_state,
     save_random_state,
 )
 from comb_training.trainer.heldout import heldout_loss
-from comb_training.trainer.objective import Objective, check_teacher_reads
+from comb_training.trainer.objective import Objective, check_teacher_reads, document_lengths, out_of_memory
 from comb_training.trainer.optimizer import adamw
 from comb_training.trainer.run_log import RunLog
 from comb_training.trainer.sampler import batch_sampler
@@ -45,6 +45,9 @@ from comb_training.trainer.termination import sigterm_asked
 from comb_training.trainer.weights import load_engine, published_weights, settle_engine, trained_weights
 
 logger = logging.getLogger(__name__)
+
+STATE = ("global_step", "seconds", "log_history")
+"""What ``trainer_state.json`` of a checkpoint holds."""
 
 
 class CombTrainer:
@@ -136,7 +139,8 @@ class CombTrainer:
             CheckpointError: if a checkpoint can't be written.
         """
         if checkpoint is not None:
-            self._read_state(Path(checkpoint))
+            state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            self.step, self.schedule.used, self.log.history = (state[key] for key in STATE)
             if self.step >= self.schedule.steps:
                 logger.warning(
                     "%s is of step %d and the run has %d: nothing is left to train", checkpoint, self.step,
@@ -194,7 +198,7 @@ class CombTrainer:
         # accelerate divides by the passes, and DDP and DeepSpeed by the ranks: for means, but these are sums
         scale = len(batches) * self.accelerator.num_processes
         for batch in batches:
-            self.log.count(_tokens(batch))
+            self.log.count(int(batch["attention_mask"].sum()) + sum(document_lengths(batch)))
             try:
                 with self.accelerator.accumulate(self._wrapped):
                     inputs = send_to_device(batch, self.accelerator.device)
@@ -202,11 +206,7 @@ class CombTrainer:
                     self.accelerator.backward(loss * scale)
             except (RuntimeError, MemoryError) as error:
                 if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
-                    raise RuntimeError(
-                        f"out of memory at step {self.step + 1} in a batch of {_describe(batch)}: lower "
-                        "train.batch_document_tokens, train.batch_query_tokens or train.batch_size (and raise "
-                        "train.gradient_accumulation_steps), or set train.gradient_checkpointing"
-                    ) from error
+                    raise out_of_memory(batch, self.step + 1) from error
                 raise
             self._loss += loss.detach()
         # DeepSpeed has clipped already, and only tells the norm
@@ -265,14 +265,9 @@ class CombTrainer:
             if distributed.is_main():
                 self.method.save_trained(self.model, path, self.tokenizer, weights)
                 if not self.sharded:
-                    torch.save(self.optimizer.state_dict(), path / OPTIMIZER)
-                state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
-                (path / STATE).write_text(json.dumps(state), encoding="utf-8")
-
-    def _read_state(self, folder: Path) -> None:
-        state = read_state(folder)
-        self.step, self.schedule.used = state["global_step"], state["seconds"]
-        self.log.history = state["log_history"]
+                    torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
+                state = dict(zip(STATE, (self.step, self.schedule.used, self.log.history), strict=True))
+                (path / TRAINER_STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
 
     def _load(self, folder: Path) -> None:
         check_names(self.model, folder)
@@ -280,17 +275,12 @@ class CombTrainer:
             load_engine(self._wrapped, folder)
         else:
             load_trainable(self.model, folder)
-            self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+            self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
         load_random_state(folder)
-
-    @property
-    def _has_engine(self) -> bool:
-        # a checkpoint of the last step is loaded without one
-        return self.sharded and self._wrapped is not self.model
 
     def trained_weights(self) -> dict[str, Tensor]:
         """The trained parameters in full, on the CPU; DeepSpeed's float32 master weights. Collective."""
-        return trained_weights(self.model, sharded=self._has_engine)
+        return trained_weights(self.model, sharded=self.sharded)
 
     def save_model(self, folder: str | Path) -> None:
         """Writes what is published: the trained weights, LoRA merged. Collective.
@@ -298,26 +288,7 @@ class CombTrainer:
         Raises:
             TrainingDivergedError: if one of them is NaN or infinite.
         """
-        weights = published_weights(self.model, self.method.published_part, sharded=self._has_engine)
+        weights = published_weights(self.model, self.method.published_part, sharded=self.sharded)
         check_finite(weights)
         if distributed.is_main():
             self.model.save_pretrained(folder, tokenizer=self.tokenizer, state_dict=weights)
-
-
-def _tokens(batch: dict[str, Any]) -> int:
-    """Tokens of different documents and of unpadded rows."""
-    return int(batch["attention_mask"].sum()) + sum(_document_lengths(batch))
-
-
-def _document_lengths(batch: dict[str, Any]) -> list[int]:
-    """Of the different documents, which are one tensor each on the CPU."""
-    return list({id(tensor): len(tensor) for row in batch.get("documents", ()) for tensor in row}.values())
-
-
-def _describe(batch: dict[str, Any]) -> str:
-    rows, tokens = batch["input_ids"].shape
-    documents = _document_lengths(batch)
-    return (
-        f"{rows} rows of up to {tokens} tokens over {len(documents)} documents of {sum(documents)} tokens "
-        f"(the longest {max(documents, default=0)})"
-    )

@@ -21,14 +21,16 @@ def trained_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
     """The trained parameters in full, on the CPU. Collective.
 
     Args:
-        sharded: DeepSpeed has them; its float32 master weights are taken.
+        sharded: DeepSpeed may have them; its float32 master weights are taken.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not sharded:
         return {name: parameter.detach().cpu() for name, parameter in trained.items()}
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in trained.items()}
+    masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in trained.items()}
+    # there is none before an engine has taken the model
+    return {name: (trained[name].detach() if master is None else master).cpu() for name, master in masters.items()}
 
 
 def published_weights(model: Any, part: str, *, sharded: bool) -> dict[str, Tensor]:

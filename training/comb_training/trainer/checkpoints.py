@@ -1,0 +1,128 @@
+"""Checkpoints to resume from, in the run's folder: whole under their names, or not there; without the frozen backbone.
+
+One holds the trained weights, the optimizer's state, the random state of every rank, and ``trainer_state.json``: step,
+seconds of optimisation, records of the log.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from comb_training.trainer import distributed
+
+PARTIAL = "partial"
+"""Subfolder in which a checkpoint is written before it gets its name; a leftover of a killed run is removed."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those of before are intact."""
+
+
+class TrainingDivergedError(RuntimeError):
+    """The loss or a weight became NaN or infinite."""
+
+
+def checkpoints(run: str | Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest step first."""
+    found = [path for path in Path(run).glob("*") if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+@contextmanager
+def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
+    """A folder to write the checkpoint of `step` in; it gets its name when the block has ended without an error.
+
+    So a killed run leaves no half of one. Collective.
+
+    Args:
+        keep: so many of the newest checkpoints stay, all with 0.
+
+    Raises:
+        CheckpointError: if writing fails; the checkpoints of before are intact.
+    """
+    name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    folder = run / PARTIAL / name
+    if distributed.is_main():
+        shutil.rmtree(run / PARTIAL, ignore_errors=True)
+        folder.mkdir(parents=True)
+    distributed.barrier()
+    try:
+        yield folder
+    except TrainingDivergedError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:  # what Python, torch and safetensors say on a full disk
+        shutil.rmtree(run / PARTIAL, ignore_errors=True)
+        newest = [path.name for path in checkpoints(run)][-1:]
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written to {run} ({error}); "
+            f"{f'{newest[0]} is intact: make room, then go on with --resume auto' if newest else 'make room'}"
+        ) from error
+    distributed.barrier()
+    if distributed.is_main():
+        shutil.rmtree(run / name, ignore_errors=True)  # of a longer run in the same folder
+        folder.rename(run / name)
+        (run / PARTIAL).rmdir()
+        for old in checkpoints(run)[:-keep] if keep else []:
+            shutil.rmtree(old, ignore_errors=True)
+    distributed.barrier()
+
+
+def save_random_state(folder: Path) -> None:
+    """This rank's."""
+    state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    torch.save(state, folder / f"rng_state_{distributed.rank()}.pth")
+
+
+def load_random_state(folder: Path) -> None:
+    """This rank's. Raises ValueError if the checkpoint is of fewer ranks."""
+    path = folder / f"rng_state_{distributed.rank()}.pth"
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: resume with as many processes as wrote the checkpoint")
+    state = torch.load(path, weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def check_names(model: nn.Module, folder: str | Path) -> None:
+    """Raises ValueError if a checkpoint holds other parameters than `model` trains."""
+    with safe_open(Path(folder) / SAFE_WEIGHTS_NAME, framework="pt") as file:
+        saved = set(file.keys())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing, surplus = sorted(trained - saved), sorted(saved - set(model.state_dict()))
+    if missing or surplus:
+        raise ValueError(
+            f"{folder} doesn't fit this model: missing {missing[:3] or 'nothing'}, not known "
+            f"{surplus[:3] or 'nothing'}; resume with the configuration the checkpoint was made with"
+        )
+
+
+def load_trainable(model: nn.Module, folder: str | Path) -> None:
+    """Loads a checkpoint's trained parameters into `model`; the frozen ones are already there.
+
+    Raises:
+        ValueError: if the checkpoint holds other parameters than the model trains.
+    """
+    check_names(model, folder)
+    model.load_state_dict(load_file(Path(folder) / SAFE_WEIGHTS_NAME), strict=False)
+
+
+def check_finite(weights: Mapping[str, Tensor]) -> None:
+    """Raises TrainingDivergedError if a trained weight is NaN or infinite, so that no such adapter is written."""
+    for name, weight in weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            raise TrainingDivergedError(
+                f"{name} holds NaN or infinity after training, nothing was saved: lower train.learning_rate, or train "
+                "in another precision"
+            )
