@@ -1,6 +1,8 @@
 """Private names of torch, all of them here.
 
-Seen in torch 2.13: `Module._modules`, `_parameters`, `_buffers`, `_non_persistent_buffers_set`, `Tensor._version`.
+Seen in torch 2.13: `Module._modules`, `_parameters`, `_buffers`, `_non_persistent_buffers_set`,
+`_forward_pre_hooks`, `Tensor._version`, `Tensor._base`.
+
 `Module.modules()` and the like build every module's name on the way, which takes three times as long, and a cached
 question walks the whole model.
 """
@@ -39,3 +41,13 @@ def writes(tensor: Tensor) -> int:
     """How often a tensor was written in place, other than through ``.data``; -1 for inference tensors, which count no
     writes and take none outside of inference mode."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor of which this one is a view, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def pre_hooks_of(module: nn.Module) -> int:
+    """How many hooks run in front of a module."""
+    return len(module._forward_pre_hooks)

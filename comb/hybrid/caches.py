@@ -50,16 +50,20 @@ def odd_layers(model: Any) -> list[str]:
     )
 
 
-def read_state(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
-    """Copies of the raw columns [C, kernel] and of the recurrent state of the only row; None where there is none."""
+def states_of(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    """Raw columns [rows, C, kernel] and recurrent states [rows, ...] as the cache holds them, or None."""
     own = getattr(cache, "linear_cache", None)
     if own is not None:
-        state = own[layer] if layer < len(own) and isinstance(own[layer], Tensor) else None
-        return None, None if state is None else state[0].clone()
-    if layer >= len(cache.layers) or not isinstance(cache.layers[layer], LinearAttentionCacheLayerMixin):
+        return None, own[layer] if layer < len(own) and isinstance(own[layer], Tensor) else None
+    held = cache.layers[layer] if layer < len(cache.layers) else None
+    if not isinstance(held, LinearAttentionCacheLayerMixin):
         return None, None
-    states = cache.layers[layer].conv_states[0], cache.layers[layer].recurrent_states[0]
-    columns, state = (None if tensor is None else tensor[0].clone() for tensor in states)
+    return held.conv_states[0], held.recurrent_states[0]
+
+
+def read_state(cache: Any, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    """Copies of the raw columns [C, kernel] and of the recurrent state of the only row; None where there is none."""
+    columns, state = (None if tensor is None else tensor[0].clone() for tensor in states_of(cache, layer))
     return columns, state
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comb.hybrid.caches import new_cache, read_state, write_state
+from comb.hybrid.caches import new_cache, read_state, states_of, write_state
 from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.families.diagonal import DiagonalTransition
 from comb.hybrid.families.elementwise import ElementwiseTransition
@@ -132,8 +132,8 @@ class TransitionProbe:
         size = self.step or self.call.tokens
         for first in range(self.start, self.call.tokens, size):
             self.call.again(fresh, self.seen, first, min(first + size, self.call.tokens), rows)
-        own = getattr(fresh, "linear_cache", None)
-        after: Tensor = own[self.call.number] if own is not None else fresh.layers[self.call.number].recurrent_states[0]
+        _, after = states_of(fresh, self.call.number)
+        assert after is not None
         return after.float()
 
     def state(self) -> Tensor:

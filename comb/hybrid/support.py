@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comb.backbones.exclusive import exclusive
 from comb.backbones.identity import identity_of
-from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run
+from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run, states_of
 from comb.hybrid.families.scalar import constant_decay
 from comb.hybrid.probe import LayerRun, TransitionProbe, apply_on, watch_layers
 from comb.hybrid.scans import listen, read_scan
@@ -251,6 +251,5 @@ def _agrees(transition: Transition, probe: TransitionProbe, axis: int, model: An
 
 def read_states(cache: Any, number: int) -> Tensor | None:
     """Recurrent states [rows, H, ., .] of a layer over all rows, or None."""
-    own = getattr(cache, "linear_cache", None)
-    state = own[number] if own is not None else cache.layers[number].recurrent_states[0]
-    return state if isinstance(state, Tensor) and state.ndim == 4 else None
+    _, states = states_of(cache, number)
+    return states if states is not None and states.ndim == 4 else None

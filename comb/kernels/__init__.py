@@ -1,6 +1,6 @@
-"""Triton kernels of MAC attention, and of attention to paged documents (`paged`, chosen by `paged.attention`).
+"""Triton kernels, each with its plain-torch twin: MAC attention (`mac`) and attention to paged documents (`paged`).
 
-Importing this package imports no triton: its modules do, `mac.dispatch`, `paged.layout` and `paged.plan` don't.
+Importing this package imports no triton; `mac.dispatch` and `paged.attention` say where it is taken.
 A step of MAC is five launches, none of which waits for the host, so it can be captured in a CUDA graph:
 
     match     one program per (row, query head, tile of the ring): nearest reusable query of the tile

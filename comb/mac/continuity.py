@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from comb.backbones.torch_private import base_of, writes
+
 
 @dataclass(frozen=True)
 class KeysIdentity:
@@ -30,32 +32,22 @@ class KeysIdentity:
         keys = _keys(layer)
         if keys is None:
             return None
-        root = _root(keys)
-        return cls(weakref.ref(root), keys.data_ptr(), _version(root), _sizes(keys))
+        root = base_of(keys)
+        return cls(weakref.ref(root), keys.data_ptr(), writes(root), _sizes(keys))
 
     def continues(self, layer: Any) -> bool:
         """Whether `layer` holds the same keys, or a beginning of them, or has grown behind them where they lie."""
         keys = _keys(layer)
         if keys is None:
             return False
-        root = _root(keys)
+        root = base_of(keys)
         same = self.root() is root and keys.data_ptr() == self.pointer
-        return same and _version(root) == self.version and _sizes(keys) == self.sizes
+        return same and writes(root) == self.version and _sizes(keys) == self.sizes
 
 
 def _keys(layer: Any) -> Tensor | None:
     keys = getattr(layer, "keys", None)
     return keys if isinstance(keys, Tensor) and keys.numel() else None
-
-
-def _root(tensor: Tensor) -> Tensor:
-    """The tensor of which this one is a view, or itself."""
-    return tensor if tensor._base is None else tensor._base
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was written in place; tensors of inference mode don't count."""
-    return -1 if tensor.is_inference() else int(tensor._version)
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from comb.backbones.torch_private import pre_hooks_of
 from comb.cache.picache import CrossPICache, content_key
 from comb.cache.picache_file import deserialize, serialize
 from comb.cli.doctor.check import Check, gap, tolerance_for
@@ -41,7 +42,7 @@ def _check_off(model: CombForCausalLM, query: Tensor) -> list[Check]:
     plain = model.backbone(input_ids=query).logits
     with model.encoder_disabled():
         off = model(input_ids=query).logits
-    hooks = sum(len(layer._forward_pre_hooks) for layer in model.backbone.get_submodule(model.info.layers_path))
+    hooks = sum(pre_hooks_of(layer) for layer in model.backbone.get_submodule(model.info.layers_path))
     return [
         Check("encoder off == backbone", bool(torch.equal(plain, off)), f"max |diff| {gap(plain, off):.1e}, bitwise"),
         Check("no hooks left behind", hooks == 0, f"{hooks} hooks on the decoder layers"),

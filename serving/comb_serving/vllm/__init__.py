@@ -17,12 +17,12 @@ def register() -> None:
 
     check_version(vllm.__version__)
 
-    from vllm.config import CompilationConfig
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from comb_serving.vllm.checkpoint import register_parser
     from comb_serving.vllm.setup import config_hook
+    from comb_serving.vllm.vllm_private import cut_graphs_at
 
     register_parser()
     for name in list(ModelRegistry.get_supported_archs()):
@@ -32,5 +32,4 @@ def register() -> None:
         ModelRegistry.register_model(served, f"comb_serving.vllm.models:{served}")
         MODELS_CONFIG_MAP[served] = config_hook(MODELS_CONFIG_MAP.get(name))
     # documents differ between two replays of one CUDA graph, so graphs are cut at the op as they are at attention
-    if f"vllm::{OP}" not in CompilationConfig._attention_ops:
-        CompilationConfig._attention_ops.append(f"vllm::{OP}")
+    cut_graphs_at(f"vllm::{OP}")

@@ -1,4 +1,4 @@
-"""Puts a cross block in front of one of vLLM's decoder layers, by giving the layer a subclass of its class."""
+"""Puts a cross block in front of one of vLLM's decoder layers, by a hook of torch's."""
 
 from __future__ import annotations
 
@@ -7,40 +7,28 @@ from typing import Any
 
 from torch import nn
 
-ATTRIBUTE = "comb"
-
 
 def put_in_front(layer: nn.Module, block: nn.Module) -> None:
-    """The layer's forward passes its input through `block` first. Names of its own parameters stay as they are.
+    """The layer's input passes through `block` first. Names of the layer's own parameters stay as they are.
 
     Raises:
         ValueError: for a layer that takes no `hidden_states`.
     """
-    layer.add_module(ATTRIBUTE, block)
-    layer.__class__ = _subclass(type(layer))
-
-
-def _subclass(base: Any) -> type:
-    # looked up once here, not at each call: torch.compile traces forward
-    names = list(inspect.signature(base.forward).parameters)[1:]
+    # looked up once here, not at each call: torch.compile traces hooks
+    names = list(inspect.signature(layer.forward).parameters)
     if "hidden_states" not in names:
-        raise ValueError(f"{base.__name__} can't get a cross block: its forward takes {names}, not hidden_states")
+        kind = type(layer).__name__
+        raise ValueError(f"{kind} can't get a cross block: its forward takes {names}, not hidden_states")
     hidden_at = names.index("hidden_states")
-    residual_at = names.index("residual") if "residual" in names else None
+    residual_at = names.index("residual") if "residual" in names else len(names)
 
-    class CombLayer(base):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            given = list(args)
-            hidden = given[hidden_at] if hidden_at < len(given) else kwargs["hidden_states"]
-            residual = None
-            if residual_at is not None:
-                residual = given[residual_at] if residual_at < len(given) else kwargs.get("residual")
-            hidden, _ = self.comb(hidden, residual)
-            if hidden_at < len(given):
-                given[hidden_at] = hidden
-            else:
-                kwargs["hidden_states"] = hidden
-            return super().forward(*given, **kwargs)
+    def mix(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        residual = args[residual_at] if residual_at < len(args) else kwargs.get("residual")
+        if hidden_at < len(args):
+            hidden, _ = layer.comb(args[hidden_at], residual)
+            return (*args[:hidden_at], hidden, *args[hidden_at + 1 :]), kwargs
+        hidden, _ = layer.comb(kwargs["hidden_states"], residual)
+        return args, {**kwargs, "hidden_states": hidden}
 
-    CombLayer.__name__ = CombLayer.__qualname__ = f"Comb{base.__name__}"
-    return CombLayer
+    layer.add_module("comb", block)
+    layer.register_forward_pre_hook(mix, with_kwargs=True)

@@ -11,11 +11,9 @@ from comb_serving.vllm.mixin import CombMixin
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith(PREFIX) or name.removeprefix(PREFIX) not in ModelRegistry.models:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    backbone = ModelRegistry._try_load_model_cls(name.removeprefix(PREFIX))
+    backbone = ModelRegistry.models.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
     if backbone is None:
-        raise AttributeError(f"vLLM could not load its model class {name.removeprefix(PREFIX)}")
-    made = type(name, (CombMixin, backbone), {"__module__": __name__})
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = type(name, (CombMixin, backbone.load_model_cls()), {"__module__": __name__})
     globals()[name] = made
     return made
