@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 from tqdm import tqdm
 
-from comb.bench.harness import Report, Row, benchmark, or_refused
+from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.bench.work import linked
 from comb.documents.document import Example
 from comb.evaluation.drift import Drift, drift_of, exact_states
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Setting, Timing
-from comb.evaluation.table import Column, TextTable, fixed, spread
+from comb.evaluation.table import Column, Row, TextTable, fixed, spread
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 @benchmark("drift", tables, panels)
-def drift(options: DriftOptions, report: Report) -> None:
+def drift(options: DriftOptions, report: BenchmarkReport) -> None:
     """How far a hybrid's states are from full recompute's, by layer: what composing costs in depth (HYPIC table 4)."""
     specs = split_methods(options.methods, control=False)
-    setting, examples = options.questions(report)
+    setting, examples = options.load_questions(report)
     for row in measure_drift(setting, examples, specs):
         report.add(row)
 

@@ -1,8 +1,8 @@
 """One frame for every benchmark: options to a command, rows to a table, JSON, Markdown and a plot, once.
 
-A benchmark is a function of its options and of a `Report`, in a file of its own in this folder (or in a folder that an
-extension has added to `FOLDERS`); `comb bench` walks the folders. Its options are a dataclass: each field is an option
-of the command, so there is one list of them; bases for models, questions and random models are in `comb.bench.options`.
+A benchmark is a function of its options and of a `BenchmarkReport`, in a file of its own in this folder (or in a folder
+that an extension names with ``benchmarks.look_in``); `comb bench` walks the folders. Its options are a dataclass: each
+field is an option of the command; bases for models, questions and random models are in `comb.bench.options`.
 
     @dataclass(frozen=True)
     class SpeedOptions(OutOptions):
@@ -16,7 +16,7 @@ of the command, so there is one list of them; bases for models, questions and ra
         return [Lines(rows, "tokens", "seconds", "tokens", "seconds")]
 
     @benchmark("speed", tables, panels)
-    def speed(options: SpeedOptions, report: Report) -> None:
+    def speed(options: SpeedOptions, report: BenchmarkReport) -> None:
         '''The help text of `comb bench speed`.'''
         report.heading = "what was measured, on what"
         for ...:
@@ -29,12 +29,10 @@ With ``--out`` the JSON is written after every row; tables and plot come at the 
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -43,39 +41,37 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 from typer.main import get_command_from_info
+from typer.models import CommandInfo
 
 from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import environment, write_json
 from comb.evaluation.run import Timing
-from comb.evaluation.table import TextTable
+from comb.evaluation.table import Row, TextTable
+from comb.registry import Registry
 
-Row = dict[str, Any]
-FOLDERS = ["comb.bench"]
-"""Packages in which benchmarks are looked for."""
+benchmarks: Registry[Callable[..., None]] = Registry("benchmark", "comb.bench")
+"""The commands below `comb bench`; an extension has its own folder walked too (`look_in`)."""
 REFUSALS = (ValueError, NotImplementedError, StoreFullError, MemoryError, torch.OutOfMemoryError)
 """What stops one row, not the benchmark."""
 _WIDTH = 110
 
 
-class _Folders(TyperGroup):
-    """Walks the folders when a benchmark is asked for: they import torch and more, which `comb --help` needn't."""
+class _Benchmarks(TyperGroup):
+    """Looks for benchmarks when one is asked for: they import more than `comb --help` needs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        for folder in FOLDERS:
-            for module in pkgutil.iter_modules(import_module(folder).__path__, f"{folder}."):
-                import_module(module.name)
-        made = [get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
-                for info in bench.registered_commands]  # fmt: skip
-        self.commands = {str(command.name): command for command in made}
-        return sorted(self.commands)
+        return benchmarks.names()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        self.list_commands(ctx)
-        return self.commands.get(cmd_name)
+        try:
+            info = CommandInfo(cmd_name, callback=benchmarks.get(cmd_name))
+        except ValueError as error:
+            ctx.fail(str(error))
+        return get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
 
 
-bench = typer.Typer(cls=_Folders, help="Compare methods: quality, time, memory.", no_args_is_help=True)
+bench = typer.Typer(cls=_Benchmarks, help="Compare methods: quality, time, memory.", no_args_is_help=True)
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class OutOptions:
 
 
 @dataclass
-class Report:
+class BenchmarkReport:
     """What a run has found so far.
 
     Attributes:
@@ -143,7 +139,7 @@ class Report:
         self.console.print(f"written: {', '.join(map(str, written))}", markup=False, soft_wrap=True)
 
 
-Benchmark = Callable[[Any, Report], None]
+Benchmark = Callable[[Any, BenchmarkReport], None]
 
 
 def benchmark(
@@ -151,7 +147,7 @@ def benchmark(
     tables: Callable[[list[Row]], Sequence[TextTable]],
     panels: Callable[[list[Row]], Sequence[Panel]] = lambda rows: (),
 ) -> Callable[[Benchmark], Benchmark]:
-    """Makes a function of its options and a `Report` the command ``comb bench NAME``."""
+    """Makes a function of its options and a `BenchmarkReport` the command ``comb bench NAME``."""
 
     def add(run: Benchmark) -> Benchmark:
         kind = get_type_hints(run)["options"]
@@ -160,7 +156,7 @@ def benchmark(
         def command(**given: Any) -> None:
             options = kind(**given)
             check_out(options.out)
-            report = Report(name, options, tables, panels)
+            report = BenchmarkReport(name, options, tables, panels)
             try:
                 run(options, report)
             except BaseException:
@@ -178,7 +174,7 @@ def benchmark(
                 for each in fields(kind)
             ]
         )  # fmt: skip
-        bench.command(name)(command)
+        benchmarks.register(name)(command)
         return run
 
     return add
@@ -200,7 +196,12 @@ def or_refused(row: Row) -> Iterator[None]:
     try:
         yield
     except REFUSALS as error:
-        row["refused"] = " ".join(str(error).split())
+        row["refused"] = one_line(error)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks, or its name where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def in_turns(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated
 
 import torch
+import typer
 from torch import nn
-from tqdm import tqdm
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from comb.bench.report import TextTable, ratio, short_milliseconds
+from comb.bench.harness import BenchmarkReport, benchmark, in_turns, ratios
+from comb.bench.options import DeviceOptions, Lengths, Repeats, integers
+from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Timing
+from comb.evaluation.table import Column, Row, TextTable, ms, spread
 from comb.mac import MacConfig
-from comb.mac.breakeven import AttentionShape, Costs, least_context
+from comb.mac.breakeven import AttentionShape, least_context
 from comb.mac.interface import AttentionCall
 from comb.mac.measure import at_length, measure_costs, reusing, seconds, shape_of
 from comb.mac.rotation import LayerQueries
@@ -22,90 +26,87 @@ from comb.mac.rule import HIT_RATE
 
 
 @dataclass(frozen=True)
-class CostPoint:
-    """One context length.
+class MacCostOptions(DeviceOptions):
+    """Of `comb bench mac-cost`."""
 
-    Args:
-        exact_s, mac_s: per token and layer. speedup: exact over MAC, within a repeat.
-        pays: what the break-even rule says.
-    """
-
-    context: int
-    exact_s: Timing
-    mac_s: Timing
-    speedup: Timing
-    pays: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+    config: Annotated[str, typer.Option(help="a preset of MAC and parameters")] = "generation"
+    contexts: Lengths = "4096,16384,49152"
+    heads: Annotated[int, typer.Option(min=1, help="query heads of the layer")] = 32
+    kv_heads: Annotated[int, typer.Option(min=1, help="its key/value heads")] = 8
+    head_dim: Annotated[int, typer.Option(min=1, help="channels of a head")] = 128
+    rows: Annotated[int, typer.Option(min=1, help="requests in the batch")] = 1
+    repeats: Repeats = 5
 
 
-@dataclass(frozen=True)
-class LayerCosts:
-    """All contexts, the rule's constants, and the least context at which it takes MAC (None: at none)."""
+def tables(rows: Sequence[Row]) -> list[TextTable]:
+    """One line per context."""
+    columns = (
+        Column("context", "context", "{:,}".format, names=True),
+        Column("exact ms", "exact_s", ms, "per token and layer, attention alone, median ±half the quartiles' distance"),
+        Column("MAC ms", "mac_s", ms, "every head hits"),
+        Column("exact/MAC", "speedup", spread, "within a repeat, with quartiles"),
+        Column("the rule takes", lambda row: "MAC" if row["pays"] else "exact"),
+    )
+    least = next((row["pays_from"] for row in rows), None)
+    taken = "at no length" if least is None else f"from {least:,} tokens on"
+    rule = f"The break-even rule, counting on {100 * HIT_RATE:g}% hits per head, takes MAC {taken}."
+    return [TextTable("One layer", columns, rows, [rule])]
 
-    points: tuple[CostPoint, ...]
-    costs: Costs
-    pays_from: int | None
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Times over context length."""
+    return [
+        Lines(rows, "context", {"exact": "exact_s", "MAC": "mac_s"}, "context", "ms per token", scale=1000, log="xy")
+    ]
+
+
+@benchmark("mac-cost", tables, panels)
+def mac_cost(options: MacCostOptions, report: BenchmarkReport) -> None:
+    """What a token of one layer costs on this machine, exact and with MAC where every head hits."""
+    dtype, device = options.place()
+    report.heading = (
+        f"{options.heads} query and {options.kv_heads} key/value heads of {options.head_dim} channels, {dtype}, "
+        f"{device}, batch of {options.rows}"
+    )
+    for row in measure_layer(options, report):
+        report.add(row)
 
 
 @torch.no_grad()
-def measure_layer(
-    shape: AttentionShape,
-    config: MacConfig,
-    contexts: Sequence[int],
-    *,
-    rows: int = 1,
-    repeats: int = 5,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    progress: bool = True,
-) -> LayerCosts:
+def measure_layer(options: MacCostOptions, report: BenchmarkReport) -> Iterator[Row]:
     """Times of attention alone, by context, both ways in turn: torch's SDPA, and a step of MAC that finds its match.
 
     Raises:
-        ValueError: for a context that is no longer than what a hit reads.
+        ValueError: for a context that is no longer than what a hit reads, or heads that can't share keys.
     """
+    contexts, config = integers(options.contexts, "--contexts"), MacConfig.parse(options.config)
+    if options.heads % options.kv_heads:
+        raise ValueError(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")
     if min(contexts) <= config.hit_keys():
         raise ValueError(f"a hit reads up to {config.hit_keys()} keys: give longer contexts than {min(contexts)}")
-    call, queries = _call(shape, rows, dtype, device), LayerQueries(nn.Identity())
+    dtype, device = options.place()
+    shape = AttentionShape(options.heads, options.kv_heads, options.head_dim)
+    call, queries = attention_call(shape, options.rows, dtype, device), LayerQueries(nn.Identity())
     costs = measure_costs(call, queries, config)
-    pays_from = least_context(rows, HIT_RATE, shape_of(call), config, costs)
-    points = []
-    for context in tqdm(contexts, "contexts", disable=not progress, leave=False):
+    report.facts["costs"] = asdict(costs)
+    pays_from = report.facts["pays_from"] = least_context(options.rows, HIT_RATE, shape_of(call), config, costs)
+    for context in contexts:
         whole = at_length(call, context)
-        reuse = reusing(whole, queries, config)
-        taken = [(seconds(whole.exact, call.query.device), seconds(reuse, call.query.device)) for _ in range(repeats)]
-        exact, mac, speedup = (
-            Timing.over(values) for values in ([e for e, _ in taken], [m for _, m in taken], [e / m for e, m in taken])
-        )
-        points.append(CostPoint(context, exact, mac, speedup, pays_from is not None and context >= pays_from))
-    return LayerCosts(tuple(points), costs, pays_from)
+        exact = partial(seconds, whole.exact, call.query.device)
+        mac = partial(seconds, reusing(whole, queries, config), call.query.device)
+        taken = in_turns({"exact": exact, "mac": mac}, options.repeats)
+        yield {
+            "context": context,
+            "exact_s": Timing.of(taken["exact"]),
+            "mac_s": Timing.of(taken["mac"]),
+            "speedup": ratios(taken["exact"], taken["mac"]),
+            "pays": pays_from is not None and context >= pays_from,
+            "pays_from": pays_from,
+        }
 
 
-def cost_table(found: LayerCosts) -> TextTable:
-    """One line per context."""
-    lines = tuple(
-        (
-            f"{point.context:,}",
-            short_milliseconds(point.exact_s),
-            short_milliseconds(point.mac_s),
-            ratio(point.speedup),
-            "MAC" if point.pays else "exact",
-        )
-        for point in found.points
-    )
-    rule = "at no length" if found.pays_from is None else f"from {found.pays_from:,} tokens on"
-    remarks = (
-        "Per token and layer, attention alone; median ±half the distance of the quartiles, ratios within a repeat with "
-        f"their quartiles. MAC: every head hits. The break-even rule, counting on {100 * HIT_RATE:g}% hits per head, "
-        f"takes MAC {rule}.",
-    )
-    return TextTable("One layer", ("context", "exact ms", "MAC ms", "exact/MAC", "the rule takes"), lines, remarks)
-
-
-def _call(shape: AttentionShape, rows: int, dtype: torch.dtype, device: str) -> AttentionCall:
+def attention_call(shape: AttentionShape, rows: int, dtype: torch.dtype, device: str) -> AttentionCall:
+    """A call of a layer's attention for one token, as transformers makes it."""
     module = nn.Identity()
     module.num_key_value_groups, module.is_causal = shape.heads // shape.kv_heads, True  # type: ignore[assignment]
     query = torch.zeros(rows, shape.heads, 1, shape.width, dtype=dtype, device=device)

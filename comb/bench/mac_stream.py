@@ -11,6 +11,7 @@ Shapes: N = context + steps tokens, H query heads, G key/value heads, D channels
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -113,55 +114,14 @@ def _rotate(tensor: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-@dataclass(frozen=True)
-class StreamResult:
-    """What MAC did to a stream.
-
-    Args:
-        hit_rate, skip_ratio: over steps and heads; skip ratio with misses as 0.
-        keys_read, keys_exact: over all steps and heads.
-        most_read_on_hit: the most keys that any head read on any hit.
-        errors: per step, relative error of the output over all heads.
-        ring_bytes, key_bytes: of the rings, and of the keys and values themselves.
-    """
-
-    name: str
-    spec: StreamSpec
-    window: int
-    band: int
-    tau: float
-    hit_rate: float
-    skip_ratio: float
-    keys_read: int
-    keys_exact: int
-    most_read_on_hit: int
-    errors: tuple[float, ...]
-    ring_bytes: int
-    key_bytes: int
-
-    @property
-    def read_share(self) -> float:
-        """Keys read over what exact attention reads."""
-        return self.keys_read / self.keys_exact
-
-    @property
-    def error_mean(self) -> float:
-        """Over all steps."""
-        return sum(self.errors) / len(self.errors)
-
-    def error_between(self, first: float, last: float) -> float:
-        """Mean error of the steps between two shares of the decode, such as 0.9 and 1."""
-        part = self.errors[int(first * len(self.errors)) : max(1, int(last * len(self.errors)))]
-        return sum(part) / len(part)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-
 @torch.no_grad()
-def run_stream(stream: Stream, config: MacConfig, name: str = "") -> StreamResult:
-    """Decodes a stream with MAC beside exact attention, counting every key that a head reads."""
+def run_stream(stream: Stream, config: MacConfig) -> dict[str, Any]:
+    """Decodes a stream with MAC beside exact attention, counting every key that a head reads.
+
+    Returns:
+        Of all steps and heads ``hit_rate``, ``skip_ratio`` (misses as 0), ``keys_read`` and ``keys_exact``; in
+        ``errors`` per step the relative error of the output over all heads.
+    """
     spec, scale, start = stream.spec, stream.spec.width**-0.5, torch.zeros(1, dtype=torch.long)
     keys, values = stream.keys[None], stream.values[None]
     state = MacState.empty(1, spec.heads, spec.width, spec.width, config, stream.keys)
@@ -192,7 +152,16 @@ def run_stream(stream: Stream, config: MacConfig, name: str = "") -> StreamResul
         skipped += float((1 - done.keys_read[0][hit] / (m + 1)).sum())
         most = max(most, int(done.keys_read[0][hit].max()) if bool(hit.any()) else 0)
     searches = spec.heads * spec.steps
-    return StreamResult(
-        name, spec, config.window, config.band, config.tau, hits / searches, skipped / searches, read, exact_read, most,
-        tuple(errors), state.nbytes, keys.nbytes + values.nbytes,
-    )  # fmt: skip
+    return {
+        "spec": asdict(spec), "window": config.window, "band": config.band, "tau": config.tau,
+        "hit_rate": hits / searches, "skip_ratio": skipped / searches, "keys_read": read, "keys_exact": exact_read,
+        "read_share": read / exact_read, "read_per_step": read / searches, "exact_per_step": exact_read / searches,
+        "most_read_on_hit": most, "errors": errors, "error_mean": fmean(errors), "ring_bytes": state.nbytes,
+        "key_bytes": keys.nbytes + values.nbytes,
+    }  # fmt: skip
+
+
+def error_between(row: dict[str, Any], first: float, last: float) -> float:
+    """Mean error of the steps between two shares of the decode, such as 0.9 and 1."""
+    errors = row["errors"]
+    return fmean(errors[int(first * len(errors)) : max(1, int(last * len(errors)))])

@@ -2,88 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated
 
+import typer
 from tqdm import tqdm
 
-from comb.bench.comparison import REFUSALS, one_line
-from comb.bench.haystack import Case, Haystack
+from comb.bench.harness import BenchmarkReport, benchmark, or_refused
+from comb.bench.haystack import Case, ExampleHaystack, Haystack, TextHaystack, read_text
+from comb.bench.options import Lengths, MaxNewTokens, Methods, QuestionOptions, integers, numbers, split_methods
 from comb.evaluation.metrics import f1, normalize_answer
+from comb.evaluation.plot import Grid, Panel
 from comb.evaluation.run import NO_DOCUMENTS, Setting
+from comb.evaluation.table import Column, Row, TextTable, refusals
 
 
 @dataclass(frozen=True)
-class NeedleCell:
-    """One method at one context length and one depth.
+class NeedleOptions(QuestionOptions):
+    """Of `comb bench needle`."""
 
-    Args:
-        tokens, depth: as asked for; depth in percent. placed: where the needles really began, in tokens, and `made`:
-            how many tokens there really were, per haystack (documents of a dataset are not cut to fit).
-        n: haystacks. f1: mean F1 of the answers. found: share of answers that hold the right one word by word.
-        refused: why there is no value.
-    """
+    methods: Methods = "full,naive,legolink:16,cacheblend:0.15"
+    lengths: Lengths = "1024,2048,4096"
+    depths: Annotated[str, typer.Option(help="where the needle stands, in percent of the context")] = "0,25,50,75,100"
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="tokens per chunk of text")] = 512
+    repeats: Annotated[int, typer.Option(min=1, help="haystacks per cell, each with another needle")] = 3
+    haystack: Annotated[
+        Path | None, typer.Option(help="filler: .txt, or .jsonl(.gz) with `text`; default: generated sentences")
+    ] = None
+    dataset: Annotated[
+        str, typer.Option(help="take needles, questions and filler from a dataset's documents instead")
+    ] = ""
+    max_new_tokens: MaxNewTokens = 24
 
-    method: str
-    tokens: int
-    depth: float
-    n: int = 0
-    f1: float | None = None
-    found: float | None = None
-    placed: tuple[int, ...] = ()
-    made: tuple[int, ...] = ()
-    answers: tuple[str, ...] = ()
-    predictions: tuple[str, ...] = ()
-    refused: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+def tables(rows: Sequence[Row]) -> list[TextTable]:
+    """Depth over context length, per method: share of answers that hold the needle, and F1 behind it."""
+    cells = {(row["method"], row["tokens"], row["depth"]): row for row in rows}
+
+    def column(depth: float) -> Column:
+        return Column(f"{depth:g}%", lambda line: _cell_text(cells.get((line["method"], line["tokens"], depth))))
+
+    names = (Column("method", "method", names=True), Column("tokens", "tokens", names=True))
+    lines = [{"method": m, "tokens": t} for m, t in dict.fromkeys((row["method"], row["tokens"]) for row in rows)]
+    remarks = [
+        "Percent of answers that hold the needle, and mean F1 in percent, by depth of the needle. "
+        f"{max(row['n'] for row in rows)} haystacks per cell.",
+        *refusals((f"{row['method']} at {row['tokens']}", row["refused"]) for row in rows if row["refused"]),
+    ]
+    columns = [*names, *map(column, sorted({row["depth"] for row in rows}))]
+    return [TextTable("Needle in a haystack", columns, lines, remarks)]
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """One heat map per method: depth over context length."""
+    methods = dict.fromkeys(row["method"] for row in rows)
+    labels = ("context, tokens", "depth of the needle, %")
+    return [
+        Grid([row for row in rows if row["method"] == method], "tokens", "depth", "found", method, labels)
+        for method in methods
+    ]
+
+
+@benchmark("needle", tables, panels)
+def needle(options: NeedleOptions, report: BenchmarkReport) -> None:
+    """Needle in a haystack: a grid of context length and depth for every method."""
+    specs = split_methods(options.methods)
+    lengths, depths = integers(options.lengths, "--lengths"), numbers(options.depths, "--depths", most=100)
+    if options.dataset and options.haystack is not None:
+        raise ValueError("--haystack and --dataset are two sources of filler: give one of them")
+    text = None if options.haystack is None else read_text(options.haystack)
+    examples = options.read()[0] if options.dataset else []
+    setting = options.setting()
+    source: Haystack = TextHaystack(setting.tokenizer, options.chunk_tokens, text, options.seed)
+    if examples:
+        source = ExampleHaystack(examples, setting.builder, setting.query_template)
+    report.heading = f"{options.model}: needles in {options.dataset or options.haystack or 'generated text'}"
+    for row in measure_needles(setting, source, specs, lengths, depths, options):
+        report.add(row)
 
 
 def measure_needles(
-    setting: Setting,
-    haystack: Haystack,
-    specs: Sequence[str],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    *,
-    repeats: int = 3,
-    max_new_tokens: int = 24,
-    progress: bool = True,
-) -> list[NeedleCell]:
-    """Cells by method, then length, then depth; all methods get the same haystacks.
+    setting: Setting, haystack: Haystack, specs: Sequence[str], lengths: Sequence[int], depths: Sequence[float],
+    options: NeedleOptions,
+) -> Iterator[Row]:  # fmt: skip
+    """Rows by method, then length, then depth; all methods get the same haystacks.
 
-    Args:
-        repeats: haystacks per cell, each with another needle.
+    Depths are in percent. ``placed`` is where the needles really began, in tokens, and ``made`` how many tokens there
+    really were, per haystack (documents of a dataset are not cut to fit); ``found`` is the share of answers that hold
+    the right one word by word.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}")
-    cells = []
-    total = len(specs) * len(lengths) * len(depths)
-    with tqdm(total=total, desc="needles", unit="cell", disable=not progress, leave=False) as bar:
-        for spec in specs:
-            for tokens in lengths:
-                for depth in depths:
-                    try:
-                        cases = [haystack.case(tokens, depth, number) for number in range(repeats)]
-                        cells.append(_cell(setting, spec, tokens, depth, cases, max_new_tokens))
-                    except REFUSALS as error:
-                        cells.append(NeedleCell(spec, tokens, depth, refused=one_line(error)))
-                    bar.update()
-    return cells
+    cells = list(product(specs, lengths, depths))
+    for spec, tokens, depth in tqdm(cells, "needles", unit="cell", leave=False):
+        row: Row = {"method": spec, "tokens": tokens, "depth": depth, "n": 0, "f1": None, "found": None, "refused": ""}
+        with or_refused(row):
+            cases = [haystack.case(tokens, depth, number) for number in range(options.repeats)]
+            row |= _answered(setting, spec, cases, options.max_new_tokens)
+        yield row
 
 
-def contains(prediction: str, answer: str) -> bool:
-    """Whether the answer's words stand in the prediction, next to each other, both in SQuAD's normal form."""
-    return f" {normalize_answer(answer)} " in f" {normalize_answer(prediction)} "
-
-
-def _cell(
-    setting: Setting, spec: str, tokens: int, depth: float, cases: Sequence[Case], max_new_tokens: int
-) -> NeedleCell:
+def _answered(setting: Setting, spec: str, cases: Sequence[Case], max_new_tokens: int) -> Row:
     engine = setting.engine(spec)
     predictions = []
     for case in cases:
@@ -91,15 +112,23 @@ def _cell(
         predictions.append(engine.ask(case.question, documents, max_new_tokens=max_new_tokens).text.strip())
         engine.store.clear()
     pairs = [(prediction, case.answer) for prediction, case in zip(predictions, cases, strict=True)]
-    return NeedleCell(
-        method=spec,
-        tokens=tokens,
-        depth=depth,
-        n=len(cases),
-        f1=fmean(f1(prediction, [answer]) for prediction, answer in pairs),
-        found=fmean(contains(prediction, answer) for prediction, answer in pairs),
-        placed=tuple(case.needle_token for case in cases),
-        made=tuple(case.tokens for case in cases),
-        answers=tuple(case.answer for case in cases),
-        predictions=tuple(predictions),
-    )
+    return {
+        "n": len(cases),
+        "f1": fmean(f1(prediction, [answer]) for prediction, answer in pairs),
+        "found": fmean(contains(prediction, answer) for prediction, answer in pairs),
+        "placed": [case.needle_token for case in cases],
+        "made": [case.tokens for case in cases],
+        "answers": [case.answer for case in cases],
+        "predictions": predictions,
+    }
+
+
+def contains(prediction: str, answer: str) -> bool:
+    """Whether the answer's words stand in the prediction, next to each other, both in SQuAD's normal form."""
+    return f" {normalize_answer(answer)} " in f" {normalize_answer(prediction)} "
+
+
+def _cell_text(row: Row | None) -> str | None:
+    if row is None or row["refused"]:
+        return None if row is None else "refused"
+    return f"{100 * row['found']:.0f} ({100 * row['f1']:.0f})"

@@ -14,7 +14,7 @@ import typer
 
 from comb import methods
 from comb.backbones.tokenizer import load_tokenizer
-from comb.bench.harness import OutOptions, Report
+from comb.bench.harness import BenchmarkReport, OutOptions
 from comb.bench.work import random_model
 from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import Example, PromptBuilder
@@ -135,7 +135,7 @@ class QuestionOptions(ModelOptions):
         found = read_dataset(self.dataset, self.path, split=self.split, seed=self.seed, limit=self.limit, **extra)
         return list(found), found.counts
 
-    def questions(self, report: Report, max_new_tokens: int = 0) -> tuple[Setting, list[Example]]:
+    def load_questions(self, report: BenchmarkReport, max_new_tokens: int = 0) -> tuple[Setting, list[Example]]:
         """`setting`, and the questions with room for so long an answer; the report says what was dropped."""
         examples, counts = self.read()
         setting = self.setting()

@@ -64,14 +64,14 @@ def random_model(
 
 
 @dataclass(frozen=True)
-class Work:
+class RandomPrompt:
     """The segments and the query of one measurement, as token ids."""
 
     segments: tuple[tuple[int, ...], ...]
     query: tuple[int, ...]
 
     @classmethod
-    def random(cls, vocab: int, tokens: int, segment_tokens: int, query_tokens: int, seed: int = 0) -> Work:
+    def random(cls, vocab: int, tokens: int, segment_tokens: int, query_tokens: int, seed: int = 0) -> RandomPrompt:
         """`tokens` random ids cut into segments of `segment_tokens` (the last may be shorter), and a query."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(vocab, (tokens + query_tokens,), generator=generator).tolist()
@@ -89,10 +89,8 @@ def vocabulary(model: Any) -> int:
     return int(backbone_of(model).get_input_embeddings().weight.shape[0])
 
 
-def first_token(
-    method: Method, picaches: Sequence[PICache], query: Sequence[int]
-) -> tuple[dict[str, float], DecodeState]:
-    """Seconds by stage from PICaches to the first token, other linking last but one, and the state it came from."""
+def first_token(method: Method, picaches: Sequence[PICache], query: Sequence[int]) -> dict[str, float]:
+    """Seconds by stage from PICaches to the first token: the method's own, other linking, the first token."""
     start = time.perf_counter()
     state = method.link(picaches, query)
     try:
@@ -104,7 +102,7 @@ def first_token(
         state.release()
     own = dict(getattr(state, "seconds", {}))
     rest = max(0.0, linked_at - start - sum(own.values()))
-    return {**own, "other linking": rest, "first token": end - linked_at}, state
+    return {**own, "other linking": rest, "first token": end - linked_at}
 
 
 @contextmanager

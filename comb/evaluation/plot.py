@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from comb.evaluation.run import NO_DOCUMENTS, MethodResult, Timing
+from comb.evaluation.table import Row
 
 METRICS = {"em": "exact match, %", "f1": "F1, %", "rouge_l": "ROUGE-L, %"}
 # one colour and marker per family of methods, as in EPIC Fig. 6
@@ -53,30 +54,31 @@ class Lines:
         diagonal: name of the line on which y equals x.
     """
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row]
     x: str
     y: str | Mapping[str, str]
     xlabel: str
     ylabel: str
-    by: str | Callable[[Mapping[str, Any]], str] = "method"
+    by: str | Callable[[Row], str] = "method"
     scale: float = 1.0
     log: str = ""
     level: float | None = None
     diagonal: str = ""
+    markers: bool = True
 
     def draw(self, axes: Any) -> None:
         """With a legend beside the axes if there is more than one line."""
         curves: dict[str, list[tuple[float, Any]]] = {}
         for row in self.rows:
-            name = row[self.by] if isinstance(self.by, str) else self.by(row)
-            for line, key in ({name: self.y} if isinstance(self.y, str) else self.y).items():
+            for line, key in self._keys(row).items():
                 if not row.get("refused") and row.get(key) is not None:
                     curves.setdefault(line, []).append((row[self.x], row[key]))
         for (name, points), look in zip(curves.items(), styles(list(curves)).values(), strict=True):
             x, values = zip(*sorted(points, key=lambda point: point[0]), strict=True)
             times = [v if isinstance(v, Timing) else Timing(v, v, v, 1) for v in values]
             low, middle, high = ([self.scale * getattr(t, end) for t in times] for end in ("low", "median", "high"))
-            axes.plot(x, middle, color=look.colour, marker=look.marker, markersize=0.7 * look.size, label=name)
+            marker = look.marker if self.markers else ""
+            axes.plot(x, middle, color=look.colour, marker=marker, markersize=0.7 * look.size, label=name)
             axes.fill_between(x, low, high, color=look.colour, alpha=0.15, linewidth=0)
         if self.diagonal:
             ends = sorted({row[self.x] for row in self.rows})
@@ -90,14 +92,20 @@ class Lines:
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize="x-small")
 
+    def _keys(self, row: Row) -> Mapping[str, str]:
+        """Keys of the row's values by the name of their line."""
+        if not isinstance(self.y, str):
+            return self.y
+        return {row[self.by] if isinstance(self.by, str) else self.by(row): self.y}
+
 
 @dataclass(frozen=True)
 class Bars:
     """A horizontal bar per row, made of `parts`: seconds by name in that order, drawn in ms."""
 
-    rows: Sequence[Mapping[str, Any]]
-    label: Callable[[Mapping[str, Any]], str]
-    parts: Callable[[Mapping[str, Any]], Mapping[str, float]]
+    rows: Sequence[Row]
+    label: Callable[[Row], str]
+    parts: Callable[[Row], dict[str, float]]
     xlabel: str
 
     def draw(self, axes: Any) -> None:
@@ -119,7 +127,7 @@ class Bars:
 class Grid:
     """A heat map of shares in percent by `x` and `y`, grey where there is none."""
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row]
     x: str
     y: str
     value: str
@@ -193,40 +201,42 @@ class Quality:
     """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6). Refused methods are left out.
 
     Args:
-        metric: em, f1 or rouge_l.
+        rows: of `MethodResult.to_dict`. metric: em, f1 or rouge_l.
         zoom: the quality axis covers what the methods reach, instead of everything from zero.
     """
 
-    results: Sequence[MethodResult]
+    rows: Sequence[Row]
     metric: str = "em"
     zoom: bool = False
 
     def draw(self, axes: Any) -> None:
-        """One marker pair per method; a dotted line for a method without times."""
-        drawn = [result for result in self.results if not result.refused]
-        looks = styles([result.method for result in drawn])
-        times: list[float] = []
-        for result in drawn:
-            cold, cached = result.ttft_cold_s, result.ttft_cached_s
-            look, height = looks[result.method], 100 * float(getattr(result, self.metric))
-            if cold is None or cached is None or result.method == NO_DOCUMENTS:
-                axes.axhline(height, color=look.colour, linestyle=":", label=f"{result.method} ({height:.0f}%)")
+        """One pair of markers per method; a dotted line for a method without times."""
+        drawn = [row for row in self.rows if not row["refused"]]
+        looks = styles([row["method"] for row in drawn])
+        for row in drawn:
+            cold, cached, name = row["ttft_cold_s"], row["ttft_cached_s"], row["method"]
+            (colour, symbol, size), height = looks[name], 100 * row[self.metric]
+            if cold is None or name == NO_DOCUMENTS:
+                axes.axhline(height, color=colour, linestyle=":", label=f"{name} ({height:.0f}%)")
                 continue
             ends = 1000 * cold.median, 1000 * cached.median
-            times += ends
-            axes.plot(ends, [height, height], color=look.colour, linewidth=1, alpha=0.6)
-            marker = {"marker": look.marker, "color": look.colour, "linestyle": "none"}
-            axes.plot(ends[:1], [height], markerfacecolor="white", markersize=0.8 * look.size, zorder=3, **marker)
-            axes.plot(ends[1:], [height], markersize=look.size, zorder=4, label=result.method, **marker)
+            axes.plot(ends, [height, height], color=colour, linewidth=1, alpha=0.6)
+            marker = {"marker": symbol, "color": colour, "linestyle": "none"}
+            axes.plot(ends[:1], [height], markerfacecolor="white", markersize=0.8 * size, zorder=3, **marker)
+            axes.plot(ends[1:], [height], markersize=size, zorder=4, label=name, **marker)
         axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
         axes.set_ylabel(METRICS[self.metric])
+        times = [row[key].median for row in drawn for key in ("ttft_cold_s", "ttft_cached_s") if row[key] is not None]
         if times and max(times) > 30 * min(times):
             axes.set_xscale("log")
         else:
             axes.set_xlim(left=0)
-        heights = [100 * float(getattr(r, self.metric)) for r in drawn if r.method != NO_DOCUMENTS]
-        margin = max(1.0, 0.12 * (max(heights) - min(heights))) if heights else 0.0
-        axes.set_ylim(*((min(heights) - margin, max(heights) + margin) if self.zoom and heights else (-3, 103)))
+        heights = [100 * row[self.metric] for row in drawn if row["method"] != NO_DOCUMENTS]
+        if self.zoom and heights:
+            margin = max(1.0, 0.12 * (max(heights) - min(heights)))
+            axes.set_ylim(min(heights) - margin, max(heights) + margin)
+        else:
+            axes.set_ylim(-3, 103)
         legend_beside(axes)
 
 
@@ -234,7 +244,7 @@ def plot_results(results: Sequence[MethodResult], path: str | Path, *, title: st
     """`Quality` as a file. Raises ValueError for another metric, ImportError where matplotlib isn't installed."""
     if metric not in METRICS:
         raise ValueError(f"the metric of a plot is one of {', '.join(METRICS)}, not {metric!r}")
-    return draw([Quality(results, metric)], path, title=title)
+    return draw([Quality([result.to_dict() for result in results], metric)], path, title=title)
 
 
 Curve = Sequence[tuple[int, float]]

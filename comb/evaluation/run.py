@@ -10,8 +10,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -102,25 +102,8 @@ class MethodResult:
         return cls(method, 0, nan, nan, nan, nan, None, None, nan, nan, nan, refused=reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; what a refused method has no value for is None."""
-        return {name: None if value != value else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`, also after a way through JSON. Raises ValueError for a key it doesn't know."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"a method's result has no {unknown[0]!r}; it has: {', '.join(sorted(known))}")
-        found = dict(values)
-        for name in ("em", "f1", "rouge_l", "answer_tokens", "cache_bytes_per_document_token", "recomputed_tokens"):
-            found[name] = math.nan if found.get(name) is None else found[name]
-        found["seconds"] = math.nan if found.get("seconds") is None else found["seconds"]
-        for name in ("ttft_cold_s", "ttft_cached_s"):
-            found[name] = None if found.get(name) is None else Timing(**found[name])
-        found["predictions"] = tuple(found.get("predictions", ()))
-        found["intervals"] = {name: (low, high) for name, (low, high) in found.get("intervals", {}).items()}
-        return cls(**found)
+        """The fields by name, for tables and JSON; what a refused method has no value for is None."""
+        return {name: None if value != value else value for name, value in vars(self).items()}
 
 
 def evaluate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from comb.evaluation.run import MethodResult, Timing
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 """What was measured once, by name. Where nothing could be, ``row["refused"]`` says why."""
 _LONGEST_NAME = 18  # of a method, before it folds
 
@@ -178,9 +178,9 @@ _QUALITY = (
 _IF_MEASURED = ("kl", "top1_agreement", "peak_memory_bytes")
 
 
-def result_table(results: Sequence[MethodResult], title: str = "") -> TextTable:
+def result_table(results: Sequence[MethodResult | Row], title: str = "") -> TextTable:
     """EM, F1 and ROUGE-L in percent, times with quartiles; KL, top-1 and peak where some method has a value."""
-    rows = [vars(result) for result in results]
+    rows = [result.to_dict() if isinstance(result, MethodResult) else result for result in results]
     measured = {key for key in _IF_MEASURED if any(row[key] is not None for row in rows)}
     columns = [column for column in _QUALITY if column.value not in _IF_MEASURED or column.value in measured]
     if not measured:  # then there is room for the quartiles themselves
@@ -188,19 +188,13 @@ def result_table(results: Sequence[MethodResult], title: str = "") -> TextTable:
             Column("TTFT cold", "ttft_cold_s", _quartiles, "time to first token in ms, median (quartiles)"),
             Column("TTFT cached", "ttft_cached_s", _quartiles, "the same, asked again"),
         ]
-    answered = [result for result in results if not result.refused]
-    remarks = [f"{answered[0].n} questions; times one request at a time."] if answered else []
-    known = [(r.method, *(percent(end) for end in r.intervals["em"])) for r in answered if r.intervals]
-    if known:
-        said = ", ".join(f"{name} {low}-{high}" for name, low, high in known)
+    answered = [row for row in rows if not row["refused"]]
+    remarks = [f"{answered[0]['n']} questions; times one request at a time."] if answered else []
+    if known := [row for row in answered if row["intervals"]]:
+        said = ", ".join("{} {}-{}".format(row["method"], *map(percent, row["intervals"]["em"])) for row in known)
         remarks.append(f"EM, 95% intervals (bootstrap over questions): {said}.")
-    notes: dict[str, list[str]] = {}
-    for result in results:
-        notes.setdefault(result.note, []).append(result.method)
-    # what holds for all methods is said once, without their names
-    remarks += [
-        note if len(methods) == len(results) > 1 else f"{', '.join(methods)}: {note}"
-        for note, methods in notes.items()
-        if note
-    ]
+    for note in dict.fromkeys(row["note"] for row in rows if row["note"]):
+        methods = [row["method"] for row in rows if row["note"] == note]
+        # what holds for all methods is said once, without their names
+        remarks.append(note if len(methods) == len(rows) > 1 else f"{', '.join(methods)}: {note}")
     return TextTable(title, columns, rows, remarks)

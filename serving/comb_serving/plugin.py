@@ -70,9 +70,8 @@ def serve(
 
 def add_commands(app: typer.Typer) -> None:
     """Adds `serve` and `bench serve` to the `comb` application."""
-    from comb.bench.harness import bench
+    from comb.bench.harness import benchmarks
     from comb_serving.bench.command import serve_bench
 
-    if "serve" not in {command.name for command in bench.registered_commands}:
-        bench.command("serve")(serve_bench)
+    benchmarks.register("serve")(serve_bench)
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

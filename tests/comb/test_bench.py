@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,36 @@ import torch
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example
-from comb.bench.asynchronous import budget, measure_async, summarize
-from comb.bench.comparison import compare, drop_too_long
-from comb.bench.context_length import LengthResult, Work, growth_exponent, measure_context_length, random_model
+from comb.bench.arrivals import (
+    AsyncOptions,
+    Service,
+    budget,
+    measure_async,
+    poisson_arrivals,
+    serve_in_order,
+    summarize,
+)
+from comb.bench.arrivals import tables as async_tables
+from comb.bench.context_length import ContextLengthOptions, growth_exponent, measure_context_length
+from comb.bench.context_length import tables as length_tables
 from comb.bench.drift import measure_drift
 from comb.bench.drift import tables as drift_tables
-from comb.bench.fidelity import kl_divergence
+from comb.bench.harness import BenchmarkReport
 from comb.bench.haystack import ExampleHaystack, TextHaystack, place, read_text, supporting
 from comb.bench.memory import peak_memory, running_maximum
-from comb.bench.needle import contains, measure_needles
-from comb.bench.queueing import Arrival, Service, poisson_arrivals, serve_in_order
-from comb.bench.report import async_tables, length_tables, needle_tables
-from comb.bench.request import linked
-from comb.bench.specs import integers, numbers, split_methods
+from comb.bench.methods import MethodsOptions, compare, kl_divergence
+from comb.bench.needle import NeedleOptions, contains, measure_needles
+from comb.bench.needle import panels as needle_panels
+from comb.bench.needle import tables as needle_tables
+from comb.bench.options import drop_too_long, integers, numbers, split_methods
+from comb.bench.work import RandomPrompt, linked, random_model
 from comb.cli import main as cli
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
-from comb.evaluation.plot import Quality, draw, plot_results, styles
+from comb.evaluation.plot import Quality, draw, styles
+from comb.evaluation.record import write_results
 from comb.evaluation.run import MethodResult, Setting, Timing
-from comb.evaluation.table import result_table
+from comb.evaluation.table import Row, result_table
 from tests.comb.test_documents import byte_tokenizer
 from tests.comb.test_hybrid_methods import text_model
 from tests.helpers.families import open_gates
@@ -148,64 +160,73 @@ def test_a_linked_request_is_what_the_engine_answers_from(setting: Setting, exam
 METHODS = ("full", "prefix", "naive", "comb", "none")
 
 
+def compared(setting: Setting, examples: list[Example], specs: Sequence[str], **options: Any) -> list[Row]:
+    """The rows of `comb bench methods`."""
+    chosen = MethodsOptions(**options)
+    report = BenchmarkReport("methods", chosen, lambda rows: [], lambda rows: [])
+    compare(setting, examples, specs, chosen, report)
+    return report.rows
+
+
 @pytest.fixture(scope="module")
-def results(setting: Setting, examples: list[Example]) -> dict[str, MethodResult]:
-    found = compare(setting, examples, METHODS, max_new_tokens=4, timing_examples=2, kl_examples=3, progress=False)
-    assert [result.method for result in found] == list(METHODS)
-    return {result.method: result for result in found}
+def results(setting: Setting, examples: list[Example]) -> dict[str, Row]:
+    found = compared(setting, examples, METHODS, max_new_tokens=4, timing_examples=2, kl_examples=3)
+    assert [row["method"] for row in found] == list(METHODS)
+    return {row["method"]: row for row in found}
 
 
-def test_full_recompute_does_not_diverge_from_itself(results: dict[str, MethodResult]) -> None:
-    assert results["full"].kl == 0.0
-    assert results["full"].top1_agreement == 1.0
-    assert results["prefix"].kl == pytest.approx(0.0, abs=1e-6)
-    assert results["prefix"].top1_agreement == 1.0
-    assert {result.kl_n for result in results.values()} == {results["full"].kl_n}
-    assert 3 <= results["full"].kl_n <= 3 * 4
+def test_full_recompute_does_not_diverge_from_itself(results: dict[str, Row]) -> None:
+    assert results["full"]["kl"] == 0.0
+    assert results["full"]["top1_agreement"] == 1.0
+    assert results["prefix"]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert results["prefix"]["top1_agreement"] == 1.0
+    assert {result["kl_n"] for result in results.values()} == {results["full"]["kl_n"]}
+    assert 3 <= results["full"]["kl_n"] <= 3 * 4
 
 
-def test_controls_diverge(results: dict[str, MethodResult]) -> None:
+def test_controls_diverge(results: dict[str, Row]) -> None:
     for method in ("none", "naive", "comb"):
-        kl = results[method].kl
+        kl = results[method]["kl"]
         assert kl is not None
         assert kl > 1e-3
 
 
-def test_peak_memory_grows_with_the_prompt(results: dict[str, MethodResult]) -> None:
-    peaks = {method: result.peak_memory_bytes or 0 for method, result in results.items()}
+def test_peak_memory_grows_with_the_prompt(results: dict[str, Row]) -> None:
+    peaks = {method: result["peak_memory_bytes"] or 0 for method, result in results.items()}
     assert min(peaks.values()) > 0
     assert peaks["full"] > peaks["none"]
 
 
 def test_what_cannot_run_is_a_row_with_a_reason(setting: Setting, examples: list[Example], tmp_path: Path) -> None:
     plain = Setting(setting.model.backbone, setting.tokenizer, setting.builder)
-    found = compare(
-        plain, examples, ["comb", "legolink:k=none", "full"], max_new_tokens=2, timing_examples=1, kl_examples=1,
-        memory=False, progress=False,
+    found = compared(
+        plain, examples, ["comb", "legolink:k=none", "full"],
+        max_new_tokens=2, timing_examples=1, kl_examples=1, memory=False,
     )  # fmt: skip
-    assert [bool(result.refused) for result in found] == [True, True, False]
-    assert "plain backbone" in found[0].refused
-    assert "legolink:k" in found[1].refused
+    assert [bool(row["refused"]) for row in found] == [True, True, False]
+    assert "plain backbone" in found[0]["refused"]
+    assert "legolink:k" in found[1]["refused"]
     table = result_table(found)
     assert table.lines()[0][:2] == ("comb", "refused")
     assert "comb refused: method 'comb' needs" in table.markdown()
     pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
     assert draw([Quality(found, "rouge_l", zoom=True)], tmp_path / "plot.png").read_bytes()
-    assert plot_results(found[:1], tmp_path / "empty.png").read_bytes()
+    assert draw([Quality(found[:1])], tmp_path / "empty.png").read_bytes()
 
 
-def test_results_survive_json(results: dict[str, MethodResult]) -> None:
-    refused = MethodResult.refusal("comb", "no encoder")
-    written = json.loads(json.dumps([result.to_dict() for result in (*results.values(), refused)], allow_nan=False))
-    assert [MethodResult.from_dict(row) for row in written[:-1]] == list(results.values())
-    again = MethodResult.from_dict(written[-1])
-    assert again.refused == "no encoder"
-    assert math.isnan(again.em)
-    with pytest.raises(ValueError, match="no 'speed'"):
-        MethodResult.from_dict({**written[0], "speed": 1})
+def test_results_survive_json(results: dict[str, Row], tmp_path: Path) -> None:
+    write_results(tmp_path / "r.json", [*results.values(), MethodResult.refusal("comb", "no encoder")])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    *written, refused = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)["results"]
+    assert [row["predictions"] for row in written] == [list(row["predictions"]) for row in results.values()]
+    assert [row["ttft_cold_s"] for row in written] == [vars(row["ttft_cold_s"]) for row in results.values()]
+    assert (refused["refused"], refused["em"]) == ("no encoder", None)
 
 
-def test_measured_columns_appear_only_when_measured(results: dict[str, MethodResult]) -> None:
+def test_measured_columns_appear_only_when_measured(results: dict[str, Row]) -> None:
     bare = MethodResult("full", 1, 1.0, 1.0, 1.0, 1.0, None, None, 0.0, 0.0, 1.0)
     assert len(result_table([bare]).columns) == 8
     names = [column.name for column in result_table(list(results.values())).columns]
@@ -235,19 +256,19 @@ def test_a_family_shares_its_marker_and_has_graded_colours() -> None:
 
 
 def test_a_queue_by_hand() -> None:
-    arrivals = [Arrival(1.0, 0), Arrival(2.0, 1), Arrival(10.0, 0)]
+    arrivals = [(1.0, 0), (2.0, 1), (10.0, 0)]
     services = {0: Service(1.0, 4.0, documents=2, hits=2), 1: Service(2.0, 3.0, documents=2, hits=1)}
     served = serve_in_order(arrivals, services.__getitem__)
     assert [request.start for request in served] == [1.0, 5.0, 10.0]
     assert [request.end for request in served] == [5.0, 8.0, 14.0]
     assert [request.ttft_s for request in served] == [1.0, 5.0, 1.0]
-    result = summarize(served, "full", 0.5, 1.0, 100)
-    assert result.n == 3
-    assert result.throughput == pytest.approx(3 / 14)
-    assert result.busy == pytest.approx(11 / 14)
-    assert (result.ttft_median_s, result.ttft_mean_s) == (1.0, pytest.approx(7 / 3))
-    assert result.ttft_p90_s == pytest.approx(1.0 + 0.8 * 4.0)  # between the second and the third
-    assert result.hit_share == pytest.approx(5 / 6)
+    row = summarize(served)
+    assert row["n"] == 3
+    assert row["throughput"] == pytest.approx(3 / 14)
+    assert row["busy"] == pytest.approx(11 / 14)
+    assert (row["ttft_median_s"], row["ttft_mean_s"]) == (1.0, pytest.approx(7 / 3))
+    assert row["ttft_p90_s"] == pytest.approx(1.0 + 0.8 * 4.0)  # between the second and the third
+    assert row["hit_share"] == pytest.approx(5 / 6)
 
 
 def test_arrivals_are_poisson_and_repeatable() -> None:
@@ -255,8 +276,8 @@ def test_arrivals_are_poisson_and_repeatable() -> None:
     assert arrivals == poisson_arrivals(50.0, 40.0, 4, seed=3)
     assert arrivals != poisson_arrivals(50.0, 40.0, 4, seed=4)
     assert 1800 < len(arrivals) < 2200
-    assert {arrival.user for arrival in arrivals} == {0, 1, 2, 3}
-    times = [arrival.time for arrival in arrivals]
+    assert {user for _, user in arrivals} == {0, 1, 2, 3}
+    times = [time for time, _ in arrivals]
     assert times == sorted(times)
     assert times[-1] < 40.0
     gaps = [after - before for before, after in pairwise(times)]
@@ -274,70 +295,67 @@ def test_the_store_gets_its_share() -> None:
 
 
 def test_what_does_not_fit_the_store_is_compiled_again(setting: Setting, examples: list[Example]) -> None:
-    found = measure_async(
-        setting, examples, ["naive", "full"], [2.0], [1.0, 0.5, 0.1],
-        users=4, seconds=20.0, max_new_tokens=1, progress=False,
-    )  # fmt: skip
+    options = AsyncOptions(users=4, seconds=20.0, max_new_tokens=1)
+    found = list(measure_async(setting, examples, ["naive", "full"], [2.0], [1.0, 0.5, 0.1], options))
     whole, half, tenth, full = found
-    assert whole.hit_share == 1.0
-    assert half.hit_share is not None
-    assert half.hit_share < 1.0
-    assert whole.store_bytes == 2 * (half.store_bytes or 0)
-    assert whole.n == half.n == full.n > 20  # the same arrivals
-    assert "ccr" in tenth.refused
-    assert (full.ccr, full.hit_share) == (None, None)
+    assert whole["hit_share"] == 1.0
+    assert half["hit_share"] is not None
+    assert half["hit_share"] < 1.0
+    assert whole["store_bytes"] == 2 * (half["store_bytes"] or 0)
+    assert whole["n"] == half["n"] == full["n"] > 20  # the same arrivals
+    assert "ccr" in tenth["refused"]
+    assert (full["ccr"], full["hit_share"]) == (None, None)
     [table] = async_tables(found)
-    assert [line[0] for line in table.lines] == ["naive", "naive", "naive", "full"]
-    assert any("naive at ccr 0.1 refused" in remark for remark in table.remarks)
+    assert [line[0] for line in table.lines()] == ["naive", "naive", "naive", "full"]
+    assert any("naive at ccr 0.1, offered/s 2 refused" in note for note in table.notes())
 
 
 def test_users_need_documents_of_their_own(setting: Setting, examples: list[Example]) -> None:
     with pytest.raises(ValueError, match="only 1 of 2 examples"):
-        measure_async(setting, [examples[0]] * 2, ["full"], [1.0], users=2, progress=False)
+        list(measure_async(setting, [examples[0]] * 2, ["full"], [1.0], [1.0], AsyncOptions(users=2)))
 
 
 # --- comb bench context-length --------------------------------------------------------------------------------------
 
 
 def test_work_has_exactly_the_tokens_asked_for() -> None:
-    work = Work.random(50, 100, 32, 7)
+    work = RandomPrompt.random(50, 100, 32, 7)
     assert [len(segment) for segment in work.segments] == [32, 32, 32, 4]
     assert len(work.query) == 7
     assert len(work.flat) == 107
-    assert work == Work.random(50, 100, 32, 7)
+    assert work == RandomPrompt.random(50, 100, 32, 7)
     assert set(work.flat) <= set(range(50))
 
 
 def test_lengths_are_compared_within_a_repeat() -> None:
     model = random_model(layers=2, hidden=32, heads=2, kv_heads=1, vocab=64, positions=80)
     specs = ["full", "prefix", "naive", "legolink:4", "comb"]
-    found = measure_context_length(
-        model, specs, [32, 64, 128], segment_tokens=16, query_tokens=4, repeats=2, progress=False
-    )
-    assert [(result.tokens, result.method) for result in found] == [(n, s) for n in (32, 64, 128) for s in specs]
-    by_name = {(result.tokens, result.method): result for result in found}
+    options = ContextLengthOptions(segment_tokens=16, query_tokens=4, repeats=2)
+    found = list(measure_context_length(model, specs, [32, 64, 128], options))
+    assert [(row["tokens"], row["method"]) for row in found] == [(n, s) for n in (32, 64, 128) for s in specs]
+    by_name = {(row["tokens"], row["method"]): row for row in found}
     full = by_name[64, "full"]
-    assert full.speedup == Timing(1.0, 1.0, 1.0, 2)
-    assert (full.recomputed_tokens, full.cache_bytes) == (64, 0)
+    assert full["speedup"] == Timing(1.0, 1.0, 1.0, 2)
+    assert (full["recomputed_tokens"], full["cache_bytes"]) == (64, 0)
     lego = by_name[64, "legolink:4"]
-    assert lego.speedup is not None
-    assert lego.recomputed_tokens == 3 * 4
-    assert lego.cache_bytes == 64 * (2 * 2 * 16 * 4 + 8)  # keys and values of two layers, and token ids
-    assert {"assemble", "recompute", "first token"} <= set(lego.stages_s)
-    assert lego.peak_memory_bytes is not None
-    assert by_name[64, "naive"].recomputed_tokens == 0
-    assert by_name[64, "prefix"].recomputed_tokens == 0
-    assert by_name[64, "prefix"].cache_bytes > 0
-    assert "plain backbone" in by_name[32, "comb"].refused
-    assert "80 positions" in by_name[128, "naive"].refused  # and the shorter ones went on
+    assert lego["speedup"] is not None
+    assert lego["recomputed_tokens"] == 3 * 4
+    assert lego["cache_bytes"] == 64 * (2 * 2 * 16 * 4 + 8)  # keys and values of two layers, and token ids
+    assert {"assemble", "recompute", "first token"} <= set(lego["stages_s"])
+    assert lego["peak_memory_bytes"] is not None
+    assert by_name[64, "naive"]["recomputed_tokens"] == 0
+    assert by_name[64, "prefix"]["recomputed_tokens"] == 0
+    assert by_name[64, "prefix"]["cache_bytes"] > 0
+    assert "plain backbone" in by_name[32, "comb"]["refused"]
+    assert "80 positions" in by_name[128, "naive"]["refused"]  # and the shorter ones went on
     assert growth_exponent(found, "naive") is not None
     tables = length_tables(found)
     assert len(tables) == 2
-    assert json.loads(json.dumps([result.to_dict() for result in found], allow_nan=False))
+    assert all(len(line) == len(table.columns) for table in tables for line in table.lines())
 
 
 def test_growth_is_the_slope_of_logarithms() -> None:
-    found = [LengthResult("full", n, Timing(n**2 / 7, 0, 0, 1)) for n in (100, 200, 400)]
+    found = [{"method": "full", "tokens": n, "ttft_cached_s": Timing(n**2 / 7, 0, 0, 1)} for n in (100, 200, 400)]
     assert growth_exponent(found, "full") == pytest.approx(2.0)
     assert growth_exponent(found[:1], "full") is None
 
@@ -346,23 +364,24 @@ def test_no_ratio_is_printed_over_a_failing_check(monkeypatch: pytest.MonkeyPatc
     from comb.methods.base import DecodeState
 
     model = random_model(layers=2, hidden=32, heads=2, kv_heads=1, vocab=64, positions=80)
+    options = ContextLengthOptions(repeats=1)
     right = DecodeState.logits.fget  # type: ignore[attr-defined]  # a property
     monkeypatch.setattr(DecodeState, "logits", property(lambda state: right(state) + 1.0))
     with pytest.raises(ValueError, match="differs from the plain model"):
-        measure_context_length(model, ["full"], [32], repeats=1, progress=False)
+        list(measure_context_length(model, ["full"], [32], options))
     monkeypatch.setattr(DecodeState, "logits", property(lambda state: right(state) * math.nan))
-    [found] = measure_context_length(model, ["naive"], [32], repeats=1, progress=False)
-    assert "not finite" in found.refused
+    [found] = measure_context_length(model, ["naive"], [32], options)
+    assert "not finite" in found["refused"]
 
 
 def test_a_random_hybrid_is_measured() -> None:
     model = random_model(layers=4, hidden=32, heads=2, kv_heads=1, vocab=64, positions=128, hybrid=True)
     specs = ["full", "prefix", "hypic:4", "addition", "naive"]
-    found = {r.method: r for r in measure_context_length(model, specs, [60], segment_tokens=20, query_tokens=6,
-                                                         repeats=1, memory=False, progress=False)}  # fmt: skip
-    assert {name for name, result in found.items() if result.refused} == {"naive"}
-    assert (found["hypic:4"].recomputed_tokens, found["addition"].recomputed_tokens) == (24, 0)
-    assert {"compose", "recompute"} <= set(found["hypic:4"].stages_s)
+    options = ContextLengthOptions(segment_tokens=20, query_tokens=6, repeats=1, memory=False)
+    found = {row["method"]: row for row in measure_context_length(model, specs, [60], options)}
+    assert {name for name, row in found.items() if row["refused"]} == {"naive"}
+    assert (found["hypic:4"]["recomputed_tokens"], found["addition"]["recomputed_tokens"]) == (24, 0)
+    assert {"compose", "recompute"} <= set(found["hypic:4"]["stages_s"])
 
 
 def test_random_models_are_seeded_and_checked() -> None:
@@ -449,23 +468,20 @@ def test_a_dataset_haystack_keeps_documents_whole() -> None:
 def test_needles_are_scored_by_cell(setting: Setting, tmp_path: Path) -> None:
     haystack = TextHaystack(setting.tokenizer, 64)
     plain = Setting(setting.model.backbone, setting.tokenizer, setting.builder)
-    cells = measure_needles(
-        plain, haystack, ["full", "naive", "comb"], [100, 400], [0, 100], repeats=2, max_new_tokens=2, progress=False
-    )
-    assert [(cell.method, cell.tokens, cell.depth) for cell in cells] == [
+    options = NeedleOptions(repeats=2, max_new_tokens=2)
+    cells = list(measure_needles(plain, haystack, ["full", "naive", "comb"], [100, 400], [0, 100], options))
+    assert [(cell["method"], cell["tokens"], cell["depth"]) for cell in cells] == [
         (method, tokens, depth) for method in ("full", "naive", "comb") for tokens in (100, 400) for depth in (0, 100)
     ]
-    assert cells[0].n == len(cells[0].placed) == 2
-    assert cells[0].placed == (0, 0)
-    assert cells[0].found is not None
-    assert "256 positions" in cells[2].refused
-    assert "plain backbone" in cells[-1].refused
+    assert cells[0]["n"] == len(cells[0]["placed"]) == 2
+    assert cells[0]["placed"] == [0, 0]
+    assert cells[0]["found"] is not None
+    assert "256 positions" in cells[2]["refused"]
+    assert "plain backbone" in cells[-1]["refused"]
     [table] = needle_tables(cells)
-    assert table.lines[0][2] == "0 (0)"
+    assert table.lines()[0][2] == "0 (0)"
     pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
-    from comb.bench.plots import plot_needles
-
-    assert plot_needles(cells, tmp_path / "needles.png").read_bytes().startswith(b"\x89PNG")
+    assert draw(needle_panels(cells), tmp_path / "needles.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_containment_is_of_whole_words() -> None:

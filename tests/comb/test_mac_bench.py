@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from comb import Document, Example
-from comb.bench.mac import Task, measure_quality, sweep_streams
-from comb.bench.mac_cost import _call
-from comb.bench.mac_report import plot_mac, quality_tables, stream_tables
+from comb.bench.mac import MacOptions, measure_quality, panels, sweep_streams, tables
+from comb.bench.mac_cost import attention_call
 from comb.bench.mac_stream import StreamSpec, make_stream, run_stream
 from comb.cli import main as cli
 from comb.documents.document import PromptBuilder
+from comb.evaluation.plot import draw
 from comb.evaluation.run import Setting
 from comb.mac import MacConfig
 from comb.mac.breakeven import AttentionShape
@@ -33,15 +33,15 @@ CONFIG = MacConfig.generation(window=32, band=16, min_length=0)
 
 def test_a_stream_counts_every_key() -> None:
     exact = run_stream(make_stream(SPEC), replace(CONFIG, tau=1.0))
-    assert exact.keys_read == exact.keys_exact == 2 * sum(range(201, 221))
-    assert exact.read_share == 1.0
-    assert max(exact.errors) < 1e-5
+    assert exact["keys_read"] == exact["keys_exact"] == 2 * sum(range(201, 221))
+    assert exact["read_share"] == 1.0
+    assert max(exact["errors"]) < 1e-5
     still = run_stream(make_stream(replace(SPEC, drift=0.0)), CONFIG.uncapped())
-    assert still.hit_rate == 1.0
+    assert still["hit_rate"] == 1.0
     # all queries are alike, so the oldest of the window is taken: the band and the whole window are read
-    assert still.keys_read == 2 * 20 * (16 + 32)
-    assert still.most_read_on_hit == CONFIG.hit_keys() == 48
-    assert still.skip_ratio == pytest.approx(sum((m + 1 - 48) / (m + 1) for m in range(200, 220)) / 20)
+    assert still["keys_read"] == 2 * 20 * (16 + 32)
+    assert still["most_read_on_hit"] == CONFIG.hit_keys() == 48
+    assert still["skip_ratio"] == pytest.approx(sum((m + 1 - 48) / (m + 1) for m in range(200, 220)) / 20)
 
 
 def test_streams_are_what_they_say() -> None:
@@ -60,18 +60,15 @@ def test_streams_are_what_they_say() -> None:
 
 
 def test_sweeps_tables_and_plot(tmp_path: Path) -> None:
-    points = sweep_streams(
-        SPEC, CONFIG, contexts=[100, 200], taus=[0.2, 0.9], windows=[8, 64], bands=[4, 32],
-        drift_spec=replace(SPEC, recency=3.0), progress=False,
-    )  # fmt: skip
-    values = {(point.sweep, point.value): point.result for point in points}
-    assert values["tau", 0.2].hit_rate > values["tau", 0.9].hit_rate
-    assert values["window", 64].hit_rate > values["window", 8].hit_rate
-    assert values["band", 4].error_mean > values["band", 32].error_mean
-    assert values["context", 100].most_read_on_hit <= CONFIG.hit_keys()
-    assert len(stream_tables(points)[0].lines) == len(points) == 8 + 6 + 1
-    assert plot_mac(points, tmp_path / "mac.png", title="t").read_bytes().startswith(b"\x89PNG")
-    json.dumps([point.to_dict() for point in points])
+    points = list(sweep_streams(SPEC, CONFIG, [100, 200], [0.2, 0.9], [8, 64], [4, 32], replace(SPEC, recency=3.0)))
+    values = {(point["sweep"], point["value"]): point for point in points}
+    assert values["tau", 0.2]["hit_rate"] > values["tau", 0.9]["hit_rate"]
+    assert values["window", 64]["hit_rate"] > values["window", 8]["hit_rate"]
+    assert values["band", 4]["error_mean"] > values["band", 32]["error_mean"]
+    assert values["context", 100]["most_read_on_hit"] <= CONFIG.hit_keys()
+    assert len(tables(points)[0].lines()) == len(points) == 8 + 6 + 1
+    assert draw(panels(points), tmp_path / "mac.png", title="t").read_bytes().startswith(b"\x89PNG")
+    json.dumps(points)
 
 
 def setting() -> Setting:
@@ -85,26 +82,24 @@ def test_quality_compares_with_exact_answers() -> None:
     examples = tuple(Example((Document(f"fact {n} is here"),), f"what is {n}?", f"fact {n}") for n in range(2))
     free = MacConfig(window=16, band=4, tau=0.0, min_length=0, audit_every=4, audit_bound=None, break_even=False)
     free = free.uncapped()
-    results = measure_quality(
-        setting(), [Task("made up", examples)], {"never": replace(free, tau=1.0), "free": free},
-        max_new_tokens=16, progress=False,
-    )  # fmt: skip
-    by_name = {result.name: result for result in results}
-    assert by_name["exact"].same == by_name["never"].same == 1.0
-    assert by_name["exact"].hit_rate is None
-    assert by_name["never"].hit_rate == 0.0
-    assert by_name["never"].read_share == 1.0
-    assert by_name["free"].same < 1.0
-    assert by_name["free"].hit_rate is not None
-    assert by_name["free"].hit_rate > 0.5
-    assert len(by_name["free"].layer_hits) == 2
-    assert len(quality_tables(results)[0].lines) == 3
+    configs = {"never": replace(free, tau=1.0), "free": free}
+    results = list(measure_quality(setting(), "made up", examples, configs, MacOptions(max_new_tokens=16)))
+    by_name = {row["name"]: row for row in results}
+    assert by_name["exact"]["same"] == by_name["never"]["same"] == 1.0
+    assert by_name["exact"]["hit_rate"] is None
+    assert by_name["never"]["hit_rate"] == 0.0
+    assert by_name["never"]["read_share"] == 1.0
+    assert by_name["free"]["same"] < 1.0
+    assert by_name["free"]["hit_rate"] is not None
+    assert by_name["free"]["hit_rate"] > 0.5
+    assert len(by_name["free"]["layer_hits"]) == 2
+    assert len(tables(results)[1].lines()) == 3
 
 
 def test_what_a_layer_costs(tmp_path: Path) -> None:
     """No times are looked at: what is timed is what a session computes, and everything has its line."""
     config = MacConfig.generation(window=32, band=16)
-    call = at_length(_call(AttentionShape(4, 2, 16), 3, torch.float32, "cpu"), 100)
+    call = at_length(attention_call(AttentionShape(4, 2, 16), 3, torch.float32, "cpu"), 100)
     assert call.keys.shape == (3, 2, 100, 16)
     assert call.exact()[0].shape == (3, 1, 4, 16)
     step = reusing(call, LayerQueries(nn.Identity()), config)()

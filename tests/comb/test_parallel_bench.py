@@ -12,13 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from comb.bench.parallel import measure_parallel, prompt, simulate_beyond
-from comb.bench.parallel_report import parallel_tables, plot_parallel
+from comb.bench.parallel import ParallelOptions, measure_parallel, panels, simulate_beyond, tables
+from comb.bench.simulate import CostModel
 from comb.cli import main as cli
 from comb.engine.workers import CompileExecutor
 from comb.engine.workers.executor import SegmentWorker
 from comb.engine.workers.scheduling import lpt, makespan
 from comb.engine.workers.worker import Compiler, Reply
+from comb.evaluation.plot import draw
 from comb.model.source import ModelSource
 from tests.comb.test_engine import make_backbone, make_tokenizer
 
@@ -61,45 +62,45 @@ def inside(folder: Path, workers: int, *, lost: bool = False) -> CompileExecutor
 
 def test_stages_add_up_and_are_simulated(folder: Path, tmp_path: Path) -> None:
     model = ModelSource(str(folder)).load()
-    work = prompt(250, 5, 20, 4, spread=0.5)
-    assert work == prompt(250, 5, 20, 4, spread=0.5)
-    assert len({len(segment) for segment in work.segments}) > 1
+    options = ParallelOptions(segments=5, segment_tokens=20, query_tokens=4, spread=0.5, repeats=3, full=True)
+    prompt = options.prompt(250)
+    assert prompt == options.prompt(250)
+    lengths = [len(segment) for segment in prompt.segments]
+    assert len(set(lengths)) > 1
     executor = inside(folder, 3)
-    results = measure_parallel(
-        model, executor, ["naive", "legolink:2"], [1, 3], work, repeats=3, full=True, progress=False
-    )
-    assert [(result.method, result.workers) for result in results] == [
+    costs: dict[str, CostModel] = {}
+    rows = measure_parallel(model, executor, ["naive", "legolink:2"], [1, 3], prompt, options, costs)
+    assert [(row["method"], row["workers"]) for row in rows] == [
         ("full", 0), ("naive", 1), ("naive", 3), ("legolink:2", 1), ("legolink:2", 3),
     ]  # fmt: skip
-    for result in results[1:]:
-        stages = result.dispatch_s.low + result.transfer_s.low + result.combine_s.low
-        assert 0 < stages <= result.ttft_s.high
-        assert result.cache_bytes > 0
-        if result.workers == 1:
-            assert (result.speedup.low, result.speedup.high) == (1.0, 1.0)
-            assert 0 < result.combine_share.median < 1
-        lengths = [len(segment) for segment in work.segments]
-        busiest = makespan(lengths, lpt(lengths, result.workers))
-        assert result.dispatch_s.median == pytest.approx(1e-6 * busiest)
-        assert result.costs is not None
-        assert result.costs.compile_s(50) == pytest.approx(5e-5)
-    simulated = simulate_beyond(results, work, [1, 4], [[5, 6], [7]], "a trace")
-    assert [(found.name, found.method) for found in simulated] == [
+    for row in rows[1:]:
+        stages = row["dispatch_s"].low + row["transfer_s"].low + row["combine_s"].low
+        assert 0 < stages <= row["ttft_s"].high
+        assert row["cache_bytes"] > 0
+        if row["workers"] == 1:
+            assert (row["speedup"].low, row["speedup"].high) == (1.0, 1.0)
+            assert 0 < row["combine_share"].median < 1
+        busiest = makespan(lengths, lpt(lengths, row["workers"]))
+        assert row["dispatch_s"].median == pytest.approx(1e-6 * busiest)
+        assert costs[row["method"]].compile_s(50) == pytest.approx(5e-5)
+        assert row["costs"] == vars(costs[row["method"]])
+    simulated = list(simulate_beyond(costs, prompt, [1, 4], [[5, 6], [7]], "a trace"))
+    assert list(dict.fromkeys((row["name"], row["method"]) for row in simulated)) == [
         ("this prompt", "naive"), ("this prompt", "legolink:2"), ("a trace", "naive"),
     ]  # fmt: skip
-    text = "".join(table.markdown() for table in parallel_tables(results, simulated))
+    text = "".join(table.markdown() for table in tables([*rows, *simulated]))
     assert "| naive | 3 |" in text
     assert "| 4 | round-robin |" in text
     pytest.importorskip("matplotlib")
-    assert plot_parallel(results, simulated, tmp_path / "plot.png").stat().st_size > 1000
+    assert draw(panels([*rows, *simulated]), tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_no_time_is_shown_when_workers_are_lost_or_wrong(folder: Path) -> None:
     model = ModelSource(str(folder)).load()
-    work = prompt(250, 3, 10, 4, spread=0.0)
+    options = ParallelOptions(segments=3, segment_tokens=10, query_tokens=4, repeats=1)
 
     def measure(executor: CompileExecutor, workers: list[int]) -> Any:
-        return measure_parallel(model, executor, ["naive"], workers, work, repeats=1, progress=False)
+        return measure_parallel(model, executor, ["naive"], workers, options.prompt(250), options, {})
 
     with pytest.raises(ValueError, match="no times of workers"):
         measure(inside(folder, 2, lost=True), [1, 2])
@@ -110,9 +111,9 @@ def test_no_time_is_shown_when_workers_are_lost_or_wrong(folder: Path) -> None:
         model.get_input_embeddings().weight[:100] += 1.0
     with pytest.raises(ValueError, match="workers don't compile"):
         measure(inside(folder, 2), [1, 2])
-    for wrong in ((1, 10, 4, 0.0), (3, 0, 4, 0.0), (3, 10, 0, 0.0), (3, 10, 4, -1.0)):
+    for wrong in ({"segments": 1}, {"segment_tokens": 0}, {"query_tokens": 0}, {"spread": -1.0}):
         with pytest.raises(ValueError, match="at least two segments"):
-            prompt(250, *wrong[:3], spread=wrong[3])
+            replace(options, **wrong).prompt(250)
 
 
 def test_the_commands(folder: Path, tmp_path: Path) -> None:

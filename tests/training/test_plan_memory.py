@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from comb import CombForCausalLM
 from comb.bench.memory import peak_memory
-from comb_training.bench.training_step import Shape
+from comb_training.bench.train import TrainOptions
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator
 from comb_training.models.lora import add_lora
@@ -37,16 +37,22 @@ def comb_model(config: Any = None, *, bf16: bool = False) -> CombForCausalLM:
     return CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, adapter_dtype=torch.float32).train()
 
 
+def sized(*sizes: int) -> TrainOptions:
+    """A batch: groups, questions about each, documents, their tokens, tokens of query and target."""
+    names = ("groups", "questions", "documents", "document_tokens", "query_tokens", "target_tokens")
+    return TrainOptions(**dict(zip(names, sizes, strict=True)))  # type: ignore[arg-type]
+
+
 @dataclass
 class Step:
     """Forward and backward of one batch of random tokens."""
 
     model: CombForCausalLM
-    shape: Shape
+    shape: TrainOptions
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        examples = self.shape.examples(self.model.info.vocab_size, 0)
+        examples = self.shape.examples(self.model.info.vocab_size)
         last = examples[-1].prompt
         if len(examples) > 1 and len(last.segments) > 1:
             # a row is padded, as in real batches: otherwise keys and values aren't repeated for the queries' heads
@@ -84,7 +90,7 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
     if lora:
         pytest.importorskip("peft")
         add_lora(model, rank=4, alpha=8, dropout=0.0)
-    step = Step(model, Shape(1, 2, 2, 8, 4, 4))
+    step = Step(model, sized(1, 2, 2, 8, 4, 4))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)
     step()
@@ -105,12 +111,12 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
 
 
 CASES = {
-    "documents": (SIZES, Shape(1, 1, 4, 100, 4, 4), "documents"),
-    "linked documents": (SIZES, Shape(1, 16, 4, 100, 4, 4), "linked"),
-    "queries": (SIZES, Shape(1, 8, 1, 16, 60, 4), "queries"),
-    "targets": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 1, 80), "targets"),
-    "questions over many words": ({**SIZES, "vocab_size": 4000}, Shape(2, 2, 2, 8, 80, 1), "queries"),
-    "all alike": (SIZES, Shape(2, 3, 3, 40, 24, 16), None),
+    "documents": (SIZES, sized(1, 1, 4, 100, 4, 4), "documents"),
+    "linked documents": (SIZES, sized(1, 16, 4, 100, 4, 4), "linked"),
+    "queries": (SIZES, sized(1, 8, 1, 16, 60, 4), "queries"),
+    "targets": ({**SIZES, "vocab_size": 4000}, sized(2, 2, 2, 8, 1, 80), "targets"),
+    "questions over many words": ({**SIZES, "vocab_size": 4000}, sized(2, 2, 2, 8, 80, 1), "queries"),
+    "all alike": (SIZES, sized(2, 3, 3, 40, 24, 16), None),
 }
 
 
@@ -141,7 +147,7 @@ def test_activations_with_normalised_queries(checkpointing: bool) -> None:
     assert Shapes.of(model).qk_norm
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    step = Step(model, Shape(2, 3, 3, 40, 24, 16))
+    step = Step(model, sized(2, 3, 3, 40, 24, 16))
     step()
     peak = peak_memory("cpu", step)
     assert peak / FACTOR <= step.estimate(checkpointing=checkpointing) <= peak * FACTOR

@@ -22,12 +22,11 @@ def register() -> None:
 
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands to the `comb` application."""
-    from comb.bench.harness import bench
+    from comb.bench.harness import benchmarks
     from comb_training.cli import commands
 
     app.command("train")(commands.train)
     app.command("answers")(commands.answers)
     app.command("eval")(commands.evaluate)
     app.command("demo")(commands.demo)
-    if "train" not in {command.name for command in bench.registered_commands}:
-        bench.command("train")(commands.bench_train)
+    benchmarks.look_in("comb_training.bench")

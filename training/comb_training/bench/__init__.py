@@ -1,0 +1,1 @@
+"""`comb bench train`, found by the harness of `comb.bench`."""

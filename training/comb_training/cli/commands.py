@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-
-from comb.bench.old_options import Memory, OfRandomModel
 
 if TYPE_CHECKING:
     from comb.evaluation.run import MethodResult
@@ -159,51 +157,6 @@ def evaluate(
     settings = override(settings, [*given, *(overrides or [])])
     model = load_checkpoint(checkpoint, settings)
     _evaluate(model, load_tokenizer(checkpoint, model), settings, out, split=split)
-
-
-def bench_train(
-    model: Annotated[
-        str, typer.Option(help="nano, a folder or Hub id, or `random`: a Llama with random weights")
-    ] = "random",
-    groups: Annotated[int, typer.Option(min=1, help="sets of documents in a batch")] = 2,
-    questions: Annotated[int, typer.Option(min=1, help="questions about each set")] = 4,
-    documents: Annotated[int, typer.Option(min=1, help="documents in a set")] = 8,
-    document_tokens: Annotated[int, typer.Option(min=1, help="tokens of a document")] = 128,
-    query_tokens: Annotated[int, typer.Option(min=1, help="tokens of a question")] = 32,
-    target_tokens: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 32,
-    encoder_layers: Annotated[int, typer.Option(min=1, help="layers of COMB's encoder")] = 4,
-    lora_rank: Annotated[int, typer.Option(min=1, help="rank of LoRA, the rival's and on the encoder")] = 16,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="gradient checkpointing for all")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="measured steps; in each repeat all take their turn")] = 5,
-    memory: Memory = True,
-    layers: OfRandomModel = 12,
-    hidden: OfRandomModel = 512,
-    seed: Annotated[int, typer.Option(help="of weights and tokens")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON for the results")] = None,
-) -> None:
-    """What a training step costs: COMB against a LoRA fine-tune of the same backbone on the full prompts."""
-    from comb.bench.context_length import random_model
-    from comb.evaluation.record import environment, write_json
-    from comb.model.source import load_named
-    from comb_training.bench.training_step import Shape, cost_table, measure_training
-
-    shape = Shape(groups, questions, documents, document_tokens, query_tokens, target_tokens)
-    if model == "random":
-        backbone = random_model(
-            layers=layers, hidden=hidden, heads=hidden // 64 or 1, kv_heads=hidden // 64 or 1, vocab=8192,
-            positions=shape.prompt_tokens, seed=seed,
-        )  # fmt: skip
-    else:
-        backbone = load_named(model)
-    costs = measure_training(
-        backbone, shape, num_encoder_layers=encoder_layers, lora_rank=lora_rank, checkpointing=checkpointing,
-        repeats=repeats, memory=memory, seed=seed,
-    )  # fmt: skip
-    console.print(cost_table(costs, shape, f"training on {model}"))
-    if out is not None:
-        results = [cost.to_dict() for cost in costs]
-        write_json(out, {**environment(seed=seed), "model": model, "shape": asdict(shape), "results": results})
-        console.print(f"written: {escape(str(out))}")
 
 
 def demo(
