@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _CACHE_BYTES = 2**28
 
@@ -79,68 +75,6 @@ class Clock:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
-
-
-def exact_attentions(device: torch.device, *, flex: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Ways to compute exact attention of query [B, H, D] to keys [B, G, L, D] and values: each gives [B, H, V].
-
-    Query heads that share keys are handed over as queries of one head: no mask is needed, keys are read once, and every
-    backend of SDPA can do it.
-    """
-
-    def grouped(query: Tensor, keys: Tensor) -> Tensor:
-        heads: Tensor = query.unflatten(1, (keys.shape[1], -1))
-        return heads
-
-    def sdpa(backend: SDPBackend, expand: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        def call(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                if expand:
-                    own = F.scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)
-                    return own[:, :, 0]
-                return F.scaled_dot_product_attention(grouped(query, keys), keys, values).flatten(1, 2)
-
-        return call
-
-    if device.type != "cuda":
-        # one that works here and one that is left out
-        return {
-            "math, grouped": sdpa(SDPBackend.MATH, False),
-            "cudnn, grouped": sdpa(SDPBackend.CUDNN_ATTENTION, False),
-        }
-    ways = {
-        "flash, grouped": sdpa(SDPBackend.FLASH_ATTENTION, False),
-        "flash, gqa": sdpa(SDPBackend.FLASH_ATTENTION, True),
-        "cudnn, grouped": sdpa(SDPBackend.CUDNN_ATTENTION, False),
-        "cudnn, gqa": sdpa(SDPBackend.CUDNN_ATTENTION, True),
-        "efficient, grouped": sdpa(SDPBackend.EFFICIENT_ATTENTION, False),
-    }
-    if flex:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        # of dynamic sizes: one compilation for all points, not one each
-        compiled: Any = torch.compile(flex_attention, dynamic=True)
-
-        def flex_call(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            output: Tensor = compiled(query[:, :, None], keys, values, enable_gqa=True)
-            return output[:, :, 0]
-
-        ways["flex, gqa"] = flex_call
-    return ways
-
-
-def working(
-    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]], inputs: tuple[Tensor, Tensor, Tensor], wanted: Tensor,
-    bound: float,
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Per way, why it isn't measured: it fails here, or is off by more than `bound`; empty if it is."""
-    for name, way in ways.items():
-        try:
-            error = float((way(*inputs).float() - wanted).abs().max())
-        except Exception as failure:  # a backend refuses, or its compiler is missing: any kind of error
-            yield name, f"{type(failure).__name__}: {str(failure)[:200]}"
-            continue
-        yield name, "" if error < bound else f"off by {error:.3g}"
 
 
 def _summary(seconds: list[float], *, graph: bool) -> Time:

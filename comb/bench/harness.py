@@ -119,7 +119,11 @@ class BenchmarkReport:
 
     def say(self, text: str) -> None:
         """A line on the terminal, with the seconds since the start in front."""
-        self.console.print(f"{time.perf_counter() - self.begun:6.1f} s  {text}", markup=False, soft_wrap=True)
+        self.console.print(f"{self.elapsed():6.1f} s  {text}", markup=False, soft_wrap=True)
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.begun
 
     def finish(self) -> None:
         """Prints the tables, and writes JSON, Markdown and the plot."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from comb.evaluation.table import Row
 from comb.kernels.launch import Launch, Pages
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.fill import prompt_rows
@@ -20,9 +20,13 @@ _RINGS = ("query", "o", "lse", "chain", "drift")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a check: rows, query heads, key/value heads, channels of queries and of values, prompt."""
+class CheckCase:
+    """Name, rows, query heads, key/value heads, channels of queries and of values, prompt; page size 0: contiguous."""
 
+    name: str
+    dtype: torch.dtype
+    config: MacConfig
+    page: int
     rows: int
     heads: int
     groups: int
@@ -31,120 +35,94 @@ class Shape:
     prompt: int
 
 
-@dataclass(frozen=True)
-class Check:
-    """One case: what was compared and how far apart it was.
-
-    Args:
-        hits, searches: of the plain step.
-        other_matches: heads that matched another query at the same distance up to rounding; left out of `error`.
-        error: largest difference of outputs, entries and log-sum-exps. ring_error: of the rings after all steps.
-        failed: why it didn't pass; empty if it did.
-    """
-
-    case: str
-    steps: int
-    hits: int
-    searches: int
-    other_matches: int
-    error: float
-    ring_error: float
-    failed: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-
-def cases(tiny: bool) -> list[tuple[str, Shape, torch.dtype, MacConfig, int]]:
-    """Name, sizes, dtype, configuration and page size (0: contiguous) of every check."""
+def cases(tiny: bool) -> list[CheckCase]:
+    """Every check."""
     base = MacConfig(window=48, band=20, tau=0.6, min_length=0, max_chain=None, max_drift=False)
-    odd, small = Shape(3, 6, 2, 72, 40, 150), Shape(2, 6, 2, 10, 12, 60)
-    some = small if tiny else odd
+    capped, some = replace(base, sink=7, max_chain=1, max_drift=True, tau=0.5), (2, 6, 2, 10, 12, 60)
+    some = some if tiny else (3, 6, 2, 72, 40, 150)
     listed = [
-        ("mixed", some, torch.float32, base, 0),
-        ("mixed, 16 bits, pages", some, torch.bfloat16, base, 16),
-        ("sink and caps", some, torch.float32, replace(base, sink=7, max_chain=1, max_drift=True, tau=0.5), 0),
-        ("nothing matches", some, torch.float32, replace(base, tau=1.0), 0),
-        ("all match", some, torch.float16, replace(base, tau=0.0), 0),
-        ("16-bit rings", some, torch.bfloat16, replace(base, ring_dtype="bfloat16"), 0),
+        CheckCase("mixed", torch.float32, base, 0, *some),
+        CheckCase("mixed, 16 bits, pages", torch.bfloat16, base, 16, *some),
+        CheckCase("sink and caps", torch.float32, capped, 0, *some),
+        CheckCase("nothing matches", torch.float32, replace(base, tau=1.0), 0, *some),
+        CheckCase("all match", torch.float16, replace(base, tau=0.0), 0, *some),
+        CheckCase("16-bit rings", torch.bfloat16, replace(base, ring_dtype="bfloat16"), 0, *some),
     ]
     if tiny:
         return listed
-    real = replace(base, window=1024, band=256, tau=0.55)
+    real, llama = replace(base, window=1024, band=256, tau=0.55), (4, 32, 8, 128, 128, 6000)
+    five = replace(base, window=100)
     return [
         *listed,
-        ("five heads to one, pages", Shape(2, 5, 1, 128, 128, 700), torch.bfloat16, replace(base, window=100), 64),
-        ("one head to one", Shape(2, 3, 3, 192, 128, 200), torch.float32, base, 0),
-        ("widest", Shape(1, 4, 2, 256, 256, 200), torch.float32, base, 0),
-        ("llama", Shape(4, 32, 8, 128, 128, 6000), torch.bfloat16, real, 0),
-        ("llama, pages", Shape(4, 32, 8, 128, 128, 6000), torch.bfloat16, real, 16),
-        ("llama, nothing matches", Shape(2, 32, 8, 128, 128, 6000), torch.bfloat16, replace(real, tau=1.0), 0),
+        CheckCase("five heads to one, pages", torch.bfloat16, five, 64, 2, 5, 1, 128, 128, 700),
+        CheckCase("one head to one", torch.float32, base, 0, 2, 3, 3, 192, 128, 200),
+        CheckCase("widest", torch.float32, base, 0, 1, 4, 2, 256, 256, 200),
+        CheckCase("llama", torch.bfloat16, real, 0, *llama),
+        CheckCase("llama, pages", torch.bfloat16, real, 16, *llama),
+        CheckCase("llama, nothing matches", torch.bfloat16, replace(real, tau=1.0), 0, 2, *llama[1:]),
     ]
 
 
-def check(name: str, shape: Shape, dtype: torch.dtype, config: MacConfig, page: int, steps: int, device: torch.device,
-          launch: Launch | None = None) -> Check:  # fmt: skip
-    """Decodes `steps` tokens behind a prompt by both; every step starts from the plain one's rings."""
-    length = shape.prompt + steps
+def check(case: CheckCase, steps: int, device: torch.device, launch: Launch | None = None) -> Row:
+    """Decodes `steps` tokens behind a prompt by both; every step starts from the plain one's rings.
+
+    Returns:
+        ``hits`` and ``searches`` of the plain step; ``other_matches``, heads that matched another query at the same
+        distance up to rounding, left out of ``error``, the largest difference of outputs, entries and log-sum-exps;
+        ``ring_error`` after all steps; and ``failed``, why it didn't pass, empty if it did.
+    """
+    config, length = case.config, case.prompt + steps
 
     def noise(seed: int, *sizes: int) -> Tensor:
         made = torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
-        return made.to(device, dtype)
+        return made.to(device, case.dtype)
 
-    common = noise(0, shape.rows, shape.heads, 1, shape.width)
-    queries = 0.8 * common + 0.6 * noise(1, shape.rows, shape.heads, length, shape.width)
-    keys = noise(2, shape.rows, shape.groups, length, shape.width)
-    values = noise(3, shape.rows, shape.groups, length, shape.value_width)
-    start = torch.arange(shape.rows, device=device) * 5
-    state = MacState.empty(shape.rows, shape.heads, shape.width, shape.value_width, config, queries)
-    scale = shape.width**-0.5
-    index = torch.arange(max(0, shape.prompt - config.window), shape.prompt, device=device)
-    before = slice(0, shape.prompt)
-    turned = queries.roll(1, -1)
+    common = noise(0, case.rows, case.heads, 1, case.width)
+    queries = 0.8 * common + 0.6 * noise(1, case.rows, case.heads, length, case.width)
+    rotated = queries.roll(1, -1)
+    keys = noise(2, case.rows, case.groups, length, case.width)
+    values = noise(3, case.rows, case.groups, length, case.value_width)
+    start, scale = torch.arange(case.rows, device=device) * 5, case.width**-0.5
+    state = MacState.empty(case.rows, case.heads, case.width, case.value_width, config, queries)
+    index = torch.arange(max(0, case.prompt - config.window), case.prompt, device=device)
+    before = slice(0, case.prompt)
     state.write(
         prompt_rows(
-            queries[:, :, index].float(), turned[:, :, index], keys[:, :, before], values[:, :, before], index, start,
+            queries[:, :, index].float(), rotated[:, :, index], keys[:, :, before], values[:, :, before], index, start,
             config, scale,
         )
     )  # fmt: skip
-    hits = searches = others = 0
-    error = ring_error = 0.0
-    failed = ""
-    for m in range(shape.prompt, length):
+    found: Row = {"case": case.name, "steps": steps, "hits": 0, "searches": 0, "other_matches": 0, "error": 0.0,
+                  "ring_error": 0.0, "failed": ""}  # fmt: skip
+    for m in range(case.prompt, length):
         seen = slice(0, m + 1)
-        own = queries[:, :, m].float(), turned[:, :, m]
-        plain = step(state, *own, keys[:, :, seen], values[:, :, seen], start, config, scale)
+        own, cached = (queries[:, :, m].float(), rotated[:, :, m]), (keys[:, :, seen], values[:, :, seen])
+        plain = step(state, *own, *cached, start, config, scale)
         written = MacState(*(getattr(state, ring).clone() for ring in ("query", "o", "lse", "pos", "chain", "drift")))
-        if page:
-            stored, pages = paged(keys[:, :, seen], values[:, :, seen], page)
-            fast = mac_step_triton(written, *own, *stored, start, config, scale, write=True, pages=pages, launch=launch)
-        else:
-            fast = mac_step_triton(
-                written, *own, keys[:, :, seen], values[:, :, seen], start, config, scale, write=True, launch=launch
-            )
+        stored, pages = paged(*cached, case.page) if case.page else (cached, None)
+        fast = mac_step_triton(written, *own, *stored, start, config, scale, write=True, pages=pages, launch=launch)
         state.write(plain.rows)
         same = fast.match.pos == plain.match.pos
-        others += int((~same).sum())
         near = torch.isclose(fast.match.distance, plain.match.distance, rtol=1e-5, atol=0)
         if not bool((same | near).all()) or not torch.equal(written.pos, state.pos):
-            failed = failed or f"another match at step {m}"
+            found["failed"] = found["failed"] or f"another match at step {m}"
         if bool((fast.keys_read != plain.keys_read)[same].any()):
-            failed = failed or f"other keys read at step {m}"
-        error = max(error, _apart(fast, plain, same))
-        slot = plain.position % config.window
-        row = torch.arange(shape.rows, device=device)
+            found["failed"] = found["failed"] or f"other keys read at step {m}"
+        found["error"] = max(found["error"], _apart(fast, plain, same))
+        slot, row = plain.position % config.window, torch.arange(case.rows, device=device)
         for ring in _RINGS:
             new, wanted = (getattr(rings, ring)[row, slot][same].float() for rings in (written, state))
-            ring_error = max(ring_error, _distance(new, wanted) / (1 + float(wanted[wanted.isfinite()].abs().max())))
-        hits += int(plain.match.hit.sum())
-        searches += plain.match.hit.numel()
-    ring_bound = max(BOUNDS[dtype], 1e-2 if config.ring_dtype != "auto" else 0.0)
-    if not error < BOUNDS[dtype] or not ring_error < ring_bound:
-        failed = failed or f"off by {error:.3g}, rings by {ring_error:.3g}"
-    if others > 0.02 * searches:
-        failed = failed or f"{others} of {searches} matches differ"
-    return Check(name, steps, hits, searches, others, error, ring_error, failed)
+            apart = _distance(new, wanted) / (1 + float(wanted[wanted.isfinite()].abs().max()))
+            found["ring_error"] = max(found["ring_error"], apart)
+        found["hits"] += int(plain.match.hit.sum())
+        found["searches"] += plain.match.hit.numel()
+        found["other_matches"] += int((~same).sum())
+    ring_bound = max(BOUNDS[case.dtype], 1e-2 if config.ring_dtype != "auto" else 0.0)
+    if not found["error"] < BOUNDS[case.dtype] or not found["ring_error"] < ring_bound:
+        found["failed"] = found["failed"] or "off by {error:.3g}, rings by {ring_error:.3g}".format(**found)
+    if found["other_matches"] > 0.02 * found["searches"]:
+        found["failed"] = found["failed"] or "{other_matches} of {searches} matches differ".format(**found)
+    return found
 
 
 def paged(keys: Tensor, values: Tensor, page: int) -> tuple[tuple[Tensor, Tensor], Pages]:
