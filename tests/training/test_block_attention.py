@@ -15,12 +15,12 @@ from comb import Prompt, methods
 from comb.methods.base import LinkRequest
 from comb_training.config import TrainConfig, config_from_dict
 from comb_training.data.batches import TrainingExample
-from comb_training.models.block_attention import BlockAttentionModel, BlockCollator, block_mask, segment_numbers
+from comb_training.models.block import BlockAttentionModel, BlockCollator, block_mask, segment_numbers
 from comb_training.models.lora import add_lora
 from comb_training.train import run_training
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.trainer import CombTrainer
-from tests.helpers.training import TOKENIZER, backbone, examples
+from tests.helpers.training import TOKENIZER, backbone, examples, trainer
 
 PROMPT = Prompt((3, 4), ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16)), (17, 18, 19), ((), (20,)))
 
@@ -93,11 +93,10 @@ def test_a_run_is_resumed_exactly_and_published_as_an_ordinary_checkpoint(rank: 
         if rank is not None:
             model.requires_grad_(False)
             add_lora(model.backbone.model.layers, rank=rank, alpha=4.0, dropout=0.0)
-        config = TrainConfig(
-            method="block", steps=10, batch_size=4, learning_rate=1e-2, save_steps=5, lora_rank=rank,
-            output_dir=str(tmp_path), kl_weight=0.5 if rank else 0.0, batch_query_tokens=200,
+        return trainer(
+            model, tmp_path, method="block", steps=10, learning_rate=1e-2, save_steps=5, lora_rank=rank,
+            kl_weight=0.5 if rank else 0.0, batch_query_tokens=200,
         )  # fmt: skip
-        return CombTrainer(model, config, examples(), TOKENIZER, progress=False)
 
     straight = run()
     straight.train()

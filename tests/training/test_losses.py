@@ -13,12 +13,10 @@ from torch.nn.functional import kl_div
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comb import CombForCausalLM, Prompt
-from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, Collator, TrainingExample
 from comb_training.models.lora import add_lora, lora_layers, unload
 from comb_training.trainer.losses import Teacher, divergence, target_logits_only, target_loss
-from comb_training.trainer.trainer import CombTrainer
-from tests.helpers.training import TOKENIZER, backbone, comb_model, examples, trainer
+from tests.helpers.training import backbone, comb_model, examples, trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -175,10 +173,8 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
     assert all(".lora_" in name for name in trained if name.startswith("encoder.layers."))
     assert any(name.startswith("cross_blocks.") for name in trained)
     assert any(name.startswith("encoder.key_value_heads.") for name in trained)
-    run = CombTrainer(
-        model, TrainConfig(steps=10, batch_size=6, learning_rate=1e-2, save_steps=5, output_dir=str(tmp_path)),
-        examples(), TOKENIZER, progress=False,
-    )  # fmt: skip
+    settings = {"steps": 10, "batch_size": 6, "learning_rate": 1e-2, "save_steps": 5}
+    run = trainer(model, tmp_path, **settings)
     run.train()
     weights = run.trained_weights()
     run.save_model(str(tmp_path / "adapter"))
@@ -199,10 +195,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
     # resumed in the middle, it is the same run
     again = comb_model(gate=0.5)
     add_lora(again.encoder.layers, rank=2, alpha=4.0, dropout=0.0)
-    resumed = CombTrainer(
-        again, TrainConfig(steps=10, batch_size=6, learning_rate=1e-2, save_steps=5, output_dir=str(tmp_path)),
-        examples(), TOKENIZER, progress=False,
-    )  # fmt: skip
+    resumed = trainer(again, tmp_path, **settings)
     resumed.train(tmp_path / "checkpoint-5")
     assert resumed.losses == run.losses
     found = resumed.trained_weights()

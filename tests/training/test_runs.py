@@ -23,6 +23,7 @@ from comb_training import plugin
 from comb_training.cli import demo
 from comb_training.config import config_from_dict, load_config
 from comb_training.data.mixture import read_examples
+from comb_training.models import training_method
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training, trained_config
 from comb_training.trainer.prepare import prepare
@@ -249,6 +250,23 @@ def test_init_from_needs_an_adapter(config_for: Callable[..., Any], backbone_fol
     ]:
         with pytest.raises(ValueError, match=message):
             prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, **changes)))
+
+
+def test_what_is_loaded_to_go_on_trains_and_the_backbone_is_frozen(
+    config_for: Callable[..., Any], backbone_folder: Path, tmp_path: Path
+) -> None:
+    def trained(config: Any) -> set[str]:
+        model = training_method(config.train.method).load(config)
+        return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    config = config_for()
+    fresh = training_method("comb").load(config)
+    fresh.requires_grad_(False).save_pretrained(tmp_path / "adapter", tokenizer=TOKENIZER)
+    model = dataclasses.replace(config.model, init_from=str(tmp_path / "adapter"))
+    names = {name for name, _ in fresh.named_parameters()}
+    assert trained(dataclasses.replace(config, model=model)) == {n for n in names if not n.startswith("backbone.")}
+    pytest.importorskip("peft")
+    assert all(".lora_" in name for name in trained(config_for(method="block", lora_rank=2)))
 
 
 # --- answers while training ---

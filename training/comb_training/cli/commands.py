@@ -168,8 +168,7 @@ def demo(
     """The whole story on a CPU in minutes: train, save, reload, ask, compare."""
     from comb_training.cli.demo import run_demo
 
-    result = run_demo(output_dir, train_seconds=train_seconds, questions=questions, seed=seed, console=console)
-    if not result.passed:
+    if not run_demo(output_dir, train_seconds=train_seconds, questions=questions, seed=seed, console=console):
         raise typer.Exit(1)
 
 
