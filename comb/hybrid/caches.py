@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from comb.backbones.forward import decoder_of, run_decoder, takes_positions
 from comb.backbones.transformers_private import classes_beside
-from comb.linking.cache import ROOM, RoomyLayer
+from comb.linking.cache import RoomyLayer
 
 _KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
@@ -95,12 +95,7 @@ def give_room(cache: Any, length: int) -> None:
     """Room for `length` tokens and a little more behind the keys and values, so that nothing copies them again."""
     for number, layer in attention_layers(cache).items():
         if type(layer) is DynamicLayer:
-            buffers = []
-            for tensor in (layer.keys, layer.values):
-                buffer = tensor.new_empty(*tensor.shape[:2], max(length, tensor.shape[2]) + ROOM, tensor.shape[3])
-                buffer[:, :, : tensor.shape[2]] = tensor
-                buffers.append(buffer)
-            cache.layers[number] = RoomyLayer(buffers[0], buffers[1], layer.keys.shape[2])
+            cache.layers[number] = RoomyLayer.of(layer, length)
 
 
 def run(model: Any, token_ids: list[int], cache: Cache, start: int, *, step: int | None = None) -> Tensor | None:

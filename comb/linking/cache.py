@@ -103,6 +103,12 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :after], values[:, :, :after]
         return self.keys, self.values
 
+    @classmethod
+    def of(cls, layer: Any, length: int) -> RoomyLayer:
+        """A copy of a layer's keys and values with room for `length` tokens and a little more."""
+        most = max(length, layer.keys.shape[2])
+        return cls(_with_room(layer.keys, most), _with_room(layer.values, most), layer.keys.shape[2])
+
     def fork(self) -> RoomyLayer:
         """A layer of the same content that takes the room along."""
         fork = copy.copy(self)

@@ -15,67 +15,24 @@ from torch import Tensor
 from comb.bench.mac_stream import StreamSpec, error_between, make_stream, run_stream
 from comb.kernels.mac.algebra import EMPTY, attend, attend_range, merge
 from comb.kernels.mac.config import MacConfig, chance_tau
-from comb.kernels.mac.fill import prompt_rows
 from comb.kernels.mac.match import find_match
 from comb.kernels.mac.state import MacState, RingEntries
-from comb.kernels.mac.step import MacStep, step, step_in_order
+from comb.kernels.mac.step import step_in_order
 from comb.mac.breakeven import PAPER_H100, AttentionShape, Costs, fit_costs, least_context, pays, step_seconds
+from tests.helpers.mac_decode import Decode, noise
 
 EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}
 SMALL = MacConfig(window=8, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False)
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-class Decode:
-    """One request after another token by token, without rotary embedding unless `rotated` queries are given."""
-
-    def __init__(
-        self, config: MacConfig, queries: Tensor, keys: Tensor, values: Tensor, *, rotated: Tensor | None = None,
-        start: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
-        self.config, self.queries, self.keys, self.values = config, queries, keys, values
-        self.rotated = queries if rotated is None else rotated
-        self.scale = queries.shape[-1] ** -0.5
-        self.start = torch.tensor(start or (0,) * len(queries))
-        sizes = queries.shape[0], queries.shape[1], queries.shape[-1], values.shape[-1]
-        self.state = MacState.empty(*sizes, config, queries)
-
-    def fill(self, length: int) -> None:
-        index = torch.arange(max(0, length - self.config.window), length)
-        self.state.write(
-            prompt_rows(
-                self.queries[:, :, index], self.rotated[:, :, index], self.keys[:, :, :length],
-                self.values[:, :, :length], index, self.start, self.config, self.scale,
-            )
-        )  # fmt: skip
-
-    def inputs(self, m: int) -> tuple[Tensor, ...]:
-        seen = slice(0, m + 1)
-        return self.queries[:, :, m], self.rotated[:, :, m], self.keys[:, :, seen], self.values[:, :, seen], self.start
-
-    def step(self, m: int) -> MacStep:
-        done = step(self.state, *self.inputs(m), self.config, self.scale)
-        self.state.write(done.rows)
-        return done
-
-    def exact(self, m: int) -> Tensor:
-        _, rotated, keys, values, start = self.inputs(m)
-        group = torch.arange(rotated.shape[1]) // (rotated.shape[1] // keys.shape[1])
-        inside = torch.arange(m + 1) >= start[:, None, None]
-        return attend(rotated, keys[:, group], values[:, group], self.scale, inside)[0]
 
 
 def made(
     config: MacConfig, length: int, *, rows: int = 1, heads: int = 4, groups: int = 2, seed: int = 0,
     dtype: torch.dtype = torch.float64, same: bool = False, start: tuple[int, ...] | None = None,
 ) -> Decode:  # fmt: skip
-    queries = noise(rows, heads, length, 8, seed=seed, dtype=dtype)
+    queries = noise(rows, heads, length, 8, seed=seed).to(dtype)
     if same:
         queries = queries[:, :, :1].expand(-1, -1, length, -1).contiguous()
-    keys, values = (noise(rows, groups, length, 8 + 2 * n, seed=seed + 1 + n, dtype=dtype) for n in (0, 1))
+    keys, values = (noise(rows, groups, length, 8 + 2 * n, seed=seed + 1 + n).to(dtype) for n in (0, 1))
     return Decode(config, queries, keys, values, start=start)
 
 
@@ -368,7 +325,7 @@ def test_the_step_equals_its_plain_twin(config: MacConfig, sink: int) -> None:
     decode.fill(40)
     hits = 0
     for m in range(40, 70):
-        plain = step_in_order(decode.state, *decode.inputs(m), config, decode.scale)
+        plain = step_in_order(*decode.inputs(m))
         done = decode.step(m)
         hits += int(done.match.hit.sum())
         assert error(done.output, plain[0]) < 1e-12

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from comb.kernels.launch import Launch, Pages
 from comb.kernels.mac import attend as attend_module
@@ -21,7 +20,6 @@ from comb.kernels.mac import schedule as schedule_module
 from comb.kernels.mac.algebra import EMPTY, attend_range, merge
 from comb.kernels.mac.attend import PartialAttention, attend_spans
 from comb.kernels.mac.config import MacConfig
-from comb.kernels.mac.fill import prompt_rows
 from comb.kernels.mac.match import find_match
 from comb.kernels.mac.match_kernel import nearest_in_tiles
 from comb.kernels.mac.merge import merge_spans
@@ -32,47 +30,28 @@ from comb.kernels.mac.step_kernel import mac_step_triton
 from comb.mac import mac
 from comb.mac.breakeven import PAPER_H100
 from tests.helpers.interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
+from tests.helpers.mac_decode import Decode, noise
 
 SMALL = MacConfig(window=20, band=9, tau=0.6, min_length=0, max_chain=None, max_drift=False)
 TILES = Launch(ring_tile=16, key_tile=16, programs=3)
 EXACT, HALF = 1e-5, 2e-2
 
 
-def noise(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Stream:
+class Stream(Decode):
     """Requests of H query and G key/value heads, odd widths; queries have a common part, so that some match."""
 
     def __init__(
         self, config: MacConfig, length: int, *, rows: int = 1, heads: int = 6, groups: int = 2, alike: float = 0.8,
         width: int = 10, value_width: int = 12, dtype: torch.dtype = torch.float32, start: tuple[int, ...] = (5, 0),
     ) -> None:  # fmt: skip
-        self.config, self.scale = config, width**-0.5
-        common = noise(rows, heads, 1, width, seed=0)
-        self.queries = (alike * common + (1 - alike**2) ** 0.5 * noise(rows, heads, length, width, seed=1)).to(dtype)
-        self.rotated = self.queries.roll(1, -1)
-        self.keys = noise(rows, groups, length, width, seed=2).to(dtype)
-        self.values = noise(rows, groups, length, value_width, seed=3).to(dtype)
-        self.start = torch.tensor(start[:rows])
-        self.state = MacState.empty(rows, heads, width, value_width, config, self.queries)
-
-    def fill(self, length: int) -> None:
-        index = torch.arange(max(0, length - self.config.window), length)
-        self.state.write(
-            prompt_rows(
-                self.queries[:, :, index].float(), self.rotated[:, :, index], self.keys[:, :, :length],
-                self.values[:, :, :length], index, self.start, self.config, self.scale,
-            )
-        )  # fmt: skip
-
-    def inputs(self, m: int) -> tuple[Any, ...]:
-        seen = slice(0, m + 1)
-        return (
-            self.state, self.queries[:, :, m].float(), self.rotated[:, :, m], self.keys[:, :, seen],
-            self.values[:, :, seen], self.start, self.config, self.scale,
-        )  # fmt: skip
+        own, *stored = (
+            noise(rows, count, length, channels, seed=seed, dtype=torch.float32)
+            for count, channels, seed in ((heads, width, 1), (groups, width, 2), (groups, value_width, 3))
+        )
+        common = noise(rows, heads, 1, width, seed=0, dtype=torch.float32)
+        queries = (alike * common + (1 - alike**2) ** 0.5 * own).to(dtype)
+        keys, values = (tensor.to(dtype) for tensor in stored)
+        super().__init__(config, queries, keys, values, rotated=queries.roll(1, -1), start=start[:rows])
 
     def paged(self, m: int, page: int = 7) -> tuple[tuple[Any, ...], Pages]:
         """`inputs` with keys in shuffled pages among others that hold NaN."""
@@ -331,7 +310,7 @@ def test_pieces_and_merge_are_the_reference_s() -> None:
             spans.append((o, lse))
             assert distance(pieces.o[g * 3 + kind, h % 3], o) < EXACT
             assert distance(pieces.lse[g * 3 + kind, h % 3], lse) < EXACT
-    made = PartialAttention(noise(7, 3, 12, seed=7), noise(7, 3, seed=8))
+    made = PartialAttention(noise(7, 3, 12, seed=7).float(), noise(7, 3, seed=8).float())
     merged = merge_spans(state, unrotated, position, schedule, made, write=False)
     for h in range(6):
         sink, band, tail = ((made.o[h // 3 * 3 + kind, h % 3], made.lse[h // 3 * 3 + kind, h % 3]) for kind in range(3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,34 +53,41 @@ class CombMixin(ModelClass):
             ValueError: if the checkpoint lacks a weight of the cross blocks, one is not finite, or the backbone's
                 embedding isn't the one that the adapter was trained on.
         """
-        check = _WeightCheck(getattr(self._comb_vllm_config.model_config.hf_config, ATTRIBUTE)["fingerprint"])
-        names = set(super().load_weights(self._of_backbone(weights, check)))
+        fingerprint = getattr(self._comb_vllm_config.model_config.hf_config, ATTRIBUTE)["fingerprint"]
+        loaded: set[int] = set()  # ids of the cross blocks' parameters that have got their values
+        same: list[bool] = []  # of weights with the embedding's shape, as names differ: whether it is the adapter's
+
+        def of_backbone() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if not name.startswith(BACKBONE):
+                    loaded.update(self._load_adapter(name, tensor))
+                    continue
+                if fingerprint is not None and list(tensor.shape) == fingerprint["embedding_shape"]:
+                    same.append(same_embedding(tensor, fingerprint))
+                yield name.removeprefix(BACKBONE), tensor
+
+        names = set(super().load_weights(of_backbone()))
         ours = [pair for block in self.comb_blocks.values() for pair in block.named_parameters()]
-        missing = [name for name, weight in ours if id(weight) not in check.loaded]
+        missing = [name for name, weight in ours if id(weight) not in loaded]
         if missing:
             raise ValueError(f"the checkpoint lacks {len(missing)} weights of its cross blocks, such as {missing[:3]}")
-        if check.embedding_seen and not check.embedding_found:
+        if same and not any(same):
             place = self.secondary_weights[-1].model_or_path
             raise ValueError(f"the embedding in {place} differs from the one that this adapter was trained on")
-        return names | {name for name, weight in self.named_parameters() if id(weight) in check.loaded}
+        return names | {name for name, weight in self.named_parameters() if id(weight) in loaded}
 
-    def _of_backbone(self, weights: Iterable[tuple[str, Tensor]], check: _WeightCheck) -> Iterator[tuple[str, Tensor]]:
-        """Passes the backbone's weights on; the adapter's are taken out."""
-        for name, tensor in weights:
-            if name.startswith(BACKBONE):
-                check.look(tensor)
-                yield name.removeprefix(BACKBONE), tensor
-                continue
-            block = next((found for start, found in self.comb_blocks.items() if name.startswith(start)), None)
-            if block is None:
-                if not name.startswith(ENCODER):
-                    raise ValueError(f"the checkpoint has a weight {name!r} that belongs to no part of this adapter")
-                continue
-            if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
-            weight = block.get_parameter(name.split(".", 2)[2])
-            getattr(weight, "weight_loader", default_weight_loader)(weight, tensor)
-            check.loaded.add(id(weight))
+    def _load_adapter(self, name: str, tensor: Tensor) -> Iterator[int]:
+        """Loads a weight of the cross blocks; its parameter's id, nothing for one of the encoder's."""
+        block = next((found for start, found in self.comb_blocks.items() if name.startswith(start)), None)
+        if block is None:
+            if not name.startswith(ENCODER):
+                raise ValueError(f"the checkpoint has a weight {name!r} that belongs to no part of this adapter")
+            return
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
+        weight = block.get_parameter(name.split(".", 2)[2])
+        getattr(weight, "weight_loader", default_weight_loader)(weight, tensor)
+        yield id(weight)
 
     def get_model_state_cls(self) -> type:
         """For vLLM's V2 model runner: the backbone's model state, which also knows documents."""
@@ -94,27 +100,6 @@ class CombMixin(ModelClass):
             return with_documents(own())
         plain: Any = types.SimpleNamespace(modules=self.modules)  # the model without this method
         return with_documents(resolve_model_state_cls(self._comb_vllm_config, plain))
-
-
-@dataclass
-class _WeightCheck:
-    """What has been seen of the weights so far.
-
-    Attributes:
-        fingerprint: of the adapter's backbone; its embedding is known by shape and values, as names differ.
-        loaded: ids of the cross blocks' parameters that have got their values.
-    """
-
-    fingerprint: dict[str, Any] | None
-    loaded: set[int] = field(default_factory=set)
-    embedding_seen: bool = False
-    embedding_found: bool = False
-
-    def look(self, tensor: Tensor) -> None:
-        """Compares a weight of the backbone that may be its embedding."""
-        if self.fingerprint is not None and list(tensor.shape) == self.fingerprint["embedding_shape"]:
-            self.embedding_seen = True
-            self.embedding_found |= same_embedding(tensor, self.fingerprint)
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
