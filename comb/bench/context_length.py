@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -232,14 +232,11 @@ class _Turns:
         if peak is None:
             cached()
         self.found |= {"recomputed_tokens": recomputed[0], "peak_memory_bytes": peak}
+        kept: Iterable[int] = (picache.nbytes for picache in picaches)
         if self.method.needs_store:
-            self.found["cache_bytes"] = sum(
-                tier.bytes
-                for tier in self.method.store.stats().tiers.values()  # type: ignore[attr-defined]
-            )
-        else:  # token ids don't count: `full` keeps nothing else
-            kept = 0 if self.method.name == "full" else sum(picache.nbytes for picache in picaches)
-            self.found["cache_bytes"] = kept
+            kept = (tier.bytes for tier in self.method.store.stats().tiers.values())  # type: ignore[attr-defined]
+        # of `full` these are token ids alone, which don't count
+        self.found["cache_bytes"] = 0 if self.method.name == "full" else sum(kept)
 
     def row(self, full: _Turns | None) -> Row:
         """What was found; ratios are to `full`, of the same repeat."""

@@ -47,7 +47,8 @@ from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import environment, write_json
 from comb.evaluation.run import Timing
-from comb.evaluation.table import Row, TextTable
+from comb.evaluation.table import Row as Row
+from comb.evaluation.table import TextTable
 from comb.registry import Registry
 
 benchmarks: Registry[Callable[..., None]] = Registry("benchmark", "comb.bench")

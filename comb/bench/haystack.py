@@ -24,21 +24,11 @@ CITIES = ("Aarhus", "Bergen", "Cadiz", "Dresden", "Esbjerg", "Fukuoka", "Galway"
 _SUBJECTS = ("The harbour", "A quiet street", "The old library", "The weather station", "A small bakery", "The river")
 _VERBS = ("was repaired", "was painted", "was photographed", "was mentioned in a letter", "was visited by students")
 _TIMES = ("in the spring", "after the long winter", "on a Tuesday", "before the festival", "many years ago", "at dawn")
-_ENDINGS = (
-    "and nobody thought much of it",
-    "which pleased the neighbours",
-    "as the newspaper reported",
-    "although it rained all day",
-    "and the work went on until evening",
-)
-_COMMON = frozenset({"and", "are", "did", "does", "for", "from", "has", "have", "her", "his", "how", "its", "the"}) | {
-    "was",
-    "what",
-    "where",
-    "which",
-    "who",
-    "with",
-}
+_ENDINGS = ("and nobody thought much of it", "which pleased the neighbours", "as the newspaper reported",
+            "although it rained all day", "and the work went on until evening")  # fmt: skip
+# no content words
+_COMMON = frozenset({"and", "are", "did", "does", "for", "from", "has", "have", "her", "his", "how", "its", "the",
+                     "was", "what", "where", "which", "who", "with"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,10 +90,7 @@ class TextHaystack:
     def __init__(self, tokenizer: Any, chunk_tokens: int, text: str | None = None, seed: int = 0) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"--chunk-tokens must be at least 1, got {chunk_tokens}")
-        self.tokenizer = tokenizer
-        self.chunk_tokens = chunk_tokens
-        self.text = text
-        self.seed = seed
+        self.tokenizer, self.chunk_tokens, self.text, self.seed = tokenizer, chunk_tokens, text, seed
         self._sentences = random.Random(seed)
         self._filler: list[int] = []
 
@@ -151,9 +138,7 @@ class ExampleHaystack:
     """
 
     def __init__(self, examples: Sequence[Example], builder: PromptBuilder, template: str = "{query}") -> None:
-        self.builder = builder
-        self.template = template
-        self.examples = examples
+        self.builder, self.template, self.examples = builder, template, examples
         found = ((example, supporting(example)) for example in examples)
         self.needles = [(example, document) for example, document in found if document is not None]
         if not self.needles:
@@ -162,15 +147,14 @@ class ExampleHaystack:
     def case(self, tokens: int, depth: float, number: int) -> Case:
         example, needle = self.needles[number * 7919 % len(self.needles)]
         needle_tokens = len(self.builder.segment(needle))
-        target = (tokens - needle_tokens) * depth / 100
+        room = tokens - needle_tokens
+        target = room * depth / 100
         before: list[Document] = []
         after: list[Document] = []
         in_front = used = 0
-        full = False
         for document in self._fillers(example, needle):
             size = len(self.builder.segment(document))
-            if used + size > tokens - needle_tokens:
-                full = True
+            if used + size > room:
                 break
             used += size
             # in front as long as that brings the needle nearer to where it shall be
@@ -179,7 +163,7 @@ class ExampleHaystack:
                 before.append(document)
             else:
                 after.append(document)
-        if not full:
+        else:
             raise ValueError(
                 f"the dataset's documents give a haystack of {used + needle_tokens} tokens, not {tokens}: read more "
                 "of it (--limit), or use text"
@@ -187,8 +171,8 @@ class ExampleHaystack:
         if not used:
             raise ValueError(f"{tokens} tokens have no room for a document beside the needle ({needle_tokens} tokens)")
         question = self.template.replace("{query}", example.query)
-        total = used + needle_tokens
-        return Case((*before, needle, *after), question, example.answer, total, in_front, needle_tokens)
+        documents = (*before, needle, *after)
+        return Case(documents, question, example.answer, used + needle_tokens, in_front, needle_tokens)
 
     def _fillers(self, example: Example, needle: Document) -> Iterator[Document]:
         asked = _words(example.query) & _words(needle.text or "")

@@ -224,7 +224,7 @@ def simulate_beyond(
     plans += [(name, method, [list(request) for request in trace]) for method in list(costs)[:1]]
     for title, method, asked in plans:
         for result in simulate(asked, workers, costs[method]):
-            yield {"kind": "simulated", "name": title, "method": method, **asdict(result)}
+            yield {"kind": "simulated", "name": title, "method": method, **result}
 
 
 def _check(method: Method, executor: CompileExecutor, prompt: RandomPrompt) -> int:

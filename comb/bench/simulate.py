@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import math
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy
 
 from comb.engine.workers.scheduling import Plan, lpt, makespan, round_robin
+from comb.evaluation.table import Row
 
 Trace = Sequence[Sequence[int]]
 Policy = Callable[[Sequence[float], int], Plan]
@@ -50,20 +54,17 @@ class CostModel:
         """
         if not measured:
             raise ValueError("a cost model is fitted to at least one measured segment, got none")
-        linear = sum(t * s for t, s in measured) / sum(t * t for t, _ in measured)
-        a, b = linear, 0.0
-        t2, t3, t4 = (sum(t**power for t, _ in measured) for power in (2, 3, 4))
-        determinant = t2 * t4 - t3 * t3
-        if determinant > 1e-9 * t2 * t4:  # else all lengths are alike, and one number is all there is
-            st, st2 = sum(s * t for t, s in measured), sum(s * t * t for t, s in measured)
-            first, second = (st * t4 - st2 * t3) / determinant, (st2 * t2 - st * t3) / determinant
-            if first > 0 and second > 0:
-                a, b = first, second
-        return cls(a, b, transfer_per_token_s, combine_s)
+        tokens, seconds = numpy.array(measured, dtype=float).T
+        linear = float(tokens @ seconds / (tokens @ tokens))
+        scale = tokens.max()
+        powers = numpy.stack([tokens / scale, (tokens / scale) ** 2], axis=1)
+        (first, second), _, rank, _ = numpy.linalg.lstsq(powers, seconds, rcond=1e-5)
+        if rank == 2 and first > 0 and second > 0:  # else all lengths are alike, and one number is all there is
+            return cls(float(first / scale), float(second / scale**2), transfer_per_token_s, combine_s)
+        return cls(linear, 0.0, transfer_per_token_s, combine_s)
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """One request's time to the first token, in seconds: the busiest worker, what waits for transfers, combining."""
 
     dispatch_s: float
@@ -91,8 +92,7 @@ def replay(lengths: Sequence[int], plan: Plan, costs: CostModel) -> Stages:
     return Stages(busiest, clock - busiest, costs.combine_s)
 
 
-@dataclass(frozen=True)
-class Optimum:
+class Optimum(NamedTuple):
     """The least possible load of the busiest worker; where `exact` is False, a bound that no plan can be below."""
 
     value: float
@@ -139,59 +139,36 @@ def optimum(costs: Sequence[float], workers: int, *, max_nodes: int = 100_000) -
     return Optimum(bound, False)
 
 
-@dataclass(frozen=True)
-class PolicyResult:
-    """One policy at one number of workers, over a trace.
-
-    Args:
-        ttft_s, dispatch_s, transfer_s, combine_s: means over the requests.
-        speedup: mean TTFT with one worker over mean TTFT.
-        over_optimum: mean of the busiest worker's load over the least possible (or its bound) per request.
-        worst_over_optimum: the largest of them.
-        exact: share of the requests whose optimum is exact.
-    """
-
-    policy: str
-    workers: int
-    ttft_s: float
-    dispatch_s: float
-    transfer_s: float
-    combine_s: float
-    speedup: float
-    over_optimum: float
-    worst_over_optimum: float
-    exact: float
-
-
-def simulate(trace: Trace, workers: Sequence[int], costs: CostModel, *, max_nodes: int = 20_000) -> list[PolicyResult]:
+def simulate(trace: Trace, workers: Sequence[int], costs: CostModel, *, max_nodes: int = 20_000) -> list[Row]:
     """Every policy at every number of workers. Policies see token counts, as the executor does; times are `costs`'.
+
+    Returns:
+        Means over the requests of the stages and ``ttft_s``; ``speedup`` over one worker; ``over_optimum``, the busiest
+        worker's load over the least possible (or its bound), mean and worst; ``exact``, the share of exact optima.
 
     Raises:
         ValueError: an empty trace or request, a length below 1, or workers outside of 1..64.
     """
     _check(trace, workers)
-    results = []
-    serial_s = statistics.fmean(replay(lengths, lpt(lengths, 1), costs).ttft_s for lengths in trace)
+    rows: list[Row] = []
+    serial_s = fmean(replay(lengths, lpt(lengths, 1), costs).ttft_s for lengths in trace)
     for count in workers:
         least = [optimum(lengths, count, max_nodes=max_nodes) for lengths in trace]
         for name, policy in POLICIES.items():
             plans = [policy(lengths, count) for lengths in trace]
             stages = [replay(lengths, plan, costs) for lengths, plan in zip(trace, plans, strict=True)]
-            ratios = [
-                makespan(lengths, plan) / best.value for lengths, plan, best in zip(trace, plans, least, strict=True)
-            ]
-            ttft_s = statistics.fmean(stage.ttft_s for stage in stages)
-            results.append(
-                PolicyResult(
-                    name, count, ttft_s,
-                    dispatch_s=statistics.fmean(stage.dispatch_s for stage in stages),
-                    transfer_s=statistics.fmean(stage.transfer_s for stage in stages),
-                    combine_s=statistics.fmean(stage.combine_s for stage in stages),
-                    speedup=serial_s / ttft_s, over_optimum=statistics.fmean(ratios), worst_over_optimum=max(ratios),
-                    exact=statistics.fmean(best.exact for best in least),
-                )
+            loads = (makespan(lengths, plan) for lengths, plan in zip(trace, plans, strict=True))
+            ratios = [load / best.value for load, best in zip(loads, least, strict=True)]
+            ttft_s = fmean(stage.ttft_s for stage in stages)
+            means = {field: fmean(getattr(stage, field) for stage in stages) for field in Stages._fields}
+            rows.append(
+                {
+                    "policy": name, "workers": count, "ttft_s": ttft_s, **means, "speedup": serial_s / ttft_s,
+                    "over_optimum": fmean(ratios), "worst_over_optimum": max(ratios),
+                    "exact": fmean(best.exact for best in least),
+                }
             )  # fmt: skip
-    return results
+    return rows
 
 
 def _check(trace: Trace, workers: Sequence[int]) -> None:

@@ -144,22 +144,29 @@ def evaluate(
     if document_template is not None:
         builder = PromptBuilder(tokenizer, document_template=document_template)
     setting = Setting(weights, tokenizer, builder, query_template, splitter)
-    runs = [_Run(setting, method, max_new_tokens) for method in methods]
-    examples, note = _with_room(examples, runs)
+    examples, note = _with_room(setting, examples, methods, max_new_tokens)
     if note:
         logger.warning(note)
     results = []
-    while runs:  # a run that is done goes, and with it what its store holds
-        results.append(runs.pop(0)(examples, batch_size, timing_examples, progress))
+    for method in methods:
+        quality = _quality(setting, method, examples, max_new_tokens, batch_size, progress)
+        cold, cached = _times(setting, method, disjoint(examples, timing_examples))
+        results.append(replace(quality, ttft_cold_s=Timing.of(cold), ttft_cached_s=Timing.of(cached)))
     return [replace(results[0], note=note), *results[1:]]
 
 
-def _with_room(examples: Sequence[Example], runs: Sequence[_Run]) -> tuple[list[Example], str]:
-    """The examples whose prompts and answers fit the backbone in every run, and what to say of the others."""
-    limits = [limit for run in runs if (limit := run.most_prompt_tokens) is not None]
+def _with_room(
+    setting: Setting, examples: Sequence[Example], methods: Sequence[str], max_new_tokens: int
+) -> tuple[list[Example], str]:
+    """The examples whose prompts and answers fit the backbone with every method, and what to say of the others."""
+    limits = []
+    for name in methods:
+        method = setting.engine(name).method  # an unknown method fails here, before anything is computed
+        if name != NO_DOCUMENTS and not method.uses_encoder and method.max_prompt_tokens is not None:
+            limits.append(method.max_prompt_tokens - max_new_tokens)
     if not limits:
         return list(examples), ""
-    least, setting = min(limits), runs[0].setting
+    least = min(limits)
     kept = setting.fitting(examples, least)
     if not kept:
         raise ValueError(
@@ -167,9 +174,8 @@ def _with_room(examples: Sequence[Example], runs: Sequence[_Run]) -> tuple[list[
             "a method without an encoder has room for; ask with fewer or shorter documents, or compare comb and none"
         )
     left_out = len(examples) - len(kept)
-    if not left_out:
-        return kept, ""
-    return kept, f"left out for all methods: {left_out} of {len(examples)} questions, prompts of over {least} tokens"
+    said = f"left out for all methods: {left_out} of {len(examples)} questions, prompts of over {least} tokens"
+    return kept, said if left_out else ""
 
 
 @dataclass(frozen=True)
@@ -205,77 +211,43 @@ class Setting:
         return self.query_template.replace("{query}", example.query), documents
 
 
-class _Run:
-    """One method on one model."""
+def _quality(
+    setting: Setting, method: str, examples: Sequence[Example], max_new_tokens: int, batch_size: int, progress: bool
+) -> MethodResult:
+    """All answers, in batches; without times to first token."""
+    engine, start, answers = setting.engine(method), time.perf_counter(), []
+    with tqdm(total=len(examples), desc=method, unit="question", disable=not progress, leave=False) as bar:
+        for first in range(0, len(examples), batch_size):
+            requests = [setting.request(method, example) for example in examples[first : first + batch_size]]
+            answers += engine.ask_batch(requests, max_new_tokens=max_new_tokens)
+            bar.update(len(requests))
+    seconds = time.perf_counter() - start
+    predictions = tuple(answer.text.strip() for answer in answers)
+    scores = score(predictions, [example.references for example in examples])
+    reports = [answer.report for answer in answers]
+    document_tokens = sum(document.tokens for report in reports for document in report.documents)
+    return MethodResult(
+        method, scores.n, scores.em, scores.f1, scores.rouge_l,
+        answer_tokens=statistics.fmean(report.answer_tokens for report in reports),
+        ttft_cold_s=None, ttft_cached_s=None,
+        cache_bytes_per_document_token=sum(report.cache_bytes for report in reports) / max(1, document_tokens),
+        recomputed_tokens=statistics.fmean(report.recomputed_tokens for report in reports),
+        seconds=seconds, predictions=predictions, intervals=dict(scores.intervals),
+    )  # fmt: skip
 
-    def __init__(self, setting: Setting, method: str, max_new_tokens: int) -> None:
-        self.setting = setting
-        self.method = method
-        self.max_new_tokens = max_new_tokens
-        self.engine = self._engine()  # an unknown method fails here, before anything is computed
 
-    def __call__(
-        self, examples: Sequence[Example], batch_size: int, timing_examples: int, progress: bool
-    ) -> MethodResult:
-        start = time.perf_counter()
-        answers = []
-        name = f"method {self.method}"
-        with tqdm(total=len(examples), desc=name, unit="question", disable=not progress, leave=False) as bar:
-            for first in range(0, len(examples), batch_size):
-                requests = [self._request(example) for example in examples[first : first + batch_size]]
-                answers += self.engine.ask_batch(requests, max_new_tokens=self.max_new_tokens)
-                bar.update(len(requests))
-        seconds = time.perf_counter() - start
-        self.engine = self._engine()  # gives back what the answers left in the store
-        cold, cached = self._times(disjoint(examples, timing_examples))
-        predictions = tuple(answer.text.strip() for answer in answers)
-        scores = score(predictions, [example.references for example in examples])
-        reports = [answer.report for answer in answers]
-        document_tokens = sum(document.tokens for report in reports for document in report.documents)
-        return MethodResult(
-            method=self.method,
-            n=scores.n,
-            em=scores.em,
-            f1=scores.f1,
-            rouge_l=scores.rouge_l,
-            intervals=dict(scores.intervals),
-            answer_tokens=statistics.fmean(report.answer_tokens for report in reports),
-            ttft_cold_s=Timing.of(cold),
-            ttft_cached_s=Timing.of(cached),
-            cache_bytes_per_document_token=sum(report.cache_bytes for report in reports) / max(1, document_tokens),
-            recomputed_tokens=statistics.fmean(report.recomputed_tokens for report in reports),
-            seconds=seconds,
-            predictions=predictions,
-        )
+def _times(setting: Setting, method: str, examples: Sequence[Example]) -> tuple[list[float], list[float]]:
+    """Seconds to the first token, one request at a time: cold, and asked again."""
 
-    @property
-    def most_prompt_tokens(self) -> int | None:
-        """Longest prompt with documents that leaves room for an answer; None where the length doesn't matter."""
-        method = self.engine.method
-        if self.method == NO_DOCUMENTS or method.uses_encoder or method.max_prompt_tokens is None:
-            return None
-        return method.max_prompt_tokens - self.max_new_tokens
+    def first_token(engine: PICEngine, example: Example) -> float:
+        question, documents = setting.request(method, example)
+        return engine.ask(question, documents, max_new_tokens=1).report.ttft_s
 
-    def _engine(self) -> PICEngine:
-        return self.setting.engine(self.method)
-
-    def _request(self, example: Example) -> tuple[str, Sequence[Document]]:
-        return self.setting.request(self.method, example)
-
-    def _times(self, examples: Sequence[Example]) -> tuple[list[float], list[float]]:
-        if not examples:
-            return [], []
-        self._first_token(examples[0])  # warm-up: allocations, lazy initialisation
-        self.engine = self._engine()
-        cold, cached = [], []
-        for example in examples:
-            cold.append(self._first_token(example))
-            cached.append(self._first_token(example))
-        return cold, cached
-
-    def _first_token(self, example: Example) -> float:
-        question, documents = self._request(example)
-        return self.engine.ask(question, documents, max_new_tokens=1).report.ttft_s
+    for example in examples[:1]:  # warm-up: allocations, lazy initialisation
+        first_token(setting.engine(method), example)
+    engine = setting.engine(method)
+    found = [(first_token(engine, example), first_token(engine, example)) for example in examples]
+    return [cold for cold, _ in found], [cached for _, cached in found]
 
 
 def disjoint(examples: Sequence[Example], count: int) -> list[Example]:
