@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Prompt
-from comb_training.answers import answer_on_policy, generate, greedy
+from comb_training.answers import generate, generate_answers, greedy
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.data.batches import TrainingExample
 
@@ -29,6 +29,34 @@ SMALL = {
     "initializer_range": 0.3,  # so that answers differ, and some end
 }
 OPTIONS: dict[str, Any] = {"pad_token_id": 0, "eos_token_ids": (1,), "max_new_tokens": 8, "progress": False}
+
+
+def answer_on_policy(
+    model: Any,
+    examples: list[TrainingExample],
+    counts: Counts,
+    *,
+    pad_token_id: int,
+    eos_token_ids: tuple[int, ...],
+    max_new_tokens: int,
+    max_prompt_tokens: int | None = None,
+    batch_size: int = 64,
+    folder: Path | None = None,
+    progress: bool,
+) -> list[TrainingExample]:
+    """The examples with the model's own answers as targets; counted as a run does."""
+    limit = generate.prompt_limit(model, max_new_tokens, max_prompt_tokens)
+    answers = generate_answers(
+        examples,
+        generate.settings_of(model, eos_token_ids, max_new_tokens),
+        lambda: TransformersEngine(model, pad_token_id, eos_token_ids, max_new_tokens, batch_size=batch_size),
+        decode=lambda _: "",
+        max_prompt_tokens=limit,
+        folder=folder,
+        progress=progress,
+    ).answers
+    generate.count_answers(answers, counts, limit, max_new_tokens)
+    return [e.with_target(answer.token_ids) for e, answer in zip(examples, answers, strict=True) if answer is not None]
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:
