@@ -71,7 +71,6 @@ def serve(
 def add_commands(app: typer.Typer) -> None:
     """Adds `serve` and `bench serve` to the `comb` application."""
     from comb.bench.harness import benchmarks
-    from comb_serving.bench.command import serve_bench
 
-    benchmarks.register("serve")(serve_bench)
+    benchmarks.look_in("comb_serving.bench.serve")
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

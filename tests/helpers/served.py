@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from comb_serving.config.options import INSTANCE_DIR
-from comb_serving.replicas.process import COMMAND, free_port
+from comb_serving.launch.server_process import COMMAND, free_port
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 READY_S = 400

@@ -11,19 +11,23 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from comb_serving.bench.client import GIVE_UP, Record, StreamReading, Target
-from comb_serving.bench.report import failures, plot_serve, serve_tables
-from comb_serving.bench.results import Memory, PhaseResult, growth, percentile, ratio, summarize, sustained
-from comb_serving.bench.run import CACHED, COLD, SOAK, TOGETHER, Outcome, RunShape, auto_rates, pool_token_bytes
-from comb_serving.bench.servers import COMB, PLAIN, Metrics, plans
-from comb_serving.bench.workload import Ask, PooledDocument, Workload, WorkloadShape, linked_messages, plain_messages
+from comb.bench.harness import BenchmarkReport
+from comb.evaluation.plot import draw
+from comb_serving.bench.client import GIVE_UP, RequestRecord, StreamReading, Target
+from comb_serving.bench.figures import growth, percentile, ratio, summarize, sustained
+from comb_serving.bench.options import ServeBenchOptions
+from comb_serving.bench.serve import ServeRun, auto_rates
+from comb_serving.bench.servers import COMB, PLAIN, decoder_token_bytes, plans, pool_token_bytes
+from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
+from comb_serving.bench.workload import Ask, BenchDocument, Workload, linked_messages, plain_messages
 
-SHAPE = WorkloadShape(pool=11, per_request=4, least_tokens=20, most_tokens=60, query_tokens=12)
+OPTIONS = ServeBenchOptions(pool=11, documents=4, document_tokens="20-60", query_tokens=12)
 
 
 def words(text: str) -> int:
@@ -32,14 +36,14 @@ def words(text: str) -> int:
 
 @pytest.fixture
 def workload() -> Workload:
-    return Workload(SHAPE, words)
+    return Workload(OPTIONS, words)
 
 
 # ---- requests ----
 
 
 def test_requests_are_the_same_for_a_seed_and_differ_between_phases(workload: Workload) -> None:
-    again, other = Workload(SHAPE, words), Workload(SHAPE, words, seed=1)
+    again, other = Workload(OPTIONS, words), Workload(replace(OPTIONS, seed=1), words)
     assert workload.drawn(9, "a") == again.drawn(9, "a")
     assert workload.drawn(9, "a") != other.drawn(9, "a")
     chosen = {phase: [ask.documents for ask in workload.drawn(9, phase)] for phase in "ab"}
@@ -48,9 +52,9 @@ def test_requests_are_the_same_for_a_seed_and_differ_between_phases(workload: Wo
 
 def test_documents_keep_their_lengths_and_no_two_are_alike(workload: Workload) -> None:
     lengths = [words(document.text) for document in workload.pool]
-    assert all(2 <= length <= SHAPE.most_tokens for length in lengths)
-    assert statistics.mean(lengths) > SHAPE.least_tokens
-    assert len({document.text for document in workload.pool}) == len({d.id for d in workload.pool}) == SHAPE.pool
+    assert all(2 <= length <= 60 for length in lengths)
+    assert statistics.mean(lengths) > 20
+    assert len({document.text for document in workload.pool}) == len({d.id for d in workload.pool}) == OPTIONS.pool
     assert len({ask.query for phase in "ab" for ask in workload.drawn(20, phase)}) == 40
 
 
@@ -59,8 +63,8 @@ def test_cold_requests_name_every_document_once_and_end_with_the_pool(workload: 
         asks = workload.cold(wanted)
         named = [document for ask in asks for document in ask.documents]
         assert len(asks) == expected
-        assert len(named) == len(set(named)) == expected * SHAPE.per_request
-        assert set(named[-SHAPE.pool :]) == set(workload.pool)
+        assert len(named) == len(set(named)) == expected * OPTIONS.documents
+        assert set(named[-OPTIONS.pool :]) == set(workload.pool)
     new = {document for ask in workload.new(3, "warm-up") for document in ask.documents}
     assert len(new) == 12
     assert not new & set(named)
@@ -68,17 +72,17 @@ def test_cold_requests_name_every_document_once_and_end_with_the_pool(workload: 
 
 def test_drawn_documents_are_different_ones_in_any_order(workload: Workload) -> None:
     asks = workload.drawn(300, "x")
-    assert all(len(set(ask.documents)) == SHAPE.per_request for ask in asks)
+    assert all(len(set(ask.documents)) == OPTIONS.documents for ask in asks)
     first = [workload.pool.index(ask.documents[0]) for ask in asks]
-    assert set(first) == set(range(SHAPE.pool))  # any document may stand in front
+    assert set(first) == set(range(OPTIONS.pool))  # any document may stand in front
 
 
 def test_zipf_prefers_the_first_documents_and_uniform_doesnt() -> None:
     shares = {}
-    for draw in ("uniform", "zipf"):
-        made = Workload(WorkloadShape(20, 2, 5, 9, 5, draw), words)
+    for kind in ("uniform", "zipf"):
+        made = Workload(replace(OPTIONS, pool=20, documents=2, document_tokens="5-9", query_tokens=5, draw=kind), words)
         drawn = [document.id for ask in made.drawn(1500, "x") for document in ask.documents]
-        shares[draw] = drawn.count("d0") / drawn.count("d19")
+        shares[kind] = drawn.count("d0") / drawn.count("d19")
     assert shares["zipf"] > 5
     assert shares["uniform"] == pytest.approx(1, abs=0.4)
 
@@ -122,25 +126,25 @@ def test_both_servers_read_the_same_texts_in_the_same_order(workload: Workload) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"per_request": 12, "pool": 11}, "1 to 11 documents"),
-        ({"least_tokens": 9, "most_tokens": 8}, "shorter length first"),
+        ({"documents": 12, "pool": 11}, "1 to 11 documents"),
+        ({"document_tokens": "9-8"}, "shorter length first"),
+        ({"document_tokens": "a few"}, "from-to like 256-512"),
+        ({"seconds": 0.0}, "above zero"),
         ({"draw": "normal"}, "--draw is one of uniform, zipf"),
     ],
 )
 def test_impossible_workloads_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        WorkloadShape(**given)
-    with pytest.raises(ValueError, match="above zero"):
-        RunShape(clients=(0,))
+        ServeBenchOptions(**given)
 
 
 # ---- one stream ----
 
-ASK = Ask(3, (PooledDocument("d1", "one"), PooledDocument("d2", "two")), "which?")
+ASK = Ask(3, (BenchDocument("d1", "one"), BenchDocument("d2", "two")), "which?")
 LINKED = Target(COMB, "http://x", linked=True, tokens=3)
 
 
-def read(lines: list[tuple[Any, float]], target: Target = LINKED) -> Record:
+def read(lines: list[tuple[Any, float]], target: Target = LINKED) -> RequestRecord:
     reading = StreamReading()
     for event, now in lines:
         text = event if isinstance(event, str) else json.dumps(event)
@@ -227,7 +231,6 @@ async def serving(handle: Callable[[int], Any], work: Callable[[str], Any]) -> A
 
 def test_open_loop_sends_on_time_however_slow_the_server_is() -> None:
     pytest.importorskip("aiohttp")
-    from comb_serving.bench.client import run_closed, run_open
 
     asks, arrivals = [ASK] * 8, [0.02 * number for number in range(8)]
     waiting, most, all_there = 0, 0, asyncio.Event()
@@ -245,11 +248,11 @@ def test_open_loop_sends_on_time_however_slow_the_server_is() -> None:
         return stream(["d1", "d2"])
 
     def work(url: str) -> Any:
-        target = Target(COMB, url, linked=True, tokens=3, timeout_s=30)
-        seen: list[Record] = []
-        opened = run_open(target, "x", asks, arrivals, seen.append)
+        seen: list[RequestRecord] = []
+        target = Target(COMB, url, linked=True, tokens=3, timeout_s=30, on_record=seen.append)
+        opened = target.run_open("x", asks, arrivals)
         assert (len(seen), most) == (8, 8)
-        return opened, run_closed(target, "x", asks[:3], 1, seen.append)
+        return opened, target.run_closed("x", asks[:3], 1)
 
     opened, closed = asyncio.run(serving(slow, work))
     assert all(record.error == "" for record in [*opened, *closed])
@@ -260,7 +263,6 @@ def test_open_loop_sends_on_time_however_slow_the_server_is() -> None:
 
 def test_failures_are_records_and_a_dead_server_ends_the_phase() -> None:
     pytest.importorskip("aiohttp")
-    from comb_serving.bench.client import run_closed
 
     async def some(number: int) -> Any:
         if number == 1:
@@ -268,39 +270,40 @@ def test_failures_are_records_and_a_dead_server_ends_the_phase() -> None:
         return stream(["d1", "d2"] if number != 2 else ["d1"])
 
     def work(url: str) -> Any:
-        return run_closed(Target(COMB, url, linked=True, tokens=3, timeout_s=3), "x", [ASK] * 4, 1, lambda _: None)
+        return Target(COMB, url, linked=True, tokens=3, timeout_s=3).run_closed("x", [ASK] * 4, 1)
 
     errors = [record.error for record in asyncio.run(serving(some, work))]
     assert errors[0] == errors[3] == ""
     assert "no whole answer within 3 s" in errors[1]
     assert "names the documents" in errors[2]
-    sent: list[Record] = []
+    sent: list[RequestRecord] = []
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # taken, and nobody listens there
-        gone = Target(COMB, f"http://127.0.0.1:{deaf.getsockname()[1]}", linked=True, timeout_s=1)
+        address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        gone = Target(COMB, address, linked=True, timeout_s=1, on_record=sent.append)
         with pytest.raises(RuntimeError, match=f"{GIVE_UP} requests in a row"):
-            run_closed(gone, "x", [ASK] * 50, 1, sent.append)
+            gone.run_closed("x", [ASK] * 50, 1)
     assert len(sent) == GIVE_UP
 
 
 # ---- figures ----
 
 
-def record(server: str, phase: str, number: int, ttft: float, **more: Any) -> Record:
+def record(server: str, phase: str, number: int, ttft: float, **more: Any) -> RequestRecord:
     values = {"due_s": float(number), "total_s": ttft + 1.5, "tokens": 16, "prompt_tokens": 100, **more}
-    return Record(server, phase, number, **{"ttft_s": ttft, **values})
+    return RequestRecord(server, phase, number, **{"ttft_s": ttft, **values})
 
 
 def test_figures_of_a_phase() -> None:
     records = [record(COMB, "x", number, 0.1 * (number + 1), hits=8, cached_tokens=50) for number in range(10)]
     found = summarize([*records, record(COMB, "x", 10, 99, error="gone")], COMB, "x", clients=2)
-    assert (found.n, found.errors, found.hits, found.cached_share) == (10, 1, 80, 0.5)
-    assert (found.ttft_p50, found.ttft_p90) == pytest.approx((0.55, 0.91))
-    assert found.tpot_p50 == pytest.approx(0.1)
-    assert found.throughput == pytest.approx(10 / 11.5)  # the failed one is none, though it was the last
-    assert summarize(records, COMB, "x", rate=1.0, window_s=20).throughput == pytest.approx(0.5)
+    assert [found[name] for name in ("n", "errors", "hits", "cached_share")] == [10, 1, 80, 0.5]
+    assert (found["ttft_p50"], found["ttft_p90"]) == pytest.approx((0.55, 0.91))
+    assert found["tpot_p50"] == pytest.approx(0.1)
+    assert found["throughput"] == pytest.approx(10 / 11.5)  # the failed one is none, though it was the last
+    assert summarize(records, COMB, "x", rate=1.0, window_s=20)["throughput"] == pytest.approx(0.5)
     nothing = summarize([], COMB, "x")
-    assert (nothing.n, nothing.ttft_p50, nothing.throughput) == (0, None, None)
+    assert (nothing["n"], nothing["ttft_p50"], nothing["throughput"]) == (0, None, None)
     assert percentile([], 50) is None
 
 
@@ -310,7 +313,7 @@ def test_ratios_have_an_interval_that_holds_the_truth_and_shrinks() -> None:
         found = ratio([8 * value for value in sample], sample)
         assert found is not None
         assert found.low <= 8 <= found.high
-        assert found.value == pytest.approx(8)
+        assert found.median == pytest.approx(8)
     narrow, wide = ratio(many, many), ratio(few, few)
     assert narrow is not None
     assert wide is not None
@@ -319,21 +322,17 @@ def test_ratios_have_an_interval_that_holds_the_truth_and_shrinks() -> None:
 
 
 def test_the_sustained_rate_keeps_the_slo_without_a_failure() -> None:
-    def at(rate: float, p90: float, errors: int = 0, server: str = COMB) -> PhaseResult:
-        return PhaseResult(server, f"{rate:g}/s", rate=rate, n=9, ttft_p90=p90, throughput=rate, errors=errors)
+    def at(rate: float, p90: float, errors: int = 0, server: str = COMB) -> dict[str, Any]:
+        return {"server": server, "rate": rate, "ttft_p90": p90, "errors": errors}
 
     results = [at(1, 0.2), at(2, 0.9), at(3, 1.1), at(4, 0.5, errors=1), at(9, 0.1, server=PLAIN)]
-    found = sustained(results, COMB, 1.0)
-    assert found is not None
-    assert found.rate == 2
+    assert sustained(results, COMB, 1.0) == 2
     assert sustained(results, COMB, 0.1) is None
 
 
 def test_memory_that_grows_is_told_from_memory_that_has_grown() -> None:
-    def samples(grow: Callable[[int], float]) -> list[Memory]:
-        return [
-            Memory(COMB, SOAK, number, number, {"a": 10, "b": int(1e9 + grow(number))}) for number in range(0, 400, 5)
-        ]
+    def samples(grow: Callable[[int], float]) -> list[dict[str, Any]]:
+        return [{"requests": number, "parts": {"a": 10, "b": int(1e9 + grow(number))}} for number in range(0, 400, 5)]
 
     assert growth(samples(lambda number: 1000 * number)) == pytest.approx(1000, rel=1e-6)
     assert growth(samples(lambda number: 1000 * min(number, 100))) == pytest.approx(0, abs=1e-6)
@@ -343,19 +342,20 @@ def test_memory_that_grows_is_told_from_memory_that_has_grown() -> None:
 
 
 def test_rates_lie_around_what_both_servers_do() -> None:
-    assert auto_rates([1.0, 8.0]) == (0.5, 0.8, 1.2, 4.0, 6.4, 9.6)
-    assert auto_rates([2.0, 0.0]) == (1.0, 1.6, 2.4)
+    assert auto_rates([1.0, 8.0]) == [0.5, 0.8, 1.2, 4.0, 6.4, 9.6]
+    assert auto_rates([2.0, 0.0]) == [1.0, 1.6, 2.4]
 
 
 def test_bytes_per_token_are_read_from_the_servers_own_figures() -> None:
     page = "vllm:x 5\ncomb_pool_bytes 1e9\ncomb_pool_used_bytes {}\ncomb_document_evictions_total {}\n"
-    before, after, evicted = (Metrics(page.format(*values)) for values in ((100, 0), (4100, 0), (9, 3)))
+    before, after, evicted = (page.format(*values) for values in ((100, 0), (4100, 0), (9, 3)))
     assert pool_token_bytes(before, after, 40) == 100
     assert pool_token_bytes(before, evicted, 40) is None
-    labelled = Metrics('comb:pool_used_bytes{tier="device"} 7.0\nvllm:cache_config_info{a="1",num_gpu_blocks="64"} 1.0')
-    assert labelled.ours("pool_used_bytes") == 7
-    assert labelled.label("vllm:cache_config_info", "num_gpu_blocks") == "64"
-    assert labelled.label("vllm:cache_config_info", "missing") is None
+    labelled = ['comb:pool_used_bytes{tier="device"} 7.0', 'comb:pool_used_bytes{tier="host"} 40.0']
+    assert pool_token_bytes(labelled[0], "\n".join(labelled), 4) == 10
+    size = 'vllm:cache_config_info{a="1",num_gpu_blocks="64",block_size="16"} 1.0'
+    assert decoder_token_bytes(size, 4096) == 4
+    assert decoder_token_bytes("vllm:cache_config_info{} 1.0", 4096) is None
 
 
 def test_both_servers_get_the_same_memory_and_options() -> None:
@@ -374,34 +374,37 @@ def test_both_servers_get_the_same_memory_and_options() -> None:
 # ---- the report ----
 
 
-def outcome(faster: float) -> Outcome:
-    """Canned records in which comb's first token comes `faster` times sooner."""
-    found = Outcome(slo_s=2.0, ready_s={PLAIN: 20.0, COMB: 25.0}, token_bytes={PLAIN: 4000.0, COMB: 1000.0})
+def outcome(faster: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows and facts of canned records in which comb's first token comes `faster` times sooner."""
+    rows: list[dict[str, Any]] = []
     times = {PLAIN: 1.0, COMB: 1.0 / faster}
+    memory = []
     for server, ttft in times.items():
         for phase, clients in ((COLD, 1), (f"{CACHED} 1", 1), (f"{CACHED} 4", 4), (TOGETHER, 16)):
             records = [record(server, phase, number, ttft * (1 + 0.01 * number)) for number in range(8)]
-            found.records += records
-            found.results.append(summarize(records, server, phase, clients=clients))
+            rows.append(summarize(records, server, phase, clients=clients))
+            if server == COMB:
+                seconds = [each.ttft_s for each in records]
+                rows[-1]["ratio"] = ratio([faster * each for each in seconds], seconds)
         for rate in (1.0, 4.0):
+            at = {"server": server, "phase": f"{rate:g}/s", "rate": rate, "n": 0, "errors": 0}
             if server == PLAIN and rate > 1:
-                found.results.append(PhaseResult(server, f"{rate:g}/s", rate=rate, skipped="too much"))
+                rows.append({**at, "refused": "not run: too much"})
                 continue
             records = [record(server, f"{rate:g}/s", number, ttft, due_s=number / rate) for number in range(8)]
-            found.results.append(summarize(records, server, f"{rate:g}/s", rate=rate, window_s=8 / rate))
-        found.memory += [
-            Memory(server, COLD, 30.0, 8, {"worker": 2**30}),
-            Memory(server, TOGETHER, 60.0, 8, {"worker": 2**30}),
-        ]
-    found.memory += [
-        Memory(COMB, SOAK, 60.0 + n, n, {"worker": 2**30, "encoder": 2**28 + n * 2**20}) for n in range(10)
-    ]
-    return found
+            rows.append(summarize(records, server, f"{rate:g}/s", rate=rate, window_s=8 / rate))
+        memory += [{"server": server, "phase": phase, "requests": 8, "parts": {"worker": 2**30}}
+                   for phase in (COLD, TOGETHER)]  # fmt: skip
+    memory += [{"server": COMB, "phase": SOAK, "requests": n, "parts": {"worker": 2**30, "encoder": 2**28 + n * 2**20}}
+               for n in range(10)]  # fmt: skip
+    facts = {"slo_s": 2.0, "ready_s": {PLAIN: 20.0, COMB: 25.0}, "first_answer_s": {},
+             "token_bytes": {PLAIN: 4000.0, COMB: 1000.0}, "memory": memory}  # fmt: skip
+    return rows, facts
 
 
 @pytest.mark.parametrize(("faster", "met"), [(10.0, "yes"), (4.0, "no")])
 def test_the_first_table_holds_aims_against_measurements(faster: float, met: str) -> None:
-    rows = {line[0]: line for line in serve_tables(outcome(faster))[0].lines}
+    rows = {line[0]: line for line in tables(*outcome(faster))[0].lines()}
     cached = rows["cached TTFT, clients: 1"]
     assert cached[-1] == met
     assert float(cached[3].split()[0]) == pytest.approx(faster, rel=0.01)
@@ -414,70 +417,34 @@ def test_tables_fit_the_terminal_and_name_what_was_not_run() -> None:
     from rich.console import Console
 
     console = Console(width=110, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    for table in serve_tables(outcome(10)):
-        console.print(table.rich())
+    for table in tables(*outcome(10)):
+        console.print(table)
         assert f"### {table.title}" in table.markdown()
     text = console.export_text()
     assert "…" not in text
-    assert "Not run: plain vLLM at 4/s: too much." in text
+    assert "4 at server plain refused: not run: too much" in text
     assert "encoder +1000.0." in text
-    assert serve_tables(Outcome()) == []
+    assert tables([], {}) == []
 
 
 def test_failures_are_told_and_no_pool_too_small_goes_unsaid() -> None:
-    found = outcome(10)
-    assert failures(found) == []
-    found.records += [record(COMB, "x", number, 1.0, error="status 500") for number in range(5)]
-    assert failures(found) == [*(f"comb, x, request {number}: status 500" for number in range(3)), "comb: 2 more"]
-    assert not any("too small" in remark for table in serve_tables(found) for remark in table.remarks)
-    found.results.append(PhaseResult(COMB, f"{CACHED} 8", clients=8, n=3, encoded=5))
-    assert any("5 documents had left the pool" in remark for table in serve_tables(found) for remark in table.remarks)
+    report = BenchmarkReport("serve", OPTIONS, list, list)
+    run = ServeRun(OPTIONS, report, Workload(OPTIONS, words), None)
+    assert run.wrong() == []
+    run.records += [record(COMB, "x", number, 1.0, error="status 500") for number in range(5)]
+    assert run.wrong() == [*(f"comb, x, request {number}: status 500" for number in range(3)), "comb: 2 more"]
+    rows, facts = outcome(10)
+    assert not any("too small" in remark for table in tables(rows, facts) for remark in table.remarks)
+    rows.append(summarize([record(COMB, "x", 1, 1.0, encoded=5)], COMB, f"{CACHED} 8", clients=8))
+    assert any("5 documents had left the pool" in remark for table in tables(rows, facts) for remark in table.remarks)
 
 
 def test_the_plot_is_drawn_also_of_half_a_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    whole = plot_serve(outcome(10), tmp_path / "whole.png", title="x")
-    half = outcome(10)
-    half.results, half.memory, half.slo_s = [r for r in half.results if r.server == PLAIN], [], None
-    assert whole.stat().st_size > plot_serve(half, tmp_path / "half.png").stat().st_size > 0
-
-
-def test_a_server_that_doesnt_start_ends_with_its_log(tmp_path: Path) -> None:
-    pytest.importorskip("psutil")
-    from comb_serving.bench.servers import Server, ServerPlan
-
-    program = "import sys, time; print('no model here', flush=True); sys.exit(3)"
-    with (
-        pytest.raises(RuntimeError, match=r"(?s)status 3.*no model here"),
-        Server(ServerPlan("x", (sys.executable, "-c", program), 1), tmp_path / "x.log"),
-    ):
-        pass
-    sleeps = "import time; time.sleep(60)"
-    server = Server(ServerPlan("x", (sys.executable, "-c", sleeps), 1), tmp_path / "x.log", timeout_s=0.5)
-    with pytest.raises(RuntimeError, match="not ready within"), server:
-        pass
-    assert server.tree() == []
-
-
-def test_a_server_ends_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    psutil = pytest.importorskip("psutil")
-    from comb_serving.bench import servers
-
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}]); {deaf}"
-    monkeypatch.setattr(servers, "END_S", 1.0)
-    log = tmp_path / "x.log"
-
-    def health(_: Any, path: str) -> str:
-        if log.read_text().count("up") < 2:
-            raise OSError(path)
-        return ""
-
-    monkeypatch.setattr(servers.Server, "get", health)
-    with servers.Server(servers.ServerPlan("x", (sys.executable, "-c", parent), 1), log) as server:
-        tree = server.tree()
-        assert len(tree) == 2
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in tree)
+    rows, facts = outcome(10)
+    whole = draw(panels(rows, facts), tmp_path / "whole.png", title="x")
+    half = [row for row in rows if row["server"] == PLAIN]
+    assert whole.stat().st_size > draw(panels(half, {}), tmp_path / "half.png").stat().st_size > 0
 
 
 # ---- the real servers ----

@@ -18,7 +18,7 @@ import torch
 
 from comb.kernels.paged.attention import attend
 from comb.kernels.paged.layout import BlockTable, PagedBatch
-from comb_serving.bench.gpu_handover import blocks_needed, hand_over
+from comb_serving.bench.gpu.handover import blocks_needed, hand_over
 from comb_serving.pool import cuda_ipc, memory
 from comb_serving.pool.cuda_ipc import CannotShareError
 from comb_serving.pool.handles import PoolHandle
@@ -265,7 +265,7 @@ def test_a_pool_outlives_its_writer(tmp_path: Path) -> None:
 
 
 def test_a_hand_over_that_goes_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comb_serving.bench import gpu_handover
+    from comb_serving.bench.gpu import handover
 
     class NoWriter:
         def __init__(self, *_: Any) -> None:
@@ -277,7 +277,7 @@ def test_a_hand_over_that_goes_wrong_is_noticed(tmp_path: Path, monkeypatch: pyt
         def kill(self) -> None:
             pass
 
-    monkeypatch.setattr(gpu_handover, "Writer", NoWriter)
+    monkeypatch.setattr(handover, "Writer", NoWriter)
     done = hand_over(tmp_path, layout_for(9, "float32", "auto"), torch.device("cpu"), source="cpu", tokens=9)
     assert done.failed.startswith("what was written differs by nan")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comb_serving.replicas.affinity import Bound, Part, choose, home, parts_of, preferred
+from comb_serving.replicas.affinity import LoadBound, RoutedDocument, documents_of, home, preferred, ranked
 
 REPLICAS = [f"replica-{number}" for number in range(5)]
 KEYS = [f"document {number}" for number in range(5000)]
@@ -48,29 +48,33 @@ def body(*documents: Any) -> dict[str, Any]:
 def test_order_does_not_matter_and_most_bytes_decide() -> None:
     texts = [f"{number} " * 50 for number in range(8)]
     draw = random.Random(1)
-    parts = parts_of(body(*texts), "")
+    parts = documents_of(body(*texts), "")
     wanted = preferred(parts, REPLICAS)
     for _ in range(20):
         assert preferred(draw.sample(parts, len(parts)), REPLICAS) == wanted
-    long, short = Part("long", 1000), [Part(f"short {number}", 10) for number in range(9)]
+    long, short = RoutedDocument("long", 1000), [RoutedDocument(f"short {number}", 10) for number in range(9)]
     assert preferred([*short, long], REPLICAS) == home("long", REPLICAS)
     where = home("short 0", REPLICAS)
-    together = [part for part in (Part(f"p{number}", 10) for number in range(99)) if home(part.key, REPLICAS) == where]
-    assert preferred([*together[:3], Part("other", 12)], REPLICAS) == where
-    assert preferred([long, *[Part("short 0", 400)] * 9], REPLICAS) == home("long", REPLICAS)  # each counts once
+    together = [
+        part for part in (RoutedDocument(f"p{number}", 10) for number in range(99)) if home(part.key, REPLICAS) == where
+    ]
+    assert preferred([*together[:3], RoutedDocument("other", 12)], REPLICAS) == where
+    assert preferred([long, *[RoutedDocument("short 0", 400)] * 9], REPLICAS) == home(
+        "long", REPLICAS
+    )  # each counts once
     assert preferred([], REPLICAS) is None
 
 
 def test_what_a_document_is() -> None:
     def key(item: Any, tenant: str = "a") -> str:
-        (part,) = parts_of(body(item), tenant)
+        (part,) = documents_of(body(item), tenant)
         return part.key
 
     assert key("text") == key({"text": "text"}) == key({"text": "text", "id": "a name"})
     different = ["text", {"text": "text", "title": "t"}, {"id": "text"}, {"token_ids": [5, 6]}, "other"]
     assert len({key(item) for item in different} | {key("text", "b")}) == 6
     named = {"messages": [{"role": "user", "content": [{"type": "document", "id": "x"}, {"type": "text"}, 3]}]}
-    assert [part.key for part in parts_of(named, "a")] == [key({"id": "x"})]
+    assert [part.key for part in documents_of(named, "a")] == [key({"id": "x"})]
 
 
 JSON = st.recursive(
@@ -85,17 +89,16 @@ JSON = st.recursive(
 
 @given(st.fixed_dictionaries({}, optional={"documents": JSON | st.lists(JSON), "messages": st.lists(JSON)}) | JSON)
 def test_any_body_has_a_place(asked: Any) -> None:
-    assert choose(parts_of(asked, ""), IDLE, Bound())[0] in REPLICAS
+    assert sorted(ranked(documents_of(asked, ""), IDLE, LoadBound())) == REPLICAS
 
 
 def test_a_request_goes_home_until_home_has_too_much() -> None:
-    parts, bound = [Part("document", 9)], Bound(factor=1.25, floor=4)
+    parts, bound = [RoutedDocument("document", 9)], LoadBound(factor=1.25, floor=4)
     wanted = home("document", REPLICAS)
     loads = dict(IDLE)
     places = []
     for _ in range(30):
-        place, spilled = choose(parts, loads, bound)
-        assert spilled is (place != wanted)
+        place, *_ = ranked(parts, loads, bound)
         loads[place] += 1
         places.append(place)
     assert places[:4] == [wanted] * 4
@@ -103,24 +106,23 @@ def test_a_request_goes_home_until_home_has_too_much() -> None:
     assert max(loads.values()) <= 9  # ceil(1.25 * 30 / 5) and one
     # what spills together spills to one place, where it is a hit the next time
     full = {**IDLE, wanted: 4}
-    assert len({choose(parts, full, bound)[0] for _ in range(9)}) == 1
-    assert choose(parts, {**dict.fromkeys(REPLICAS, 50), wanted: 55}, bound) == (wanted, False)
-    assert choose(parts, {**dict.fromkeys(REPLICAS, 50), wanted: 90}, bound)[1] is True
+    assert len({ranked(parts, full, bound)[0] for _ in range(9)}) == 1
+    assert ranked(parts, {**dict.fromkeys(REPLICAS, 50), wanted: 55}, bound)[0] == wanted
+    assert ranked(parts, {**dict.fromkeys(REPLICAS, 50), wanted: 90}, bound)[-1] == wanted
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 9), st.floats(1, 3))
 def test_no_replica_gets_more_than_the_bound_unless_all_have(given_loads: list[int], floor: int, factor: float) -> None:
     loads = {f"replica-{number}": load for number, load in enumerate(given_loads)}
-    bound = Bound(factor, floor)
-    place, spilled = choose([Part("d", 1)], loads, bound)
+    bound = LoadBound(factor, floor)
+    place, *_ = ranked([RoutedDocument("d", 1)], loads, bound)
     assert loads[place] < bound.limit(loads) or loads[place] == min(loads.values())
-    assert not spilled or loads[place] == min(loads.values())
+    assert place == home("d", list(loads)) or loads[place] == min(loads.values())
 
 
 def test_requests_without_documents_go_to_the_least_loaded() -> None:
     loads = {**dict.fromkeys(REPLICAS, 3), REPLICAS[2]: 1}
-    assert choose([], loads, Bound()) == (REPLICAS[2], False)
-    with pytest.raises(ValueError, match="no replica"):
-        choose([], {}, Bound())
+    assert ranked([], loads, LoadBound())[0] == REPLICAS[2]
+    assert ranked([], {}, LoadBound()) == []
     with pytest.raises(ValueError, match="factor"):
-        Bound(factor=0.5)
+        LoadBound(factor=0.5)

@@ -10,13 +10,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from comb_serving.replicas.process import free_port
+from comb_serving.launch.server_process import free_port
 
 # Ray Serve gives up on its HTTP proxy after five seconds, less than its processes take to start on a busy machine
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
@@ -28,31 +29,53 @@ PROGRAM = """
 import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
-documents = {}
+documents, left = {}, []
 class Handler(BaseHTTPRequestHandler):
     def answer(self, status, body):
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
+        self.send_header("x-kept", "yes")
         self.end_headers()
         self.wfile.write(data)
     def do_GET(self):
         name = self.path.rsplit("/", 1)[-1]
-        self.answer(200, {}) if self.path == "/health" else self.answer(200 if name in documents else 404, {})
+        self.answer(200, {}) if self.path == "/health" else self.answer(200 if self.key(name) in documents else 404, {})
+    def key(self, name):
+        return self.headers.get("authorization"), name
+    def do_DELETE(self):
+        found = documents.pop(self.key(self.path.rsplit("/", 1)[-1]), None)
+        self.answer(200 if found else 404, {})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/v1/documents":
-            documents[body["id"]] = body
+            if body["text"] == "refused" and options["--name"] == "replica-1":
+                return self.answer(429, {"error": {"message": "full"}})
+            name = body.get("id", "made-" + body["text"])
+            documents[self.key(name)] = body
+            return self.answer(200, {"id": name, "state": "encoded"})
+        if body["documents"] == ["poison"]:
+            return self.connection.shutdown(2)
+        while body.get("wait") and not os.path.exists(options["--gate"]):
+            time.sleep(0.05)
         if not body.get("stream"):
-            return self.answer(200, {"id": body.get("id"), "name": options["--name"], "pid": os.getpid()})
+            known = [name for key, name in documents if key == self.headers.get("authorization")]
+            return self.answer(200, {"got": body, "path": self.path, "name": options["--name"], "pid": os.getpid(),
+                                     "known": known, "left": left})
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
-        for number in range(3):
-            self.wfile.write(b"data: %d\\n\\n" % number)
-            while "read" not in documents and not number:
+        try:
+            for number in range(1000):
+                self.wfile.write(b"data: %d\\n\\n" % number)
+                while self.key("read") not in documents and not number:
+                    time.sleep(0.05)
+                if number == 2 and not body.get("endless"):
+                    return
                 time.sleep(0.05)
+        except OSError:
+            left.append(body["documents"][0])
     def log_message(self, *_): pass
 ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
 """
@@ -77,11 +100,18 @@ def application(**settings: Any) -> Iterator[str]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(application(settings), name="comb")
         url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: ask(url, "GET", "/health")[1].get("replicas") == {"replica-0": "up", "replica-1": "up"})
+        wait_for(lambda: both_up(url))
         yield url
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def both_up(url: str) -> bool:
+    try:
+        return bool(ask(url, "GET", "/health")[1].get("replicas") == {"replica-0": "up", "replica-1": "up"})
+    except OSError:  # no ingress now
+        return False
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
@@ -92,65 +122,161 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
     return found
 
 
-def ask(url: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+def ask(url: str, method: str, path: str, body: Any = None, *, key: str = "alice") -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json", "authorization": "Bearer alice"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     try:
         asked = urllib.request.Request(url + path, data, headers, method=method)
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=20) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
 
 
-def chat(url: str, text: str) -> Any:
-    status, answer = ask(url, "POST", CHAT, {"documents": [text]})
+def chat(url: str, text: str, key: str = "alice", **more: Any) -> Any:
+    status, answer = ask(url, "POST", CHAT, {"documents": [text], **more}, key=key)
     assert status == 200, answer
     return answer
 
 
+def stream(url: str, text: str, **more: Any) -> Any:
+    body = json.dumps({"stream": True, "documents": [text], **more}).encode()
+    headers = {"authorization": "Bearer alice"}
+    return urllib.request.urlopen(urllib.request.Request(url + CHAT, body, headers), timeout=60)
+
+
+def metric(url: str, name: str) -> dict[str, float]:
+    """By replica."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith(f"comb_router_{name}{{")]
+    return {line.split('replica="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+
 def test_settings_come_from_files_and_command_lines() -> None:
-    from comb_serving.replicas.application import Settings
+    from comb_serving.replicas.config import ReplicasConfig
 
     given = {"checkpoint": "c", "replicas": "3", "arguments": "--comb-disk '/a b/{replica}' -tp 2", "gpus": "2"}
-    found = Settings.parse(given)
+    found = ReplicasConfig.model_validate(given)
     assert (found.replicas, found.gpus, found.load_floor) == (3, 2.0, 8)
     assert found.command_of("replica-1")[-5:] == ["c", "--comb-disk", "/a b/replica-1", "-tp", "2"]
-    assert Settings.parse({"checkpoint": "c", "arguments": ["--port-like", 3]}).arguments == ("--port-like", "3")
+    given = {"checkpoint": "c", "arguments": ["--port-like", 3]}
+    assert ReplicasConfig.model_validate(given).arguments == ("--port-like", "3")
     for wrong, message in (({}, "checkpoint is missing"), ({"checkpoint": "c", "replica": 2}, "'replica' is none of"),
-                           ({"checkpoint": "c", "replicas": 0}, "at least 1")):  # fmt: skip
+                           ({"checkpoint": "c", "replicas": 0}, "greater than or equal to 1")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            Settings.parse(wrong)
+            ReplicasConfig.model_validate(wrong)
 
 
-def test_replicas_are_restarted_and_streams_pass() -> None:
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Requests that wait do so until this file exists."""
+    return tmp_path_factory.mktemp("gate") / "open"
+
+
+@pytest.fixture(scope="module")
+def url(gate: Path) -> Iterator[str]:
     with application(
-        checkpoint="adapter", replicas=2, arguments=["--name", "{replica}"], command=(sys.executable, "-c", PROGRAM)
-    ) as url:
-        places = {text: chat(url, text)["name"] for text in map(str, range(20))}
-        assert set(places.values()) == {"replica-0", "replica-1"}
-        assert all(chat(url, text)["name"] == place for text, place in places.items())
-        assert ask(url, "POST", "/v1/documents", {"id": "x", "text": "kept"})[0] == 200
-        body = json.dumps({"stream": True, "documents": ["0"]}).encode()
-        with urllib.request.urlopen(urllib.request.Request(url + CHAT, body), timeout=60) as answer:
-            assert answer.headers["content-type"] == "text/event-stream"
-            lines = (line for line in answer if line.strip())
-            first = next(lines)
-            # the rest is not written before: parts pass as they come, not at the end
-            assert ask(url, "POST", "/v1/documents", {"id": "read", "text": "one"})[0] == 200
-            assert [first, *lines] == [b"data: 0\n", b"data: 1\n", b"data: 2\n"]
-        before = chat(url, "0")
-        os.kill(before["pid"], signal.SIGKILL)
-        elsewhere = chat(url, "0")
-        assert elsewhere["name"] != before["name"]
-        assert all(chat(url, text)["name"] in places.values() for text in places)
-        again = wait_for(lambda: found if (found := chat(url, "0"))["name"] == before["name"] else None)
-        assert again["pid"] != before["pid"]
-        for _ in range(8):  # at either replica
-            assert ask(url, "GET", "/v1/documents/x")[0] == 200
-        assert ask(url, "GET", "/v1/documents/y")[0] == 404
-        pids = {chat(url, text)["pid"] for text in places}
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        checkpoint="adapter", arguments=["--name", "{replica}", "--gate", gate],
+        command=(sys.executable, "-c", PROGRAM), load_floor=2,
+    ) as found:  # fmt: skip
+        yield found
+
+
+def test_the_same_documents_go_to_the_same_replica_unchanged(url: str) -> None:
+    from comb_serving.replicas.affinity import documents_of, home
+
+    for text in map(str, range(20)):
+        (document,) = documents_of({"documents": [text]}, "Bearer alice")
+        answer = chat(url, text, other=[1])
+        assert answer["name"] == home(document.key, ["replica-0", "replica-1"])
+        assert answer["got"] == {"documents": [text], "other": [1]}
+    assert ask(url, "POST", f"{CHAT}?x=%2F", {"documents": []})[1]["path"] == f"{CHAT}?x=%2F"
+    with stream(url, "0", stream=False) as answer:
+        assert answer.headers["x-kept"] == "yes"
+    assert metric(url, "replica_up") == {"replica-0": 1, "replica-1": 1}
+
+
+def test_too_many_requests_for_one_replica_spill(url: str, gate: Path) -> None:
+    before, home = metric(url, "spilled_total"), chat(url, "hot")["name"]
+    other = {"replica-0": "replica-1", "replica-1": "replica-0"}[home]
+    with ThreadPoolExecutor(8) as threads:
+        waiting = []
+        for number in range(6):
+            waiting.append(threads.submit(chat, url, "hot", wait=True))
+            wait_for(lambda number=number: sum(metric(url, "requests_under_way").values()) > number)  # type: ignore[misc]
+        # 1.25 times the mean of six is four
+        assert metric(url, "requests_under_way") == {home: 4, other: 2}
+        assert metric(url, "spilled_total") == {home: before[home], other: before[other] + 2}
+        gate.touch()
+        assert sorted(each.result()["name"] for each in waiting) == sorted([home] * 4 + [other] * 2)
+    wait_for(lambda: not any(metric(url, "requests_under_way").values()))
+
+
+def test_streams_pass_at_once_and_a_client_that_leaves_is_passed_on(url: str) -> None:
+    with stream(url, "0") as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        lines = (line for line in answer if line.strip())
+        first = next(lines)
+        # the rest is not written before: parts pass as they come, not at the end
+        assert ask(url, "POST", "/v1/documents", {"id": "read", "text": "one"})[0] == 200
+        assert [first, *lines] == [b"data: 0\n", b"data: 1\n", b"data: 2\n"]
+    with stream(url, "leaving", endless=True) as answer:
+        next(iter(answer))
+    wait_for(lambda: chat(url, "leaving")["left"] == ["leaving"])
+    wait_for(lambda: not any(metric(url, "requests_under_way").values()))
+
+
+def test_a_request_that_breaks_servers_off_does_not_reach_all_of_them_for_ever(url: str) -> None:
+    status, answer = ask(url, "POST", CHAT, {"documents": ["poison"]})
+    assert status == 503
+    assert "2 replicas broke off" in answer["error"]["message"]
+    assert sum(metric(url, "lost_total").values()) == 2
+    assert chat(url, "0")
+
+
+def test_registered_documents_are_everywhere_also_after_restarts(url: str) -> None:
+    def at_each(key: str = "alice") -> set[frozenset[str]]:
+        """What the replicas know."""
+        answers = [chat(url, text, key=key) for text in map(str, range(12))]
+        assert len({answer["name"] for answer in answers}) == 2
+        return {frozenset(answer["known"]) - {"read"} for answer in answers}
+
+    def add(name: str, text: str = "text", key: str = "alice") -> tuple[int, Any]:
+        return ask(url, "POST", "/v1/documents", {"id": name, "text": text}, key=key)
+
+    assert [add("x")[0], add("y")[0], add("x", "hers", key="bob")[0]] == [200] * 3
+    assert ask(url, "POST", "/v1/documents", {"text": "no id"})[1]["id"] == "made-no id"
+    # refused by one of them: registered nowhere
+    assert add("r", "refused")[0] == 429
+    assert ask(url, "DELETE", "/v1/documents/y")[0] == 200
+    assert ask(url, "DELETE", "/v1/documents/y")[0] == 404
+    assert at_each() == {frozenset({"x", "made-no id"})}
+    assert at_each("bob") == {frozenset({"x"})}
+    assert [ask(url, "GET", f"/v1/documents/{name}")[0] for name in "xry"] == [200, 404, 404]
+
+    places = {text: chat(url, text)["name"] for text in map(str, range(9))}
+    before = chat(url, "0")
+    os.kill(before["pid"], signal.SIGKILL)
+    assert chat(url, "0")["name"] != before["name"]
+    assert all(chat(url, text)["name"] in places.values() for text in places)
+    assert add("meanwhile")[0] == 200
+    again = wait_for(lambda: found if (found := chat(url, "0"))["name"] == before["name"] else None)
+    assert again["pid"] != before["pid"]
+    assert {text: chat(url, text)["name"] for text in places} == places
+    assert at_each() == {frozenset({"x", "made-no id", "meanwhile"})}
+    assert at_each("bob") == {frozenset({"x"})}
+
+
+def test_a_router_that_starts_again_knows_what_is_registered(url: str) -> None:
+    import ray
+
+    assert ask(url, "POST", "/v1/documents", {"id": "kept", "text": "text"})[0] == 200
+    (name,) = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if "CombIngress" in one["name"]]
+    ray.kill(ray.get_actor(name, namespace="serve"))
+    before = wait_for(lambda: both_up(url) and chat(url, "0"))
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_for(lambda: chat(url, "0")["pid"] != before["pid"] and chat(url, "0")["name"] == before["name"])
+    assert all("kept" in chat(url, text)["known"] for text in map(str, range(12)))
 
 
 @pytest.mark.vllm

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from comb_serving.bench.servers import MODEL
@@ -20,7 +20,7 @@ GIVE_UP = 5  # failed requests in a row after which a phase ends
 
 
 @dataclass(frozen=True)
-class Record:
+class RequestRecord:
     """What became of one request; times in seconds.
 
     Args:
@@ -51,10 +51,6 @@ class Record:
         """Per token behind the first; None for a single token."""
         return (self.total_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Target:
@@ -63,6 +59,7 @@ class Target:
     Args:
         linked: it takes `documents`; otherwise they stand in the message.
         tokens: of every answer, exactly.
+        on_record: takes every record at once.
     """
 
     name: str
@@ -70,6 +67,7 @@ class Target:
     linked: bool
     tokens: int = 16
     timeout_s: float = 300.0
+    on_record: Callable[[RequestRecord], Any] = lambda _: None
 
     def body(self, ask: Ask) -> dict[str, Any]:
         """Of a request to ``/v1/chat/completions``."""
@@ -82,137 +80,119 @@ class Target:
         messages, documents = linked_messages(ask)
         return {**body, "messages": messages, "documents": documents}
 
+    def run_closed(self, phase: str, asks: Iterable[Ask], clients: int) -> list[RequestRecord]:
+        """`clients` at once, each sends its next request when its last one is answered; ready when all are."""
+        waiting = iter(asks)
 
-def run_closed(
-    target: Target, phase: str, asks: Iterable[Ask], clients: int, on_record: Callable[[Record], Any]
-) -> list[Record]:
-    """`clients` at once, each sends its next request when its last one is answered; ready when all are."""
-
-    async def work(session: Any, clock: Callable[[], float]) -> list[Record]:
-        waiting, records = iter(asks), []
-
-        async def client() -> None:
+        async def client(session: _Session) -> None:
             for ask in waiting:
-                record = await _send(session, target, phase, ask, clock(), clock)
-                records.append(record)
-                on_record(record)
-                _check_alive(records)
+                await session.send(ask, session.seconds())
 
-        await _all([client() for _ in range(clients)])
-        return records
+        return asyncio.run(_Session(self, phase).run([client] * clients))
 
-    return asyncio.run(_in_session(work))
+    def run_open(self, phase: str, asks: Sequence[Ask], arrivals: Sequence[float]) -> list[RequestRecord]:
+        """Each request at its arrival, in seconds from now, however many are unanswered."""
 
+        def at(ask: Ask, due: float) -> Callable[[_Session], Awaitable[None]]:
+            async def one(session: _Session) -> None:
+                await asyncio.sleep(max(0.0, due - session.seconds()))
+                await session.send(ask, due)
 
-def run_open(
-    target: Target, phase: str, asks: Sequence[Ask], arrivals: Sequence[float], on_record: Callable[[Record], Any]
-) -> list[Record]:
-    """Each request at its arrival, in seconds from now, however many are unanswered."""
+            return one
 
-    async def work(session: Any, clock: Callable[[], float]) -> list[Record]:
-        records: list[Record] = []
-
-        async def one(ask: Ask, due: float) -> None:
-            await asyncio.sleep(max(0.0, due - clock()))
-            record = await _send(session, target, phase, ask, due, clock)
-            records.append(record)
-            on_record(record)
-            _check_alive(records)
-
-        await _all([one(ask, due) for ask, due in zip(asks, arrivals, strict=True)])
-        return records
-
-    return asyncio.run(_in_session(work))
+        work = [at(ask, due) for ask, due in zip(asks, arrivals, strict=True)]
+        return asyncio.run(_Session(self, phase).run(work))
 
 
-async def _all(work: Sequence[Any]) -> None:
-    """Runs everything at once; the first failure cancels the rest and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in work:
-                group.create_task(each)
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+class _Session:
+    """The requests of one phase to one server."""
+
+    def __init__(self, target: Target, phase: str) -> None:
+        self.target, self.phase, self.records = target, phase, list[RequestRecord]()
+        self._start = time.perf_counter()
+        self._http: Any = None
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    async def run(self, work: Sequence[Callable[[_Session], Awaitable[None]]]) -> list[RequestRecord]:
+        """Runs everything at once; the first failure cancels the rest and is raised."""
+        import aiohttp
+
+        # no limit of connections: it would be a queue in front of the server, out of the server's sight
+        # nor a time-out: the target has one
+        unlimited = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=None)}
+        async with aiohttp.ClientSession(**unlimited) as self._http:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for each in work:
+                        group.create_task(each(self))  # type: ignore[arg-type]  # all are coroutine functions
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+        return self.records
+
+    async def send(self, ask: Ask, due: float) -> None:
+        """Sends one request and keeps its record. Raises RuntimeError when `GIVE_UP` in a row have failed."""
+        import aiohttp
+
+        target, reading, sent = self.target, StreamReading(), self.seconds()
+        try:
+            async with (
+                asyncio.timeout(target.timeout_s),
+                self._http.post(f"{target.url}/v1/chat/completions", json=target.body(ask)) as answer,
+            ):
+                if answer.status != 200:
+                    reading.error = f"status {answer.status}: {(await answer.text())[:300]}"
+                else:
+                    async for line in answer.content:
+                        reading.line(line, self.seconds())
+        except TimeoutError:
+            reading.error = f"no whole answer within {target.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            reading.error = f"{type(error).__name__}: {error}"
+        self.records.append(reading.record(target, self.phase, ask, due, sent, self.seconds()))
+        target.on_record(self.records[-1])
+        last = self.records[-GIVE_UP:]
+        if len(last) == GIVE_UP and all(record.error for record in last):
+            raise RuntimeError(f"{GIVE_UP} requests in a row have failed, the last with: {last[-1].error}")
 
 
-async def _in_session(work: Callable[[Any, Callable[[], float]], Any]) -> Any:
-    import aiohttp
-
-    start = time.perf_counter()
-    # no limit of connections: it would be a queue in front of the server, out of the server's sight
-    # nor a time-out: the target has one
-    unlimited = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=None)}
-    async with aiohttp.ClientSession(**unlimited) as session:
-        return await work(session, lambda: time.perf_counter() - start)
-
-
-def _check_alive(records: Sequence[Record]) -> None:
-    last = records[-GIVE_UP:]
-    if len(last) == GIVE_UP and all(record.error for record in last):
-        raise RuntimeError(f"{GIVE_UP} requests in a row have failed, the last with: {last[-1].error}")
-
-
-async def _send(session: Any, target: Target, phase: str, ask: Ask, due: float, clock: Callable[[], float]) -> Record:
-    import aiohttp
-
-    reading = StreamReading()
-    sent = clock()
-    try:
-        async with (
-            asyncio.timeout(target.timeout_s),
-            session.post(f"{target.url}/v1/chat/completions", json=target.body(ask)) as answer,
-        ):
-            if answer.status != 200:
-                reading.error = f"status {answer.status}: {(await answer.text())[:300]}"
-            else:
-                async for line in answer.content:
-                    reading.line(line, clock())
-    except TimeoutError:
-        reading.error = f"no whole answer within {target.timeout_s:g} s"
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        reading.error = f"{type(error).__name__}: {error}"
-    return reading.record(target, phase, ask, due, sent, clock())
-
-
+@dataclass
 class StreamReading:
     """The lines of a stream, as they come."""
 
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.done = False
-        self.usage: dict[str, Any] = {}
-        self.comb: dict[str, Any] | None = None
-        self.error = ""
+    first: float | None = None
+    done: bool = False
+    usage: dict[str, Any] = field(default_factory=dict)
+    documents: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
 
     def line(self, line: bytes, now: float) -> None:
         """Takes in one line. Raises ValueError for data that isn't JSON."""
-        if not line.startswith(b"data: "):
-            return
-        data = line[6:].strip()
+        data = line.removeprefix(b"data: ").strip()
         if data == b"[DONE]":
             self.done = True
-            return
-        event = json.loads(data)
-        if "error" in event:
-            self.error = f"in the stream: {str(event['error'])[:300]}"
-        # the chunk with the role only comes with the first token too, but the token is what counts
-        if self.first is None and any("role" not in (choice.get("delta") or {}) for choice in event.get("choices", ())):
-            self.first = now
-        self.usage = event.get("usage") or self.usage
-        self.comb = event.get("comb") or self.comb
+        elif line.startswith(b"data: "):
+            event = json.loads(data)
+            if "error" in event:
+                self.error = f"in the stream: {str(event['error'])[:300]}"
+            # the chunk with the role only comes with the first token too, but the token is what counts
+            if any("role" not in (choice.get("delta") or {}) for choice in event.get("choices", ())):
+                self.first = now if self.first is None else self.first
+            self.usage = event.get("usage") or self.usage
+            self.documents = (event.get("comb") or {}).get("documents", self.documents)
 
-    def record(self, target: Target, phase: str, ask: Ask, due: float, sent: float, now: float) -> Record:
+    def record(self, target: Target, phase: str, ask: Ask, due: float, sent: float, now: float) -> RequestRecord:
         """What is known when the stream has ended; an answer that isn't whole or over other documents is an error."""
-        documents = (self.comb or {}).get("documents", [])
-        states = [document["state"] for document in documents]
+        states = [document["state"] for document in self.documents]
         tokens = int(self.usage.get("completion_tokens", 0))
         details = self.usage.get("prompt_tokens_details") or {}
-        return Record(
+        return RequestRecord(
             target.name, phase, ask.number, due, late_s=sent - due,
             ttft_s=(now if self.first is None else self.first) - due, total_s=now - due, tokens=tokens,
             prompt_tokens=int(self.usage.get("prompt_tokens", 0)), cached_tokens=int(details.get("cached_tokens") or 0),
             hits=states.count("hit"), encoded=states.count("encoded"),
-            document_tokens=sum(document["tokens"] for document in documents),
+            document_tokens=sum(document["tokens"] for document in self.documents),
             error=self.error or self._fault(target, ask, tokens),
         )  # fmt: skip
 
@@ -221,8 +201,7 @@ class StreamReading:
             return "the stream broke off"
         if tokens != target.tokens:
             return f"{tokens} tokens instead of {target.tokens}"
-        if not target.linked:
-            return ""
-        named = [document["id"] for document in (self.comb or {}).get("documents", [])]
-        wanted = [document.id for document in ask.documents]
-        return "" if named == wanted else f"its report names the documents {named} instead of {wanted}"
+        named, wanted = [document["id"] for document in self.documents], [document.id for document in ask.documents]
+        return "" if named == wanted or not target.linked else (
+            f"its report names the documents {named} instead of {wanted}"
+        )  # fmt: skip

@@ -1,28 +1,20 @@
-"""The two servers as processes: started, timed, watched, and ended with everything below them."""
+"""The two servers as processes, with what they say of themselves."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from comb_serving.bench.models import Models
-from comb_serving.launch.launcher import SERVER, end_with_parent
-from comb_serving.replicas.process import COMMAND, free_port
+from comb_serving.launch.launcher import SERVER
+from comb_serving.launch.server_process import COMMAND, ServerProcess
 
 PLAIN, COMB = "plain vLLM", "comb"
 MODEL = "bench"  # the name under which both serve
-END_S = 30.0  # for a server to end by itself
-_TAIL = 3000
+START_S, END_S = 900.0, 30.0  # for a server to start and to end by itself
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ def plans(
     if not 0 < pool_bytes < cache_bytes:
         raise ValueError(f"--pool-bytes is a part of --cache-bytes, {cache_bytes}: not {pool_bytes}")
     common = [
-        "--served-model-name", MODEL, "--max-model-len", str(max_len), "--host", "127.0.0.1",
+        "--served-model-name", MODEL, "--max-model-len", str(max_len),
         "--enable-prompt-tokens-details", "--enable-prefix-caching", *options,
     ]  # fmt: skip
     adapter = [*COMMAND, models.adapter, "--comb-pool-bytes", str(pool_bytes)]
@@ -67,113 +59,65 @@ def plans(
     ]
 
 
-class Server:
+class MeasuredServer(ServerProcess):
     """A running server; use it as a context manager, so that it always ends.
 
     Attributes:
         ready_s: from its start to the first healthy answer.
     """
 
-    def __init__(self, plan: ServerPlan, log: Path, *, timeout_s: float = 900.0) -> None:
-        self.plan, self.log, self.timeout_s = plan, log, timeout_s
-        self.port = free_port()
-        self.ready_s = 0.0
-        self.started = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, plan: ServerPlan, log: Path) -> None:
+        self.plan = plan
+        command = [*plan.command, "--kv-cache-memory-bytes", str(plan.kv_bytes)]
+        super().__init__(command, environment=plan.environment, log=log)
+        self.wait_until_healthy(START_S)
+        self.ready_s = time.monotonic() - self.started
 
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Server:
-        """Starts it and waits until it is healthy. Raises RuntimeError if it isn't in time, with the log's end."""
-        command = [*self.plan.command, "--port", str(self.port), "--kv-cache-memory-bytes", str(self.plan.kv_bytes)]
-        self.started = time.monotonic()
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, **self.plan.environment}, preexec_fn=end_with_parent,
-            )  # fmt: skip
-        try:
-            self._wait_until_healthy()
-        except BaseException:
-            self._end()
-            raise
+    def __enter__(self) -> MeasuredServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self.stop(END_S)
 
-    def _wait_until_healthy(self) -> None:
-        assert self._process is not None
-        while True:
-            waited = time.monotonic() - self.started
-            if self._process.poll() is not None or waited > self.timeout_s:
-                state = f"ended with status {self._process.returncode}" if self._process.returncode is not None else (
-                    f"was not ready within {self.timeout_s:.0f} s"
-                )  # fmt: skip
-                tail = self.log.read_text(errors="replace")[-_TAIL:]
-                raise RuntimeError(f"the server of {self.plan.name} {state}; its log {self.log} ends with:\n{tail}")
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                self.get("/health")
-                self.ready_s = time.monotonic() - self.started
-                return
-            time.sleep(0.2)
-
-    def get(self, path: str) -> str:
-        """The text of a page. Raises URLError where there is none."""
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=20) as answer:
-            text: str = answer.read().decode()
-            return text
-
-    def metrics(self) -> Metrics:
-        """What it counts now."""
-        return Metrics(self.get("/metrics"))
-
-    def tree(self) -> list[Any]:
-        """Its processes, as psutil's; empty when it has ended."""
+    def resident(self) -> dict[str, int]:
+        """Proportional set size of each of its processes in bytes, by what it does: shared pages count once."""
         import psutil
 
-        if self._process is None:
-            return []
-        try:
-            root = psutil.Process(self._process.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
-    def _end(self) -> None:
-        """SIGTERM, and after `END_S` SIGKILL to each of its processes that is left."""
-        import psutil
-
-        process, tree = self._process, self.tree()
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        for left in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()  # psutil knows by the start time that it is still the same process
-        process.wait()
-        psutil.wait_procs(tree, timeout=END_S)
-        self._process = None
+        found: dict[str, int] = {}
+        for process in self.tree():
+            try:
+                name, memory = _role(process.name(), process.cmdline()), process.memory_full_info()
+            except psutil.Error:
+                continue
+            found[name] = found.get(name, 0) + getattr(memory, "pss", memory.rss)
+        return found
 
 
-class Metrics:
-    """A page in the Prometheus text format."""
+def _role(name: str, command: Sequence[str]) -> str:
+    if name.startswith("VLLM::"):
+        return name.removeprefix("VLLM::").lower()
+    roles = {"comb_serving.encoding.process": "encoder", "api_server": "API server", "comb.cli": "launcher"}
+    return next((role for word, role in roles.items() if any(word in part for part in command)), "others")
 
-    def __init__(self, text: str) -> None:
-        self.text = text
 
-    def ours(self, name: str) -> float:
-        """The sum of comb's series with `name` in theirs; 0 where there is none."""
-        found = re.findall(rf"^comb\w*[:_]\w*{re.escape(name)}\w*(?:\{{.*\}})? (\S+)$", self.text, re.MULTILINE)
-        return sum(map(float, found))
+def counted(page: str, name: str) -> float:
+    """From a page of /metrics: the sum of comb's series with `name` in theirs; 0 where there is none."""
+    found = re.findall(rf"^comb\w*[:_]\w*{re.escape(name)}\w*(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
+    return sum(map(float, found))
 
-    def label(self, name: str, label: str) -> str | None:
-        """A label of the first sample of a series."""
-        found = re.search(rf'^{re.escape(name)}\{{(?:.*,)?{re.escape(label)}="([^"]*)"', self.text, re.MULTILINE)
-        return found[1] if found else None
+
+def pool_token_bytes(before: str, after: str, tokens: int) -> float | None:
+    """Bytes by which the pool has filled per document token, what blocks leave empty included; None if it evicted."""
+    if counted(before, "evictions") != counted(after, "evictions") or not tokens:
+        return None
+    return (counted(after, "pool_used_bytes") - counted(before, "pool_used_bytes")) / tokens
+
+
+def decoder_token_bytes(page: str, kv_bytes: int) -> float | None:
+    """Bytes of keys and values per token in vLLM's own cache: its size over the tokens that fit; None if unsaid."""
+    labels = [
+        re.search(rf'^vllm:cache_config_info\{{(?:.*,)?{name}="([^"]*)"', page, re.MULTILINE)
+        for name in ("num_gpu_blocks", "block_size")
+    ]
+    blocks, size = (label and int(label[1]) for label in labels)
+    return kv_bytes / (blocks * size) if blocks and size else None

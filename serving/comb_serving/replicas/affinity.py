@@ -9,39 +9,38 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Part:
+class RoutedDocument:
     """A document of a request: a name for its content, and its size in bytes of text or ids."""
 
     key: str
     size: int
 
 
-def parts_of(body: Any, tenant: str) -> list[Part]:
+def documents_of(body: Any, sender: str) -> list[RoutedDocument]:
     """The documents of a request's body: listed ones, and those that messages name by id.
 
     What isn't a document is left out: the replica that gets the request says what is wrong with it.
 
     Args:
-        tenant: the sender; two tenants share no document, so theirs needn't be in the same place.
+        sender: two senders share no document, so theirs needn't be in the same place.
     """
     if not isinstance(body, Mapping):
         return []
-    listed, messages = body.get("documents"), body.get("messages")
-    found = [_part(item, tenant) for item in _list(listed)]
-    for message in _list(messages):
+    found = [_document(item, sender) for item in _list(body.get("documents"))]
+    for message in _list(body.get("messages")):
         content = message.get("content") if isinstance(message, Mapping) else None
         named = [item for item in _list(content) if isinstance(item, Mapping)]
-        found += [_part({"id": item.get("id")}, tenant) for item in named if item.get("type") == "document"]
-    return [part for part in found if part is not None]
+        found += [_document({"id": item.get("id")}, sender) for item in named if item.get("type") == "document"]
+    return [document for document in found if document is not None]
 
 
-def _part(item: Any, tenant: str) -> Part | None:
+def _document(item: Any, sender: str) -> RoutedDocument | None:
     if isinstance(item, str):
         item = {"text": item}
     if not isinstance(item, Mapping):
@@ -53,10 +52,10 @@ def _part(item: Any, tenant: str) -> Part | None:
     else:
         content, size = [title, text, ids], len(text) if isinstance(text, str) else 4 * len(_list(ids))
     try:
-        data = json.dumps([tenant, content]).encode()
+        data = json.dumps([sender, content]).encode()
     except (TypeError, ValueError, RecursionError):
         return None
-    return Part(hashlib.sha256(data).hexdigest(), size)
+    return RoutedDocument(hashlib.sha256(data).hexdigest(), size)
 
 
 def _list(value: Any) -> list[Any]:
@@ -68,29 +67,29 @@ def weight(key: str, replica: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{key}\0{replica}".encode(), digest_size=8).digest())
 
 
-def home(key: str, replicas: Sequence[str]) -> str:
+def home(key: str, replicas: Collection[str]) -> str:
     """The replica that wants a document most. Raises ValueError without any."""
     return max(replicas, key=lambda replica: (weight(key, replica), replica))
 
 
-def preferred(parts: Sequence[Part], replicas: Sequence[str]) -> str | None:
+def preferred(documents: Sequence[RoutedDocument], replicas: Collection[str]) -> str | None:
     """The replica at which most of a request's document bytes are at home; None without documents.
 
     Most bytes, since what is missing at a replica has to be encoded there and that costs by length. Order doesn't
     matter: a request for the same documents in another order goes to the same place.
     """
-    if not parts or not replicas:
+    if not documents or not replicas:
         return None
-    unique = {part.key: part for part in parts}
+    unique = {document.key: document for document in documents}
     held = dict.fromkeys(replicas, 0)
-    for part in unique.values():
-        held[home(part.key, replicas)] += part.size
+    for document in unique.values():
+        held[home(document.key, replicas)] += document.size
     whole = "".join(sorted(unique))
     return max(replicas, key=lambda replica: (held[replica], weight(whole, replica), replica))
 
 
 @dataclass(frozen=True)
-class Bound:
+class LoadBound:
     """How many requests a preferred replica may have under way before others get some of its own.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018): `factor` times the mean, but never
@@ -109,21 +108,18 @@ class Bound:
         return max(self.floor, math.ceil(self.factor * (sum(loads.values()) + 1) / len(loads)))
 
 
-def choose(parts: Sequence[Part], loads: Mapping[str, int], bound: Bound) -> tuple[str, bool]:
-    """The replica for a request, and whether it isn't the one that its documents ask for (spilled).
+def ranked(documents: Sequence[RoutedDocument], loads: Mapping[str, int], bound: LoadBound) -> list[str]:
+    """All replicas, the one for a request with these documents first.
+
+    That is the preferred one as long as the bound allows it, otherwise the least loaded; among equals the one that
+    wants the documents most, so that what spills together spills to one place.
 
     Args:
         loads: requests under way, of every replica that is up.
-
-    Raises:
-        ValueError: if no replica is up.
     """
-    if not loads:
-        raise ValueError("no replica is up")
-    wanted = preferred(parts, sorted(loads))
-    if wanted is not None and loads[wanted] < bound.limit(loads):
-        return wanted, False
-    whole = "".join(sorted(part.key for part in parts))
-    # among the least loaded the one that wants it most, so that what spills together spills to one place
-    least = min(loads, key=lambda replica: (loads[replica], -weight(whole, replica), replica))
-    return least, wanted is not None and least != wanted
+    wanted = preferred(documents, loads)
+    free = wanted is not None and loads[wanted] < bound.limit(loads)
+    whole = "".join(sorted(document.key for document in documents))
+    return sorted(
+        loads, key=lambda replica: (not (free and replica == wanted), loads[replica], -weight(whole, replica), replica)
+    )

@@ -1,171 +1,183 @@
-"""The replicas as a Ray Serve application.
+"""The replicas as a Ray Serve application: its address, and what makes it.
 
     serve run comb_serving.replicas.application:application checkpoint=out/adapter replicas=2 \\
         "arguments=--comb-pool-bytes 8GiB --dtype bfloat16"
-
-Each replica is a deployment of its own with one actor, which owns a `comb serve`: so the router can name it, its name
-(and with it its share of the documents) stays when Ray starts it again, and each has its own place in the cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import shlex
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import json
+from collections.abc import AsyncIterator
 from typing import Any, cast
+from urllib.parse import unquote
 
-import ray
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from comb_serving.replicas.affinity import Bound
-from comb_serving.replicas.hop import Answer
-from comb_serving.replicas.process import COMMAND, ServeProcess
-from comb_serving.replicas.router import Router
+from comb_serving.api.documents import DOCUMENTS, handles_path
+from comb_serving.api.errors import RequestError
+from comb_serving.replicas.affinity import RoutedDocument, documents_of
+from comb_serving.replicas.config import ReplicasConfig
+from comb_serving.replicas.registrations import Registration, registrations_of
+from comb_serving.replicas.replica import CombReplica, RelayedRequest, ServerLostError
+from comb_serving.replicas.routing import DocumentRequestRouter
+from comb_serving.replicas.state import REGISTRY, STATE
 
-logger = logging.getLogger(__name__)
-
-LOOK_SECONDS, ANSWER_SECONDS = 1.0, 10.0
-NAME = "{replica}"  # in arguments: stands for the replica's name, for folders that each needs for itself
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Of the application.
-
-    Args:
-        checkpoint: of `comb serve`.
-        replicas: how many servers.
-        arguments: of every `comb serve`, and vLLM's; ``{replica}`` in one of them stands for the replica's name.
-        gpus, cpus: that Ray sets aside for each server.
-        environment: of every server.
-        load_factor, load_floor: of `Bound`.
-        start_seconds: longest wait for a server.
-        command: run instead of `comb serve`, for tests.
-    """
-
-    checkpoint: str
-    replicas: int = 2
-    arguments: tuple[str, ...] = ()
-    gpus: float = 0
-    cpus: float = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    load_factor: float = Bound.factor
-    load_floor: int = Bound.floor
-    start_seconds: float = 900.0
-    command: tuple[str, ...] = COMMAND
-
-    @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Settings:
-        """From a configuration file, or from the command line, where all values are texts.
-
-        Raises:
-            ValueError: an unknown name, none for the checkpoint, or a value of the wrong kind.
-        """
-        known = {one.name: one for one in fields(cls)}
-        unknown = sorted(given.keys() - known.keys())
-        if unknown or "checkpoint" not in given:
-            what = f"{unknown[0]!r} is none of" if unknown else "checkpoint is missing from"
-            raise ValueError(f"{what} the settings {sorted(known)}")
-        values = dict(given)
-        if isinstance(values.get("arguments"), str):
-            values["arguments"] = shlex.split(values["arguments"])
-        values["arguments"] = tuple(map(str, values.get("arguments", ())))
-        for name in ("gpus", "cpus", "load_factor", "start_seconds"):
-            values[name] = float(values.get(name, known[name].default))
-        for name in ("replicas", "load_floor"):
-            values[name] = int(values.get(name, known[name].default))
-        if values["replicas"] < 1:
-            raise ValueError(f"replicas must be at least 1, not {values['replicas']}")
-        return cls(**values)
-
-    def command_of(self, replica: str) -> list[str]:
-        """What one replica runs."""
-        return [*self.command, self.checkpoint, *(argument.replace(NAME, replica) for argument in self.arguments)]
+WAIT_SECONDS, RETRY_AFTER_S = 10.0, 5
+MAX_LOST = 2  # replicas that broke off over one request: a request that ends servers must not end them all
+_GONE = (RayActorError, DeploymentUnavailableError, BackPressureError)
 
 
-@serve.deployment(health_check_period_s=2, health_check_timeout_s=30, graceful_shutdown_timeout_s=100)
-class CombReplica:
-    """An actor that owns one `comb serve`; Ray starts another one when the server has ended."""
+class CombIngress:
+    """Reads which documents a request has, and passes the answer of the replica that Ray's routing finds for it."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], start_seconds: float) -> None:
-        host = ray.util.get_node_ip_address()
-        self._server = ServeProcess(command, host=host, environment=environment, start_seconds=start_seconds)
-        self._generation = f"{os.getpid()}-{time.time_ns()}"
+    async def __init__(self, replicas: Any, config: ReplicasConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._replicas, self._config = replicas, config
+        self._registrations = registrations_of(serve.get_replica_context().app_name)
+        self._registering = asyncio.Lock()
+        self._changes: int = await self._registrations.changes.remote()
+        self._first_look = asyncio.create_task(
+            self._catch_up()
+        )  # with it Ray begins to follow which replicas there are
 
-    def where(self) -> tuple[str, str]:
-        """Address, and a word that is another one after a restart."""
-        return self._server.address, self._generation
+    async def __call__(self, request: Request) -> Response:
+        """Answers one request."""
+        try:
+            if request.url.path == "/health":
+                return self._health()
+            if request.url.path == "/metrics":
+                return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+            return await self._pass_on(request)
+        except RequestError as error:
+            return Response(error.body, error.status, error.headers, "application/json")
 
-    def pid(self) -> int | None:
-        """Of `comb serve`."""
-        return self._server.pid
+    def _health(self) -> Response:
+        names = {f"replica-{rank}" for rank in range(self._config.replicas)} | STATE.up.keys()
+        states = {name: "up" if name in STATE.up else "down" for name in sorted(names)}
+        if not STATE.up:
+            raise RequestError(503, f"no replica is up: {states}", retry_after=RETRY_AFTER_S)
+        return Response(json.dumps({"replicas": states}), media_type="application/json")
 
-    def check_health(self) -> None:
-        """Asked by Ray. Raises RuntimeError if the server has ended."""
-        self._server.check()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_server"):
-            self._server.stop()
-
-
-@serve.deployment(max_ongoing_requests=100_000, graceful_shutdown_timeout_s=30)
-class CombRouter:
-    """The application's address: `Router` over the replicas' actors."""
-
-    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, replicas: Mapping[str, Any], bound: Bound
-    ) -> None:
-        self._router = Router.of(list(replicas), bound)
-        self._watching = [asyncio.create_task(self._watch(name, handle)) for name, handle in replicas.items()]
-
-    async def _watch(self, name: str, replica: Any) -> None:
-        """Asks a replica where it is, again and again."""
-        while True:
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    address, generation = await replica.where.remote()
-                await self._router.arrived(name, address, generation)
-            except Exception as error:  # of an actor that is gone or not there yet: any kind that Ray has
-                logger.info("replica %s: %s", name, type(error).__name__)
-                self._router.missed(name)
-            await asyncio.sleep(LOOK_SECONDS)
-
-    async def __call__(self, request: Request) -> StreamingResponse:
+    async def _pass_on(self, request: Request) -> Response:
         scope = request.scope
-        target = scope.get("raw_path", request.url.path.encode()).decode("latin-1")
+        path = scope.get("raw_path", request.url.path.encode()).decode("latin-1")
         query = scope.get("query_string", b"").decode("latin-1")
         headers = {name.lower(): value for name, value in request.headers.items()}
-        answer = await self._router.handle(
-            request.method, f"{target}?{query}" if query else target, headers, await request.body()
-        )
-        return StreamingResponse(_passed(answer), status_code=answer.status, headers=answer.headers)
+        relayed = RelayedRequest(request.method, f"{path}?{query}" if query else path, headers, await request.body())
+        documents = await asyncio.to_thread(_documents, relayed) if relayed.body else []
+        chunks = self._first(relayed, documents)
+        status, kept = await anext(chunks)
+        if not (handles_path(path) and request.method in ("POST", "DELETE")):
+            return _Relayed(chunks, status, kept)
+        body = b"".join([chunk async for chunk in chunks])
+        sender = headers.get("authorization", "")
+        if request.method == "DELETE" and status in (200, 404):
+            await self._register((sender, unquote(path.removeprefix(f"{DOCUMENTS}/"))), None)
+        elif request.method == "POST" and status == 200:
+            name, made = Registration.of(relayed.body, body)
+            status, kept, body = await self._register((sender, name), made) or (status, kept, body)
+        return Response(body, status, kept)
+
+    async def _first(self, request: RelayedRequest, documents: list[RoutedDocument]) -> AsyncIterator[Any]:
+        """Status and headers, then the body, of the first replica that begins an answer.
+
+        Where nothing of an answer has gone out, another replica may give it.
+        """
+        avoid: list[str] = []
+        broke_off = 0
+        while broke_off < MAX_LOST and len(avoid) <= self._config.replicas:
+            stream = self._replicas.options(stream=True).answer.remote(
+                request=request, documents=documents, avoid=avoid, changes=self._changes
+            )
+            begun, name = False, ""
+            try:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    name = await anext(stream)
+                with STATE.counted(name, () if avoid else documents):
+                    async for item in stream:
+                        begun = True
+                        yield item
+            except TimeoutError:
+                break
+            except (ServerLostError, *_GONE) as error:
+                if begun:
+                    raise
+                broke_off += getattr(error, "reached", True)
+            else:
+                return
+            finally:
+                stream.cancel()
+            STATE.lost[name] += 1
+            avoid.append(name)
+        why = f"{broke_off} replicas broke off over this request" if broke_off >= MAX_LOST else (
+            "no replica is up, or all have too much to do"
+        )  # fmt: skip
+        raise RequestError(503, f"{why}; see their logs", retry_after=RETRY_AFTER_S)
+
+    async def _register(self, key: tuple[str, str], one: Registration | None) -> Any:
+        """Every replica hears of a document, or of its end; what one of them refuses is registered nowhere.
+
+        Returns:
+            Status, headers and body of a refusal, or None.
+        """
+        async with self._registering:
+            before = await self._registrations.put.remote(key, one)
+            refusals = await self._catch_up()
+            if one is not None and key in refusals:
+                await self._registrations.put.remote(key, before)
+                await self._catch_up()
+            return refusals.get(key)
+
+    async def _catch_up(self) -> dict[tuple[str, str], Any]:
+        self._changes = await self._registrations.changes.remote()
+        try:
+            found = await self._replicas.broadcast("catch_up").results_async(return_exceptions=True)
+        except _GONE:
+            found = []
+        # who could not be asked catches up before its next request
+        return {key: answer for each in found if not isinstance(each, BaseException) for key, answer in each.items()}
 
 
-async def _passed(answer: Answer) -> AsyncIterator[bytes]:
+class _Relayed(StreamingResponse):
+    """A replica's answer; a client that leaves ends it at once, not when the generator is collected."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await cast(Any, self.body_iterator).aclose()
+
+
+def _documents(request: RelayedRequest) -> list[RoutedDocument]:
     try:
-        async for chunk in answer.chunks:
-            yield chunk
-    finally:
-        await answer.close()
+        body = json.loads(request.body)
+    except (ValueError, RecursionError):
+        return []  # the replica says what is wrong with it
+    if request.target.partition("?")[0] == DOCUMENTS:
+        body = {"documents": [body]}  # to be registered: where requests that hold it go
+    return documents_of(body, request.headers.get("authorization", ""))
 
 
 def application(given: dict[str, Any]) -> Any:
-    """The Ray Serve application of `Settings`."""
-    settings = Settings.parse(given)
-    names = [f"replica-{number}" for number in range(settings.replicas)]
-    resources = {"num_cpus": settings.cpus, "num_gpus": settings.gpus}
-    replicas = {
-        name: cast(Any, CombReplica)
-        .options(name=name, ray_actor_options=resources)
-        .bind(settings.command_of(name), dict(settings.environment), settings.start_seconds)
-        for name in names
-    }
-    bound = Bound(settings.load_factor, settings.load_floor)
-    return cast(Any, CombRouter).options(ray_actor_options={"num_cpus": 0}).bind(replicas, bound)
+    """The Ray Serve application of a `ReplicasConfig`."""
+    config = ReplicasConfig.model_validate(given)
+    routing = RequestRouterConfig(
+        request_router_class=DocumentRequestRouter,
+        request_router_kwargs={"load_factor": config.load_factor, "load_floor": config.load_floor},
+    )
+    replicas = serve.deployment(
+        CombReplica, num_replicas=config.replicas, max_ongoing_requests=config.max_ongoing_requests,
+        request_router_config=routing, ray_actor_options={"num_cpus": config.cpus, "num_gpus": config.gpus},
+        health_check_period_s=1, health_check_timeout_s=30, graceful_shutdown_timeout_s=100,
+    )  # fmt: skip
+    ingress = serve.deployment(
+        CombIngress, max_ongoing_requests=100_000, graceful_shutdown_timeout_s=30, ray_actor_options={"num_cpus": 0}
+    )
+    return ingress.bind(replicas.bind(config), config)

@@ -118,7 +118,7 @@ class Writer:
     def __init__(self, path: Path, source: str, tokens: int, repeats: int, number: int) -> None:
         arguments = [str(path), source, str(tokens), str(repeats), str(number)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "comb_serving.bench.gpu_handover", *arguments], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "comb_serving.bench.gpu.handover", *arguments], stdout=subprocess.PIPE, text=True
         )
         self.timer = threading.Timer(LONGEST_SECONDS, self.process.kill)
         self.timer.daemon = True

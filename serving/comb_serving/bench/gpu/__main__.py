@@ -23,12 +23,11 @@ from comb.bench.gpu_run import GpuRun, chosen_device, parser_for
 from comb.cache.quantization import quantize
 from comb.evaluation.record import environment, write_json
 from comb.kernels.interpreter import INTERPRETED
-from comb.kernels.launch import Launch
 from comb.kernels.paged.attention import attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged, run_plan
 from comb.kernels.paged.layout import FP8, BlockTable, PagedBatch, PagedLayer
-from comb.kernels.paged.plan import PagedLaunch, launch_for, make_plan
-from comb_serving.bench.gpu_handover import HandOver, blocks_needed, hand_over
+from comb.kernels.paged.plan import launch_for, make_plan
+from comb_serving.bench.gpu.handover import HandOver, blocks_needed, hand_over
 from comb_serving.pool.pool import PoolLayout
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
@@ -55,32 +54,7 @@ class Measured:
 TINY = Measured(((1, 2, 20), (3, 2, 9)), (1, 5), 4, 2, 16, 4, 1, 2**16, (9,), 2)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One layer's attention for the rows of one step.
-
-    Args:
-        stored: dtype of the pool. queries: tokens of each row.
-        kernel_s, plain_s: medians of the kernels and of the plain way on the same device.
-        plan_s: that the host needs for the plan, once per step.
-        bytes_read: keys, values and scales of the rows' documents, each once.
-        share_of_copy: of a device copy's bytes per second, read and written counted; None for several query tiles.
-    """
-
-    rows: int
-    documents: int
-    tokens: int
-    queries: int
-    stored: str
-    kernel_s: float
-    plain_s: float
-    plan_s: float
-    bytes_read: int
-    bytes_per_second: float
-    share_of_copy: float | None
-
-
-class Bench(GpuRun):
+class ServingGpuRun(GpuRun):
     """What is checked and timed."""
 
     def __init__(self, device: torch.device, measured: Measured, seconds: float) -> None:
@@ -171,7 +145,7 @@ class Bench(GpuRun):
         target = torch.empty_like(source)
         return 2 * source.numel() / self.clock.time(partial(target.copy_, source)).median_s
 
-    def points(self, copied: float) -> Iterator[Point]:
+    def points(self, copied: float) -> Iterator[dict[str, Any]]:
         for fp8 in (False, True):
             for queries in self.measured.queries:
                 for rows, documents, tokens in self.measured.requests:
@@ -183,7 +157,13 @@ class Bench(GpuRun):
                     except torch.OutOfMemoryError:
                         self.left_out[what] = "no room"
 
-    def _point(self, rows: int, documents: int, tokens: int, queries: int, fp8: bool, copied: float) -> Point:
+    def _point(self, rows: int, documents: int, tokens: int, queries: int, fp8: bool, copied: float) -> dict[str, Any]:
+        """One layer's attention for the rows of one step.
+
+        ``stored`` is the pool's dtype; ``queries`` are of each row; ``plan_s`` is the host's, once per step;
+        ``bytes_read``: keys, values and scales of the rows' documents, each once; ``share_of_copy`` is of a device
+        copy's bytes per second, read and written counted, and None for several query tiles, which read them again.
+        """
         sizes = self.measured
         query, layer, batch = self.step(rows, documents, tokens, [queries] * rows, fp8=fp8, dtype=self.dtype)
         chosen = launch_for(self.dtype, sizes.width)
@@ -194,39 +174,14 @@ class Bench(GpuRun):
         kernel_s = self.clock.time(partial(run_plan, query, layer, plan)).median_s
         plain_s = self.clock.time(partial(attend_plain, query, layer, batch), graph=False).median_s
         each = layer.keys.element_size() * sizes.width + (4 if fp8 else 0)
-        nbytes = 2 * each * sizes.groups * rows * documents * tokens
+        rate = 2 * each * sizes.groups * rows * documents * tokens / kernel_s
         single = all(queries <= items.tokens for items in plan.launches)
-        rate = nbytes / kernel_s
-        return Point(
-            rows, documents, tokens, queries, "fp8" if fp8 else str(self.dtype).removeprefix("torch."), kernel_s,
-            plain_s, plan_s, nbytes, rate, rate / copied if single else None,
-        )  # fmt: skip
-
-    def candidates(self) -> dict[str, float]:
-        """Seconds of other sizes of the launches, by their description: one row of long documents, and many."""
-        if self.device.type != "cuda":
-            return {}
-        tried = [
-            PagedLaunch(Launch(key_tile=keys, warps=warps, per_processor=per, stages=stages), least_keys=least)
-            for keys, warps, per, stages, least in (
-                (64, 4, 4, None, 256), (32, 4, 4, None, 256), (32, 4, 8, None, 256), (128, 4, 2, None, 256),
-                (128, 8, 2, None, 256), (64, 2, 8, None, 256), (64, 4, 8, 2, 256), (64, 4, 2, 4, 256),
-                (64, 4, 4, None, 128), (64, 4, 4, None, 1024), (64, 8, 2, None, 256),
-            )
-        ]  # fmt: skip
-        found = {}
-        for fp8 in (False, True):
-            for rows, documents, tokens in ((1, 8, 4000), (32, 8, 4000)):
-                query, layer, batch = self.step(rows, documents, tokens, [1] * rows, fp8=fp8, dtype=self.dtype)
-                for sizes in tried:
-                    name = f"{rows} rows, {'fp8' if fp8 else 'plain'}, {sizes.decode}, least_keys={sizes.least_keys}"
-                    if self.late(name):
-                        continue
-                    try:
-                        found[name] = self.clock.time(partial(attend_paged, query, layer, batch, sizes)).median_s
-                    except Exception as failure:  # more shared memory or registers than this device has
-                        self.left_out[name] = f"{type(failure).__name__}: {str(failure)[:200]}"
-        return found
+        return {
+            "rows": rows, "documents": documents, "tokens": tokens, "queries": queries,
+            "stored": "fp8" if fp8 else str(self.dtype).removeprefix("torch."),
+            "kernel_s": kernel_s, "plain_s": plain_s, "plan_s": plan_s, "bytes_read": round(rate * kernel_s),
+            "bytes_per_second": rate, "share_of_copy": rate / copied if single else None,
+        }  # fmt: skip
 
 
 def _in_fp8(layer: PagedLayer, hole: Tensor) -> PagedLayer:
@@ -243,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_for(__doc__, "serving-gpu.json", seconds=420)
     chosen = parser.parse_args(arguments)
     device, name = chosen_device(parser, chosen.device)
-    bench = Bench(device, TINY if chosen.tiny else Measured(), chosen.seconds)
+    bench = ServingGpuRun(device, TINY if chosen.tiny else Measured(), chosen.seconds)
     content: dict[str, Any] = environment(device=name, sizes=asdict(bench.measured))
     content |= {"checks": [], "handovers": [], "points": [], "left_out": bench.left_out}
     try:
@@ -256,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(item["failed"] for item in content["checks"] + content["handovers"]) else 0
 
 
-def _run(bench: Bench, content: dict[str, Any], write: Any) -> None:
+def _run(bench: ServingGpuRun, content: dict[str, Any], write: Any) -> None:
     for done in bench.checks():
         content["checks"].append(done)
         bench.say(f"{done['case']}: {done['failed'] or 'ok'}, {done['error']:.2g}")
@@ -278,17 +233,14 @@ def _run(bench: Bench, content: dict[str, Any], write: Any) -> None:
     copied = content["copy_bytes_per_second"] = bench.copy_rate()
     bench.say(f"device copy: {copied / 1e9:.4g} GB/s, read and written")
     for point in bench.points(copied):
-        content["points"].append(asdict(point))
-        share = "" if point.share_of_copy is None else f", {point.share_of_copy:.0%} of a copy"
+        content["points"].append(point)
+        share = "" if point["share_of_copy"] is None else f", {point['share_of_copy']:.0%} of a copy"
         bench.say(
-            f"{point.rows} x {point.documents} x {point.tokens}, {point.queries} queries, {point.stored}: "
-            f"{1e6 * point.kernel_s:.0f} us ({point.bytes_per_second / 1e9:.4g} GB/s{share}), plain "
-            f"{1e6 * point.plain_s:.0f} us, plan {1e6 * point.plan_s:.0f} us",
+            f"{point['rows']} x {point['documents']} x {point['tokens']}, {point['queries']} queries, "
+            f"{point['stored']}: {1e6 * point['kernel_s']:.0f} us ({point['bytes_per_second'] / 1e9:.4g} GB/s{share}), "
+            f"plain {1e6 * point['plain_s']:.0f} us, plan {1e6 * point['plan_s']:.0f} us",
         )
         write()
-    content["candidates"] = bench.candidates()
-    for name, seconds in content["candidates"].items():
-        bench.say(f"{name}: {1e6 * seconds:.0f} us")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""From records to rows of the tables: percentiles, throughput, ratios with intervals, and the slope of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from comb.bench.harness import Row
+from comb.evaluation.run import Timing
+from comb_serving.bench.client import RequestRecord
+
+
+def summarize(
+    records: Sequence[RequestRecord], server: str, phase: str, *, clients: int = 0, rate: float | None = None,
+    window_s: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """The figures of one phase, times in seconds over good answers; without one only the errors are counted.
+
+    ``throughput`` is good answers per second, from the start to the last token, or to the end of arrivals. ``late_p99``
+    is of sending behind arrival: what the client itself could not keep up with. ``cached_share`` is of prompt tokens.
+
+    Args:
+        clients: of a closed loop. rate: of arrivals per second, in an open one.
+        window_s: of arrivals; a phase lasts at least so long, also if the last request came earlier.
+    """
+    good = [record for record in records if not record.error]
+    ttft, total = [record.ttft_s for record in good], [record.total_s for record in good]
+    tpot = [record.tpot_s for record in good if record.tpot_s is not None]
+    lasted = max([window_s, *(record.due_s + record.total_s for record in good)])
+    prompt = sum(record.prompt_tokens for record in good)
+    return {
+        "server": server, "phase": phase, "clients": clients, "rate": rate,
+        "n": len(good), "errors": len(records) - len(good),
+        **{f"ttft_p{percent}": percentile(ttft, percent) for percent in (50, 90, 99)},
+        "tpot_p50": percentile(tpot, 50), "total_p50": percentile(total, 50), "total_p99": percentile(total, 99),
+        "throughput": len(good) / lasted if lasted else None,
+        "late_p99": percentile([record.late_s for record in good], 99),
+        "hits": sum(record.hits for record in good), "encoded": sum(record.encoded for record in good),
+        "cached_share": sum(record.cached_tokens for record in good) / prompt if prompt else 0.0,
+    }  # fmt: skip
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Interpolated between order statistics; None of nothing."""
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
+def ratio(above: Sequence[float], below: Sequence[float], *, resamples: int = 2000, seed: int = 0) -> Timing | None:
+    """Ratio of two samples' medians, with its 95% bootstrap percentile interval as low and high (Efron 1979).
+
+    Both are resampled on their own. None where one of them is empty.
+    """
+    if not above or not below:
+        return None
+    rng = np.random.default_rng(seed)
+
+    def drawn(values: Sequence[float]) -> Any:
+        array = np.asarray(values)
+        return np.median(array[rng.integers(len(array), size=(resamples, len(array)))], axis=1)
+
+    low, high = np.percentile(drawn(above) / drawn(below), [2.5, 97.5])
+    return Timing(float(np.median(above) / np.median(below)), float(low), float(high), len(above) + len(below))
+
+
+def keeps_slo(row: Mapping[str, Any], slo_s: float | None) -> bool | None:
+    """Whether p90 of TTFT was within the SLO, without an error; None if that isn't known."""
+    if slo_s is None or row.get("ttft_p90") is None:
+        return None
+    return bool(row["ttft_p90"] <= slo_s and not row["errors"])
+
+
+def sustained(rows: Sequence[Row], server: str, slo_s: float | None) -> float | None:
+    """The highest rate of arrivals at which the SLO was kept."""
+    kept = [row["rate"] for row in rows if row["server"] == server and row["rate"] and keeps_slo(row, slo_s)]
+    return max(kept, default=None)
+
+
+def growth(samples: Sequence[Row], part: str | None = None) -> float | None:
+    """Bytes of memory per request, of one part or of all; None with fewer than three samples.
+
+    By least squares over the later half of the requests: in the earlier one pool and caches fill.
+    """
+    half = max((sample["requests"] for sample in samples), default=0) / 2
+    late = [sample for sample in samples if sample["requests"] >= half]
+    if len({sample["requests"] for sample in late}) < 3:
+        return None
+    nbytes = [sum(s["parts"].values()) if part is None else s["parts"].get(part, 0) for s in late]
+    return float(np.polyfit([sample["requests"] for sample in late], nbytes, 1)[0])

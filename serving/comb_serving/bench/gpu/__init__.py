@@ -1,0 +1,1 @@
+"""`scripts/bench-serving-gpu`, and the two processes with one pool that it starts (`handover`)."""
