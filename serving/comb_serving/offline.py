@@ -1,6 +1,6 @@
 """`comb_serving.LLM`: vLLM's offline engine over a comb checkpoint, with documents, in one process.
 
-The same front, manager, pool and encoder as behind `comb serve`, without HTTP and without encoder processes.
+The same preprocessor, manager, pool and encoder as behind `comb serve`, without HTTP and without encoder processes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, TypeAlias, TypeVar
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api import documents as documents_api
-from comb_serving.api.answers import report
 from comb_serving.api.documents import DOCUMENTS
 from comb_serving.api.errors import RequestError
-from comb_serving.api.front import CHAT, COMPLETIONS, PROMPT_IDS, Front, Prepared, tokenizer_of
+from comb_serving.api.preprocessor import CHAT, COMPLETIONS, PROMPT_IDS, PreprocessedRequest, Preprocessor, tokenizer_of
+from comb_serving.api.response import report
 from comb_serving.config.instance import instance_folder
 from comb_serving.config.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_DTYPES, ServeOptions
 from comb_serving.config.sizes import parse_pool_size
@@ -105,7 +105,7 @@ class LLM:
                 if worker.store is not None:
                     stack.callback(worker.store.flush)  # to the disk tier, if there is one
                 manager = PICManager(worker.pools[0].layout, LocalEncoders(worker))
-            self.front = Front(PromptBuilder(tokenizer_of(self.options)), manager)
+            self.preprocessor = Preprocessor(PromptBuilder(tokenizer_of(self.options)), manager)
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
@@ -182,7 +182,7 @@ class LLM:
 
     def _document(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            return self._run(documents_api.answer(self.front, method, path, body, ""))[1]
+            return self._run(documents_api.answer(self.preprocessor, method, path, body, ""))[1]
         except RequestError as error:
             raise ValueError(error.message) from error
 
@@ -221,7 +221,7 @@ class LLM:
             for row, given in zip(rows, documents, strict=True)
         ]
         try:
-            prepared = self._run(_in_order(self.front.prepare(path, body, "") for body in bodies))
+            prepared = self._run(_in_order(self.preprocessor.preprocess(path, body, "") for body in bodies))
             prompts = [self._prompt(path, one) for one in prepared]
         except RequestError as error:
             raise ValueError(error.message) from error
@@ -240,7 +240,7 @@ class LLM:
                 answers[index] = output
         return [answers[index] for index in range(len(rows))]
 
-    def _prompt(self, path: str, prepared: Prepared) -> Any:
+    def _prompt(self, path: str, prepared: PreprocessedRequest) -> Any:
         body = prepared.body
         if path == COMPLETIONS and not prepared.segments:
             return body["prompt"]  # vLLM's own tokenisation
@@ -251,15 +251,15 @@ class LLM:
                 raise ValueError("messages with tool calls can't be combined with documents here")
             ids = body["kv_transfer_params"][PROMPT_IDS]
         else:
-            ids = list(self.front.builder_for(body).build(body["messages"]).query)
+            ids = list(self.preprocessor.builder_for(body).build(body["messages"]).query)
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return {"prompt_token_ids": ids, **salt}
 
-    async def _leases(self, rows: dict[int, Prepared]) -> dict[int, Lease | None]:
+    async def _leases(self, rows: dict[int, PreprocessedRequest]) -> dict[int, Lease | None]:
         """Leases of those rows that there is room for now, None where no documents are linked."""
         linked = {index: row for index, row in rows.items() if row.segments and row.encoder}
         found = await asyncio.gather(
-            *(self.front.acquire(row.segments) for row in linked.values()), return_exceptions=True
+            *(self.preprocessor.acquire(row.segments) for row in linked.values()), return_exceptions=True
         )
         leases: dict[int, Lease | None] = {index: None for index in rows if index not in linked}
         leases |= {index: lease for index, lease in zip(linked, found, strict=True) if isinstance(lease, Lease)}
@@ -272,7 +272,7 @@ class LLM:
         return dict(sorted(leases.items()))
 
 
-async def _in_order(work: Any) -> list[Prepared]:
+async def _in_order(work: Any) -> list[PreprocessedRequest]:
     return [await one for one in work]
 
 

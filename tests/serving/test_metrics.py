@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.front import CHAT
+from comb_serving.api.preprocessor import CHAT
 from comb_serving.manager.counters import BOUNDS, Histogram
-from tests.helpers.front_server import Server, chat, run
+from tests.helpers.middleware_server import Server, chat, run
 
 pytest.importorskip("prometheus_client", reason="comes with vLLM")
 
@@ -21,7 +21,7 @@ def sample(server: Server, name: str, encoders: Any = None, **labels: str) -> fl
     from comb_serving.api.metrics import CombCollector
 
     registry = CollectorRegistry()
-    registry.register(CombCollector(server.app.front(), encoders, server.app.options))
+    registry.register(CombCollector(server.app.preprocessor(), encoders, server.app.options))
     value: float | None = registry.get_sample_value(f"comb:{name}", labels)
     return value
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb_serving.api.front import CHAT, COMPLETIONS
+from comb_serving.api.preprocessor import CHAT, COMPLETIONS
 from comb_serving.pool.handles import KEY, unpack
 from tests.helpers.fakes import Client
-from tests.helpers.front_server import BUILDER, DOCUMENTS, MESSAGES, Server, chat, ids_of, run
+from tests.helpers.middleware_server import BUILDER, DOCUMENTS, MESSAGES, Server, chat, ids_of, run
 
 
 def test_documents_become_handles_and_the_prompt_is_the_builders() -> None:

@@ -42,7 +42,7 @@ def llm(plugin: None, nano_adapter: Path) -> Iterator[LLM]:
 
 
 def idle(llm: LLM) -> None:
-    manager = llm.front.manager
+    manager = llm.preprocessor.manager
     assert manager is not None
 
     async def check() -> None:
@@ -64,7 +64,7 @@ def logs(answer: Any) -> list[float]:
 
 def expected(library: PICEngine, llm: LLM, texts: list[str], *, encoder: bool = True) -> list[float]:
     """The library's log-probabilities of its greedy answer to `QUESTION`."""
-    builder = llm.front.builder
+    builder = llm.preprocessor.builder
     prompt = builder.build(QUESTION, [builder.segment(text) for text in texts])
     documents = [list(builder.segment(text)) for text in texts] if encoder else []
     found: list[float] = reference(library.model, list(prompt.query if encoder else prompt.flat), documents, 8)[1]
@@ -105,7 +105,7 @@ def test_encoder_off_for_one_call_is_the_plain_backbone_over_the_texts(llm: LLM,
 
 
 def test_completions_take_texts_ids_and_documents(llm: LLM, library: PICEngine) -> None:
-    builder = llm.front.builder
+    builder = llm.preprocessor.builder
     document = Document("Cy owns a cat.", id="cy", title="T")
     (first,) = llm.generate("Who owns it?", greedy(8, ignore_eos=True), documents=[document], use_tqdm=False)
     query = list(builder.complete("Who owns it?").query)
@@ -123,7 +123,7 @@ def test_completions_take_texts_ids_and_documents(llm: LLM, library: PICEngine) 
 def test_what_the_template_is_given_reaches_it(
     llm: LLM, documents: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builder = llm.front.builder
+    builder = llm.preprocessor.builder
     template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if loud %} garden{% endif %}"
     monkeypatch.setattr(builder.tokenizer, "chat_template", template)
     loud, quiet = (
@@ -153,7 +153,7 @@ def test_documents_are_added_named_and_removed(llm: LLM, library: PICEngine) -> 
 def test_more_documents_than_the_pool_holds_are_answered_in_turns(llm: LLM, library: PICEngine) -> None:
     lists = [[f"Person {index} lives in house number {7 * index}."] for index in range(12)]
     same(ask(llm, lists), [expected(library, llm, texts) for texts in lists])
-    assert llm.front.manager.pool.counts["evictions"] > 0
+    assert llm.preprocessor.manager.pool.counts["evictions"] > 0
     idle(llm)
 
 
@@ -195,9 +195,11 @@ def test_a_pool_in_fp8_holds_more_and_answers_nearly_the_same(
     llm.close()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with LLM(nano_adapter, pool_dtype="fp8", **POOL, **SMALL) as small:
-        assert llm.front.manager is not None
-        assert small.front.manager is not None
-        assert small.front.manager.layout.num_blocks > 2 * llm.front.manager.layout.num_blocks  # float32 otherwise
+        assert llm.preprocessor.manager is not None
+        assert small.preprocessor.manager is not None
+        assert (
+            small.preprocessor.manager.layout.num_blocks > 2 * llm.preprocessor.manager.layout.num_blocks
+        )  # float32 otherwise
         (found,) = ask(small, [TEXTS])
         error = abs(logs(found)[0] - expected(library, small, TEXTS)[0])
         assert 1e-6 < error < 0.1

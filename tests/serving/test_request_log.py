@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.front import CHAT
+from comb_serving.api.preprocessor import CHAT
 from comb_serving.config.logs import JSONFormatter, configure
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import tenant_of
 from tests.helpers.fakes import Client
-from tests.helpers.front_server import MESSAGES, Server, chat, run
+from tests.helpers.middleware_server import MESSAGES, Server, chat, run
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb_serving.api.front import CHAT
+from comb_serving.api.preprocessor import CHAT
 from comb_serving.config.options import ServeOptions
 from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.manager.wait_queue import WaitQueue
 from comb_serving.pool.pool import PoolLayout
 from tests.helpers.fakes import FakeEncoders
-from tests.helpers.front_server import Server, chat, run
+from tests.helpers.middleware_server import Server, chat, run
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
 SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}

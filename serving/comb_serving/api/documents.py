@@ -8,7 +8,7 @@ from typing import Any
 
 from comb.documents.catalog import KeyedSegment, UnknownDocumentError
 from comb_serving.api.errors import RequestError
-from comb_serving.api.front import Front
+from comb_serving.api.preprocessor import Preprocessor
 
 DOCUMENTS = "/v1/documents"
 _FIELDS = {"id", "title", "text", "token_ids", "pin", "ttl_s"}
@@ -19,25 +19,27 @@ def handles_path(path: str) -> bool:
     return path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/")
 
 
-async def answer(front: Front, method: str, path: str, body: dict[str, Any], tenant: str) -> tuple[int, dict[str, Any]]:
+async def answer(
+    preprocessor: Preprocessor, method: str, path: str, body: dict[str, Any], tenant: str
+) -> tuple[int, dict[str, Any]]:
     """Status and body for one request. Raises RequestError, and what `PICManager.acquire` raises."""
     name = path.removeprefix(DOCUMENTS).removeprefix("/")
     if method == "POST" and not name:
-        return 200, await _add(front, body, tenant)
+        return 200, await _add(preprocessor, body, tenant)
     if method == "GET":
         if name:
-            return 200, _describe(front, _find(front, tenant, name))
-        catalog = front.catalog(tenant)
-        data = [_describe(front, segment) for segment in catalog.find(catalog.ids())]
+            return 200, _describe(preprocessor, _find(preprocessor, tenant, name))
+        catalog = preprocessor.catalog(tenant)
+        data = [_describe(preprocessor, segment) for segment in catalog.find(catalog.ids())]
         return 200, {"object": "list", "data": data}
     if method == "DELETE" and name:
-        segment = _find(front, tenant, name)
-        front.catalog(tenant).remove([name])
+        segment = _find(preprocessor, tenant, name)
+        preprocessor.catalog(tenant).remove([name])
         return 200, {"id": segment.id, "object": "document", "deleted": True}
     raise RequestError(405, f"{method} {path} is no route: there are GET and POST {DOCUMENTS}, GET and DELETE of an id")
 
 
-async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any]:
+async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) -> dict[str, Any]:
     unknown = sorted(body.keys() - _FIELDS)
     if unknown:
         raise RequestError(400, f"unknown field {unknown[0]!r}; there are {sorted(_FIELDS)}", param=unknown[0])
@@ -49,36 +51,36 @@ async def _add(front: Front, body: dict[str, Any], tenant: str) -> dict[str, Any
     if body.get("text") is None and body.get("token_ids") is None:
         raise RequestError(400, "a document needs text or token_ids", param="text")
     # while the encoder is switched off too: the key must name the weights, for the time when it is on again
-    (segment,) = await front.tokenize([body], tenant, encoder=True)
-    catalog = front.catalog(tenant, keep=True)
+    (segment,) = await preprocessor.tokenize([body], tenant, encoder=True)
+    catalog = preprocessor.catalog(tenant, keep=True)
     known = catalog.ids()
-    if segment.id not in known and len(known) >= front.max_documents:
+    if segment.id not in known and len(known) >= preprocessor.max_documents:
         raise RequestError(429, f"{len(known)} documents are registered: delete some", retry_after=60)
     try:
         catalog.check([[segment]])
     except ValueError as error:
         raise RequestError(400, str(error), param="id") from error
-    if not front.linking:
+    if not preprocessor.linking:
         catalog.add([segment], pin=pin, ttl=ttl)
-        return {**_describe(front, segment), "state": "inlined"}
-    lease = await front.acquire([segment])
+        return {**_describe(preprocessor, segment), "state": "inlined"}
+    lease = await preprocessor.acquire([segment])
     try:
         catalog.add([segment], pin=pin, ttl=ttl)
         state = "encoded" if lease.documents[0].tier == "encoded" else "hit"
     finally:
         lease.release()
-    return {**_describe(front, segment), "state": state}
+    return {**_describe(preprocessor, segment), "state": state}
 
 
-def _find(front: Front, tenant: str, name: str) -> KeyedSegment:
+def _find(preprocessor: Preprocessor, tenant: str, name: str) -> KeyedSegment:
     try:
-        return front.catalog(tenant).find([name])[0]
+        return preprocessor.catalog(tenant).find([name])[0]
     except UnknownDocumentError:
         raise RequestError(404, f"unknown document {name!r}", param="id") from None
 
 
-def _describe(front: Front, segment: KeyedSegment) -> dict[str, Any]:
-    cached = front.manager is not None and front.manager.lookup(segment.key)
+def _describe(preprocessor: Preprocessor, segment: KeyedSegment) -> dict[str, Any]:
+    cached = preprocessor.manager is not None and preprocessor.manager.lookup(segment.key)
     return {"id": segment.id, "object": "document", "tokens": len(segment.token_ids), "cached": cached}
 
 

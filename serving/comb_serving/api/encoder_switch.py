@@ -10,7 +10,7 @@ from typing import Any
 
 from comb_serving.api.body import parse_object
 from comb_serving.api.errors import RequestError
-from comb_serving.api.front import Front
+from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import authorized
 
@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 SWITCH = "/v1/comb"
 
 
-def answer(front: Front, options: ServeOptions, method: str, raw: bytes, authorization: str | None) -> dict[str, Any]:
+def answer(
+    preprocessor: Preprocessor, options: ServeOptions, method: str, raw: bytes, authorization: str | None
+) -> dict[str, Any]:
     """The state, after the change that a POST asks for; requests under way end as they began.
 
     Raises:
@@ -32,20 +34,20 @@ def answer(front: Front, options: ServeOptions, method: str, raw: bytes, authori
             raise RequestError(403, "start the server with COMB_ADMIN_KEY or --comb-admin-key to switch the encoder")
         if not admin:
             raise RequestError(401, "Unauthorized: send the admin key as 'Authorization: Bearer ...'")
-        _switch(front, parse_object(raw))
+        _switch(preprocessor, parse_object(raw))
     elif method != "GET":
         raise RequestError(405, f"{method} {SWITCH} is no route: there are GET and POST")
     elif not admin and not authorized(authorization, options.key_hashes):
         raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
-    return {"object": "comb", "encoder": front.linking, "switchable": front.manager is not None}
+    return {"object": "comb", "encoder": preprocessor.linking, "switchable": preprocessor.manager is not None}
 
 
-def _switch(front: Front, body: dict[str, Any]) -> None:
+def _switch(preprocessor: Preprocessor, body: dict[str, Any]) -> None:
     wanted = body.get("encoder")
     if set(body) != {"encoder"} or not isinstance(wanted, bool):
         raise RequestError(400, 'the body is {"encoder": true} or {"encoder": false}', param="encoder")
-    if wanted and front.manager is None:
+    if wanted and preprocessor.manager is None:
         raise RequestError(409, "the server was started with --encoder off, so it has neither pool nor encoder")
-    if front.enabled != wanted:
+    if preprocessor.enabled != wanted:
         logger.warning("the encoder was switched %s", "on" if wanted else "off")
-    front.enabled = wanted
+    preprocessor.enabled = wanted

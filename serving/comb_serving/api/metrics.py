@@ -11,7 +11,7 @@ from comb_serving.config.options import ServeOptions
 from comb_serving.manager.counters import STATES
 
 if TYPE_CHECKING:
-    from comb_serving.api.front import Front
+    from comb_serving.api.preprocessor import Preprocessor
     from comb_serving.encoding.supervisor import EncoderProcesses
 
 PREFIX = "comb:"
@@ -23,15 +23,17 @@ class CombCollector:
     vLLM answers that in a thread, so everything here is read in single steps or from copies.
     """
 
-    def __init__(self, front: Front, encoders: EncoderProcesses | None, options: ServeOptions) -> None:
-        self.front, self.encoders, self.options = front, encoders, options
+    def __init__(self, preprocessor: Preprocessor, encoders: EncoderProcesses | None, options: ServeOptions) -> None:
+        self.preprocessor, self.encoders, self.options = preprocessor, encoders, options
 
     def collect(self) -> Iterator[Metric]:
         """All series."""
-        counters, manager = self.front.counters, self.front.manager
+        counters, manager = self.preprocessor.counters, self.preprocessor.manager
         yield _by_state("documents", "documents of requests and ways into the pool", counters.documents)
         yield _by_state("document_tokens", "tokens of these documents", counters.tokens)
-        yield _gauge("encoder_enabled", "1 if documents are encoded, 0 if they go into the prompt", self.front.linking)
+        yield _gauge(
+            "encoder_enabled", "1 if documents are encoded, 0 if they go into the prompt", self.preprocessor.linking
+        )
         if manager is None:
             return
         seconds = counters.encode_seconds
@@ -57,7 +59,7 @@ class CombCollector:
             yield _counter("encoder_restarts", "encoder processes that ended", self.encoders.restarts)
 
     def _bytes(self) -> Iterator[Metric]:
-        manager, options = self.front.manager, self.options
+        manager, options = self.preprocessor.manager, self.options
         assert manager is not None
         used = {"device": manager.used_bytes * options.ranks}
         sizes: dict[str, int | None] = {"device": manager.layout.nbytes * options.ranks}

@@ -19,7 +19,6 @@ from comb.documents.document import PromptBuilder
 from comb_serving.api import documents as documents_api
 from comb_serving.api import encoder_switch as switch
 from comb_serving.api import request_log
-from comb_serving.api.answers import AnswerWriter, report
 from comb_serving.api.body import (
     ClientLeftError,
     Connection,
@@ -35,8 +34,10 @@ from comb_serving.api.body import (
     with_body,
 )
 from comb_serving.api.errors import RequestError
-from comb_serving.api.front import CHAT, COMPLETIONS, Front, link, tokenizer_of, without_handles
-from comb_serving.api.request_log import Seen
+from comb_serving.api.fields import without_handles
+from comb_serving.api.preprocessor import CHAT, COMPLETIONS, Preprocessor, link, tokenizer_of
+from comb_serving.api.request_log import RequestLogEntry
+from comb_serving.api.response import ResponseWriter, report
 from comb_serving.config.logs import configure
 from comb_serving.config.options import ServeOptions, instance_dir, pool_path
 from comb_serving.config.tenants import authorized, tenant_of
@@ -59,7 +60,7 @@ class CombMiddleware:
     Args:
         app: vLLM's server.
         options: of `comb serve`; from the environment by default.
-        front, encoders: for tests; made from the options by default.
+        preprocessor, encoders: for tests; made from the options by default.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class CombMiddleware:
         app: App,
         *,
         options: ServeOptions | None = None,
-        front: Front | None = None,
+        preprocessor: Preprocessor | None = None,
         encoders: EncoderProcesses | None = None,
     ) -> None:
         self.app = app
         self.options = ServeOptions.from_environment() if options is None else options
-        self._front, self._encoders = front, encoders
+        self._preprocessor, self._encoders = preprocessor, encoders
         self._ending: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,16 +94,16 @@ class CombMiddleware:
         async def watched() -> Message:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                self.front()
+                self.preprocessor()
             elif message["type"] == "lifespan.shutdown":
                 await self.stop()
             return message
 
         await self.app(scope, watched, send)
 
-    def front(self) -> Front:
+    def preprocessor(self) -> Preprocessor:
         """Starts what the options ask for, the first time. Raises ValueError if vLLM's worker has made no pool."""
-        if self._front is None:
+        if self._preprocessor is None:
             configure(self.options.log_format, "front")
             manager = None
             if self.options.encoder:
@@ -124,16 +125,18 @@ class CombMiddleware:
                     self._encoders,
                     wait_seconds=self.options.wait_seconds,
                 )
-            self._front = Front(PromptBuilder(tokenizer_of(self.options)), manager, self.options.max_documents)
-            self._show_metrics(self._front)
-        return self._front
+            self._preprocessor = Preprocessor(
+                PromptBuilder(tokenizer_of(self.options)), manager, self.options.max_documents
+            )
+            self._show_metrics(self._preprocessor)
+        return self._preprocessor
 
-    def _show_metrics(self, front: Front) -> None:
+    def _show_metrics(self, preprocessor: Preprocessor) -> None:
         from prometheus_client import REGISTRY  # comes with vLLM
 
         from comb_serving.api.metrics import CombCollector
 
-        REGISTRY.register(CombCollector(front, self._encoders, self.options))
+        REGISTRY.register(CombCollector(preprocessor, self._encoders, self.options))
 
     async def stop(self) -> None:
         """Ends encoder processes."""
@@ -145,7 +148,7 @@ class CombMiddleware:
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's answer, unless documents can't be encoded and won't be soon."""
-        needed = self._front is not None and self._front.linking
+        needed = self._preprocessor is not None and self._preprocessor.linking
         fault = None if self._encoders is None or not needed else self._encoders.fault()
         if fault is None:
             await self.app(scope, receive, send)
@@ -157,36 +160,36 @@ class CombMiddleware:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Whatever goes wrong before vLLM has the request is an error object, and never silence."""
-        seen = Seen.of(scope)
+        entry = RequestLogEntry.of(scope)
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen.status = message["status"]
+                entry.status = message["status"]
             await send(message)
 
         try:
-            await self._request(scope, receive, watched, seen)
+            await self._request(scope, receive, watched, entry)
         except ClientLeftError:
-            seen.status = request_log.LEFT
+            entry.status = request_log.LEFT
         except Exception as error:
             found = _as_request_error(error)
-            seen.error = type(error).__name__
+            entry.error = type(error).__name__
             if found.status >= 500:
-                logger.exception("request %s failed", seen.id)
-            if seen.status is not None:
+                logger.exception("request %s failed", entry.id)
+            if entry.status is not None:
                 raise  # the server closes the connection: the client sees that the answer is not whole
-            seen.status = found.status
+            entry.status = found.status
             await send_json(send, found.status, found.body, found.headers)
         finally:
-            seen.log()
+            entry.log()
 
-    async def _request(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
+    async def _request(self, scope: Scope, receive: Receive, send: Send, entry: RequestLogEntry) -> None:
         path = path_of(scope)
         ours = path in (CHAT, COMPLETIONS) or _ours(path)
         authorization = header(scope, "authorization")
         if path == switch.SWITCH:
             raw = await read_body(receive, self.options.max_body_bytes)
-            state = switch.answer(self.front(), self.options, scope["method"], raw, authorization)
+            state = switch.answer(self.preprocessor(), self.options, scope["method"], raw, authorization)
             await send_json(send, 200, json.dumps(state).encode())
             return
         if ours and not authorized(authorization, self.options.key_hashes):
@@ -204,37 +207,39 @@ class CombMiddleware:
             if documents_api.handles_path(path):
                 await self._documents(scope, connection, send, raw, tenant_of(authorization))
             else:
-                seen.tenant = tenant_of(authorization)
-                await self._generation(scope, connection, send, raw, seen)
+                entry.tenant = tenant_of(authorization)
+                await self._generation(scope, connection, send, raw, entry)
             if connection.left:
-                seen.status = request_log.LEFT
+                entry.status = request_log.LEFT
         finally:
             connection.close()
 
     async def _documents(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
         body = parse_object(raw) if scope["method"] == "POST" else {}
-        work = documents_api.answer(self.front(), scope["method"], path_of(scope), body, tenant)
+        work = documents_api.answer(self.preprocessor(), scope["method"], path_of(scope), body, tenant)
         status, found = await connection.unless_left(work)
         await send_json(send, status, documents_api.dump(found))
 
-    async def _generation(self, scope: Scope, connection: Connection, send: Send, raw: bytes, seen: Seen) -> None:
-        front = self.front()
+    async def _generation(
+        self, scope: Scope, connection: Connection, send: Send, raw: bytes, entry: RequestLogEntry
+    ) -> None:
+        preprocessor = self.preprocessor()
         asked = parse_object(raw)
-        seen.documents = bool(asked.get("documents"))
-        prepared = await connection.unless_left(front.prepare(path_of(scope), asked, seen.tenant))
-        seen.prepared = prepared
+        entry.documents = bool(asked.get("documents"))
+        prepared = await connection.unless_left(preprocessor.preprocess(path_of(scope), asked, entry.tenant))
+        entry.prepared = prepared
         lease: Lease | None = None
         body = prepared.body
-        writer: AnswerWriter | None = None
+        writer: ResponseWriter | None = None
         try:
             if prepared.segments and prepared.encoder:
-                lease = seen.lease = await connection.unless_left(front.acquire(prepared.segments))
+                lease = entry.lease = await connection.unless_left(preprocessor.acquire(prepared.segments))
                 body = link(prepared, lease)
             connection.body = json.dumps(body).encode()
             if prepared.segments:
                 answer = writer = _writer(send, prepared, lease)
                 connection.answered = lambda: answer.finished
-            scope = seen.named(scope) if prepared.segments else scope
+            scope = entry.named(scope) if prepared.segments else scope
             await self.app(with_body(scope, connection.body), connection, writer or send)
         finally:
             if lease is not None:
@@ -256,11 +261,11 @@ def _ours(path: str) -> bool:
     return path == switch.SWITCH or documents_api.handles_path(path)
 
 
-def _writer(send: Send, prepared: Any, lease: Lease | None) -> AnswerWriter:
+def _writer(send: Send, prepared: Any, lease: Lease | None) -> ResponseWriter:
     held = () if lease is None else lease.documents
     tokens = prepared.prompts * sum(document.handle.tokens for document in held)
     cached = prepared.prompts * sum(document.handle.tokens for document in held if document.tier != "encoded")
-    return AnswerWriter(send, report(prepared, lease), tokens, cached, prepared.prompt_tokens)
+    return ResponseWriter(send, report(prepared, lease), tokens, cached, prepared.prompt_tokens)
 
 
 async def _release_after(lease: Lease, engine: Any) -> None:

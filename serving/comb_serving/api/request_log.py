@@ -10,9 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from comb_serving.api.answers import report
 from comb_serving.api.body import Scope, header, path_of
-from comb_serving.api.front import Prepared
+from comb_serving.api.preprocessor import PreprocessedRequest
+from comb_serving.api.response import report
 from comb_serving.manager.leases import Lease
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ HEADER = "x-request-id"
 
 
 @dataclass
-class Seen:
+class RequestLogEntry:
     """What is known of a request by its end.
 
     Args:
@@ -33,14 +33,14 @@ class Seen:
     path: str
     tenant: str = ""
     documents: bool = False
-    prepared: Prepared | None = None
+    prepared: PreprocessedRequest | None = None
     lease: Lease | None = None
     status: int | None = None
     error: str | None = None
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, scope: Scope) -> Seen:
+    def of(cls, scope: Scope) -> RequestLogEntry:
         """The record of a request that has just come."""
         return cls((header(scope, HEADER) or uuid.uuid4().hex)[:128], path_of(scope))
 

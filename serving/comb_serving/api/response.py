@@ -7,13 +7,13 @@ import logging
 from typing import Any
 
 from comb_serving.api.body import Message, Send
-from comb_serving.api.front import Prepared
+from comb_serving.api.preprocessor import PreprocessedRequest
 from comb_serving.manager.leases import Lease
 
 logger = logging.getLogger(__name__)
 
 
-def report(prepared: Prepared, lease: Lease | None) -> dict[str, Any]:
+def report(prepared: PreprocessedRequest, lease: Lease | None) -> dict[str, Any]:
     """The `comb` object of an answer."""
     documents = []
     for place, segment in enumerate(prepared.segments):
@@ -28,7 +28,7 @@ def report(prepared: Prepared, lease: Lease | None) -> dict[str, Any]:
     return {"encoder": prepared.encoder, "documents": documents}
 
 
-class AnswerWriter:
+class ResponseWriter:
     """A `send` for vLLM that passes its answer on with the report in it.
 
     Args:

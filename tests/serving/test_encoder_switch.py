@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from comb_serving.api.encoder_switch import SWITCH
-from comb_serving.api.front import CHAT
+from comb_serving.api.preprocessor import CHAT
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import key_hash
 from comb_serving.launch.launcher import launch
 from comb_serving.pool.handles import KEY
-from tests.helpers.front_server import DOCUMENTS, Server, chat, run
+from tests.helpers.middleware_server import DOCUMENTS, Server, chat, run
 
 ADMIN = key_hash("admin")
 
@@ -53,7 +53,7 @@ def test_only_the_admin_key_switches(api_keys: tuple[str, ...]) -> None:
         server = Server(admin_hash=ADMIN, key_hashes=api_keys)
         for key, status in (("user", 401), (None, 401), ("admin", 200)):
             assert (await server.client(key).post(SWITCH, {"encoder": False})).status == status
-            assert server.app.front().linking == (status != 200)
+            assert server.app.preprocessor().linking == (status != 200)
         assert (await server.client("admin").send("GET", SWITCH)).status == 200
         assert (await server.client("user").send("GET", SWITCH)).status == 200
         assert (await server.client("other").send("GET", SWITCH)).status == (401 if api_keys else 200)
@@ -62,7 +62,7 @@ def test_only_the_admin_key_switches(api_keys: tuple[str, ...]) -> None:
         without = Server(key_hashes=api_keys)
         for key in ("user", "admin", None):
             assert (await without.client(key).post(SWITCH, {"encoder": False})).status == 403
-        assert without.app.front().linking
+        assert without.app.preprocessor().linking
 
     run(work())
 
@@ -72,7 +72,7 @@ def test_bad_bodies_change_nothing(body: object) -> None:
     async def work() -> None:
         server = Server(admin_hash=ADMIN)
         assert (await server.client("admin").post(SWITCH, body)).status == 400
-        assert server.app.front().linking
+        assert server.app.preprocessor().linking
         assert (await server.client("admin").send("DELETE", SWITCH)).status == 405
 
     run(work())

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from comb.documents.document import Document, PromptBuilder
-from comb_serving.api.front import Front
 from comb_serving.api.middleware import CombMiddleware
+from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.config.options import ServeOptions
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.pool import PoolLayout
@@ -32,8 +32,10 @@ class Server:
         self.echo, self.encoders = Echo(), FakeEncoders()
         wait = options.setdefault("wait_seconds", 0.0)
         self.manager = PICManager(layout, self.encoders, wait_seconds=wait) if encoder else None
-        front = Front(BUILDER, self.manager, max_documents=3)
-        self.app = CombMiddleware(self.echo, options=ServeOptions("nano", **options), front=front, encoders=processes)
+        preprocessor = Preprocessor(BUILDER, self.manager, max_documents=3)
+        self.app = CombMiddleware(
+            self.echo, options=ServeOptions("nano", **options), preprocessor=preprocessor, encoders=processes
+        )
 
     def client(self, key: str | None = None) -> Client:
         return Client(self.app, key)
