@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import multiprocessing
 import resource
 import threading
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from comb.cache.atomic import write_temporary
 from comb.documents.document import Prompt
 from comb_training.answers import (
     AnswerSettings,
@@ -115,14 +116,14 @@ def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_what_a_killed_process_was_writing_goes_when_it_is_old(tmp_path: Path) -> None:
-    old, new = tmp_path / "part-00000-dead-000000.parquet.tmp", tmp_path / "part-00001-alive-000000.parquet.tmp"
-    for path in (old, new):
-        path.write_bytes(b"PAR1 half of")
-    os.utime(old, (0, 0))
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    child = multiprocessing.get_context("fork").Process(target=write_temporary, args=(tmp_path, b"PAR1 half of"))
+    child.start()
+    child.join(60)
+    mine = write_temporary(tmp_path, b"another thread is at it")
+    assert len(list(tmp_path.iterdir())) == 2
     AnswerStore(tmp_path, SETTINGS).add(some("a"), "e")
-    assert not old.exists()
-    assert new.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([*parts(tmp_path), mine])
     assert read_back(tmp_path, some("a"))
 
 

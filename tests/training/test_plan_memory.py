@@ -17,7 +17,7 @@ from comb_training.bench.train import TrainOptions
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator
 from comb_training.models.lora import add_lora
-from comb_training.plan.activations import FACTOR, PassSize, Shapes, activation_bytes
+from comb_training.plan.activations import FACTOR, PassSize, activation_bytes
 from comb_training.plan.counting import Parameters
 from comb_training.plan.memory import Sharding, memory_of
 from comb_training.trainer.losses import target_logits_only, target_loss
@@ -80,7 +80,7 @@ class Step:
     def estimate(self, *, checkpointing: bool, size: PassSize | None = None) -> int:
         copies = 2 * Parameters.of(self.model).trained if self.autocast else 0
         return activation_bytes(
-            Shapes.of(self.model), size or self.size, autocast=self.autocast, checkpointing=checkpointing, copies=copies
+            self.model, size or self.size, autocast=self.autocast, checkpointing=checkpointing, copies=copies
         )
 
 
@@ -95,7 +95,7 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
     optimizer = torch.optim.AdamW(trained, foreach=True)
     step()
     optimizer.step()
-    memory = memory_of(Parameters.of(model), Sharding(), Shapes.of(model), step.size, checkpointing=False)
+    memory = memory_of(model, Parameters.of(model), Sharding(), step.size, checkpointing=False)
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name.startswith("exp_")]
     assert memory.states == {
         "frozen weights": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
@@ -144,7 +144,7 @@ def test_activations_are_within_the_stated_factor(case: str, checkpointing: bool
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_with_normalised_queries(checkpointing: bool) -> None:
     model = comb_model(Qwen3Config(**SIZES))
-    assert Shapes.of(model).qk_norm
+    assert model.config.encoder_config.qk_norm != "none"
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     step = Step(model, sized(2, 3, 3, 40, 24, 16))
@@ -159,8 +159,8 @@ TEN = Parameters({"backbone": (100, 0), "cross blocks": (40, 40)}, frozen_bytes=
 
 
 @pytest.fixture(scope="module")
-def shapes() -> Shapes:
-    return Shapes.of(comb_model())
+def model() -> CombForCausalLM:
+    return comb_model()
 
 
 @pytest.mark.parametrize(
@@ -168,19 +168,19 @@ def shapes() -> Shapes:
     [(0, 200, 160, 0, 160, 320), (1, 200, 160, 40, 160, 80), (2, 200, 160, 40, 40, 80), (3, 50, 40, 40, 40, 80)],
 )
 def test_who_holds_what(
-    stage: int, frozen: int, weights: int, copy: int, gradients: int, moments: int, shapes: Shapes
+    stage: int, frozen: int, weights: int, copy: int, gradients: int, moments: int, model: CombForCausalLM
 ) -> None:
-    memory = memory_of(TEN, Sharding(stage=stage, ranks=4), shapes, None, checkpointing=False)
+    memory = memory_of(model, TEN, Sharding(stage=stage, ranks=4), None, checkpointing=False)
     assert list(memory.states.values())[:5] == [frozen, weights, copy, gradients, moments]
     assert memory.start == 360
     assert memory.activations is None
     assert memory.total == max(360, sum(memory.states.values()) + memory.temporaries)
 
 
-def test_offloaded_states_are_in_cpu_memory(shapes: Shapes) -> None:
-    plain = memory_of(TEN, Sharding(stage=3, ranks=4), shapes, None, checkpointing=False)
+def test_offloaded_states_are_in_cpu_memory(model: CombForCausalLM) -> None:
+    plain = memory_of(model, TEN, Sharding(stage=3, ranks=4), None, checkpointing=False)
     offloaded = memory_of(
-        TEN, Sharding(stage=3, ranks=4, offload_optimizer=True, offload_parameters=True), shapes, None,
+        model, TEN, Sharding(stage=3, ranks=4, offload_optimizer=True, offload_parameters=True), None,
         checkpointing=False,
     )  # fmt: skip
     assert set(offloaded.states) == {"buffers"}

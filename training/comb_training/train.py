@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from comb_training.models import training_method
 from comb_training.models.loading import device_of
 from comb_training.models.lora import unload
 from comb_training.trainer import distributed
-from comb_training.trainer.heldout import HeldoutAnswers
+from comb_training.trainer.heldout import heldout_answers
 from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
 from comb_training.trainer.trainer import CombTrainer
 
@@ -198,7 +199,7 @@ def _heldout(run: PreparedRun) -> dict[str, Any]:
         config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers
     )
     model = training_method(config.train.method).answering(run.model)
-    return {"heldout": examples, "answer": HeldoutAnswers(model, run.tokenizer, asked, config)}
+    return {"heldout": examples, "answer": partial(heldout_answers, model, run.tokenizer, asked, config)}
 
 
 def evaluate_heldout(

@@ -5,7 +5,7 @@ sec. 5). Another model may answer in its place (`train.teacher`). `comb answers`
 which generates what is missing.
 """
 
-from comb_training.answers.generate import Answered, Share, answer_on_policy, generate_answers, stop_token_ids
+from comb_training.answers.generate import Answered, Share, generate_answers, stop_token_ids
 from comb_training.answers.prepared import Targets, answer_prepared, choose_engine
 from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer, read_settings
 
@@ -16,7 +16,6 @@ __all__ = [
     "Share",
     "StoredAnswer",
     "Targets",
-    "answer_on_policy",
     "answer_prepared",
     "choose_engine",
     "generate_answers",

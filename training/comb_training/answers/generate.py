@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from tqdm import tqdm
 from comb.backbones.discovery import inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.documents.datasets import Counts
-from comb_training.answers.greedy import TransformersEngine
 from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
 from comb_training.data.batches import TrainingExample
 
@@ -80,35 +79,6 @@ class Answered:
     engine: str | None = None
 
 
-@dataclass
-class _Generation:
-    """The engine, started when the first answer is missing, and what it has done."""
-
-    start: Callable[[], AnsweringEngine]
-    store: AnswerStore
-    decode: Callable[[Sequence[int]], str]
-    progress: bool
-    engine: AnsweringEngine | None = field(default=None, init=False)
-    generated: int = field(default=0, init=False)
-    seconds: float = field(default=0.0, init=False)
-
-    def __call__(self, missing: Mapping[str, TrainingExample]) -> None:
-        if not missing:
-            return
-        if self.engine is None:
-            self.engine = self.start()
-        bar = tqdm(total=len(missing), desc="greedy answers", unit="answer", disable=not self.progress, leave=False)
-        with bar:
-            for batch in _batches(missing, self.engine.batch_size):
-                begin = time.monotonic()
-                answers = self.engine([missing[key] for key in batch])
-                self.seconds += time.monotonic() - begin
-                self.generated += len(batch)
-                answers = [replace(answer, text=self.decode(answer.token_ids)) for answer in answers]
-                self.store.add(dict(zip(batch, answers, strict=True)), self.engine.name)
-                bar.update(len(batch))
-
-
 def generate_answers(
     examples: Sequence[TrainingExample],
     settings: AnswerSettings,
@@ -133,69 +103,41 @@ def generate_answers(
     ]
     asked = {key: example for key, example in zip(keys, examples, strict=True) if key is not None}
     store = AnswerStore(folder, settings, rank=share.rank)
-    found = sum(key in store for key in asked)
-    if found:
-        logger.info("%d of %d answers found in %s", found, len(asked), folder)
+    answered = Answered([], settings, found=sum(key in store for key in asked))
+    if answered.found:
+        logger.info("%d of %d answers found in %s", answered.found, len(asked), folder)
+    started: AnsweringEngine | None = None
 
-    def missing(wanted: Mapping[str, TrainingExample]) -> dict[str, TrainingExample]:
-        return {key: example for key, example in wanted.items() if key not in store}
+    def generate(wanted: Mapping[str, TrainingExample]) -> None:
+        """What is missing of `wanted`, by the engine, which starts with the first."""
+        nonlocal started
+        missing = {key: example for key, example in wanted.items() if key not in store}
+        if not missing:
+            return
+        started = started or engine()
+        answered.engine = started.name
+        bar = tqdm(total=len(missing), desc="greedy answers", unit="answer", disable=not progress, leave=False)
+        with bar:
+            for batch in _batches(missing, started.batch_size):
+                begin = time.monotonic()
+                said = started([missing[key] for key in batch])
+                answered.seconds += time.monotonic() - begin
+                answered.generated += len(batch)
+                texts = [replace(answer, text=decode(answer.token_ids)) for answer in said]
+                store.add(dict(zip(batch, texts, strict=True)), started.name)
+                bar.update(len(batch))
 
-    generation = _Generation(engine, store, decode, progress)
     try:
-        generation(missing(_share(asked, share)))
+        generate(_share(asked, share))
         if share.ranks > 1 and share.wait and folder is not None:
             _await_others(store, asked)
         if share.wait:
-            generation(missing(asked))
+            generate(asked)
     finally:
-        if generation.engine is not None:
-            generation.engine.close()
-    return Answered(
-        [store.get(key) if key is not None else None for key in keys],
-        settings,
-        found=found,
-        generated=generation.generated,
-        seconds=generation.seconds,
-        engine=generation.engine.name if generation.engine is not None else None,
-    )
-
-
-def answer_on_policy(
-    backbone: Any,
-    examples: Sequence[TrainingExample],
-    counts: Counts,
-    *,
-    pad_token_id: int,
-    eos_token_ids: Sequence[int],
-    max_new_tokens: int = 48,
-    max_prompt_tokens: int | None = None,
-    batch_size: int = 64,
-    folder: str | Path | None = None,
-    progress: bool = True,
-) -> list[TrainingExample]:
-    """The examples with the backbone's own answers as targets, in the same order, by transformers.
-
-    Args:
-        backbone: a plain Hugging Face causal LM.
-        counts: examples whose prompt is too long are dropped here (never shortened or replaced), and answers that
-            were cut at `max_new_tokens` counted; those have no end token to learn.
-        max_prompt_tokens: default: what the backbone's positions allow.
-        folder: where answers are kept (`AnswerStore`); None keeps none.
-    """
-    settings = settings_of(backbone, eos_token_ids, max_new_tokens)
-    limit = prompt_limit(backbone, max_new_tokens, max_prompt_tokens)
-    answered = generate_answers(
-        examples,
-        settings,
-        lambda: TransformersEngine(backbone, pad_token_id, eos_token_ids, max_new_tokens, batch_size=batch_size),
-        decode=lambda _: "",
-        max_prompt_tokens=limit,
-        folder=folder,
-        progress=progress,
-    )
-    count_answers(answered.answers, counts, limit, max_new_tokens)
-    pairs = zip(examples, answered.answers, strict=True)
-    return [example.with_target(answer.token_ids) for example, answer in pairs if answer is not None]
+        if started is not None:
+            started.close()
+    answered.answers = [store.get(key) if key is not None else None for key in keys]
+    return answered
 
 
 def count_answers(answers: Sequence[StoredAnswer | None], counts: Counts, limit: int, max_new_tokens: int) -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import secrets
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from comb.cache.atomic import TEMPORARY_PREFIX, is_abandoned, write_temporary
+
 logger = logging.getLogger(__name__)
 
 METADATA = b"comb.answers"
 COLUMNS = {"key": pa.string(), "token_ids": pa.list_(pa.int32()), "text": pa.string(), "finished": pa.bool_()}
-STALE_SECONDS = 3600.0
-"""Age at which a temporary file belongs to a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class AnswerStore:
         return len(self._answers) - before
 
     def add(self, answers: Mapping[str, StoredAnswer], engine: str) -> None:
-        """Keeps answers as one part; they are on disk when this returns.
+        """Keeps answers as one part, written whole.
 
         Raises:
             OSError: when they can't be written (a full disk, say), naming the folder; parts before are whole.
@@ -118,8 +116,9 @@ class AnswerStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._parts == 0:
-                self._sweep()
-            _write_whole(path, content)
+                for abandoned in filter(is_abandoned, self.folder.glob(f"{TEMPORARY_PREFIX}*")):
+                    abandoned.unlink(missing_ok=True)
+            write_temporary(self.folder, content).replace(path)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -139,9 +138,10 @@ class AnswerStore:
             written = json.loads((file.schema_arrow.metadata or {}).get(METADATA, b"{}"))
             if written.get("identity") != self.settings.identity:  # other weights or settings, or no part of ours
                 return
-            table = file.read()
-            rows = zip(*(table.column(name).to_pylist() for name in COLUMNS), strict=True)
-            answers = {key: StoredAnswer(tuple(ids), bool(finished), text) for key, ids, text, finished in rows}
+            answers = {
+                row["key"]: StoredAnswer(tuple(row["token_ids"]), bool(row["finished"]), row["text"])
+                for row in file.read(list(COLUMNS)).to_pylist()
+            }
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
             aside = path.with_name(f"{path.name}.damaged")
             logger.warning(
@@ -152,14 +152,6 @@ class AnswerStore:
             return
         self._answers.update(answers)
 
-    def _sweep(self) -> None:
-        """Removes what killed processes were writing."""
-        assert self.folder is not None
-        for path in self.folder.glob("part-*.tmp"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    path.unlink()
-
 
 def read_settings(path: str | Path) -> dict[str, Any]:
     """What a part's metadata says of how its answers were made: model, weights, settings, engine."""
@@ -167,36 +159,10 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-def _part(answers: Mapping[str, StoredAnswer], metadata: Mapping[bytes, bytes]) -> memoryview:
-    values: Sequence[Sequence[Any]] = [
-        list(answers),
-        [list(answer.token_ids) for answer in answers.values()],
-        [answer.text for answer in answers.values()],
-        [answer.finished for answer in answers.values()],
-    ]
-    columns = [pa.array(column, kind) for column, kind in zip(values, COLUMNS.values(), strict=True)]
-    table = pa.Table.from_arrays(columns, schema=pa.schema(list(COLUMNS.items()), metadata=dict(metadata)))
+def _part(answers: Mapping[str, StoredAnswer], metadata: Mapping[bytes, bytes]) -> bytes:
+    rows = [{"key": key, **asdict(answer)} for key, answer in answers.items()]
+    table = pa.Table.from_pylist(rows, schema=pa.schema(list(COLUMNS.items()), metadata=dict(metadata)))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, write_page_checksum=True)
-    return memoryview(sink.getvalue())
-
-
-def _write_whole(path: Path, content: memoryview) -> None:
-    """Writes a file under a temporary name and gives it its own when it is on disk."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not every file system lets a folder be synchronised
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content

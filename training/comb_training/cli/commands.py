@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from comb.evaluation.run import MethodResult
     from comb_training.answers import Targets
     from comb_training.config import Config
     from comb_training.plan import Plan
@@ -219,16 +218,12 @@ def _evaluate(model: Any, tokenizer: Any, settings: Config, out: Path | None, *,
     write_results(out, results, seed=settings.data.seed, split=split, data=counts.to_dict(), config=settings.to_dict())
     refresh_card(out.parent)  # of an adapter beside it, whose card shows the results
     written = [str(out)]
-    if _has_times(results):
+    if any(result.ttft_cold_s is not None for result in results):
         try:
             written.append(str(plot_results(results, out.with_suffix(".png"), title=settings.data.label)))
         except ImportError:
             console.print("no plot: matplotlib is not installed (pip install 'comb-pic\\[demo]')")
     console.print(escape(f"written: {', '.join(written)}"))
-
-
-def _has_times(results: list[MethodResult]) -> bool:
-    return any(result.ttft_cold_s is not None for result in results)
 
 
 def _checkpoint(resume: str | None, settings: Config) -> Path | None:

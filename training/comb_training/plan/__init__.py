@@ -13,7 +13,7 @@ from comb_training.config import Config
 from comb_training.data.mixture import read_tokenized
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
-from comb_training.plan.activations import PassSize, Shapes
+from comb_training.plan.activations import PassSize
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, Sharding, memory_of
 from comb_training.trainer import distributed
@@ -74,20 +74,19 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
         )
         return result
     result.notes += [note] if note else []
-    result.parameters = Parameters.of(model)
     _add_data(result, model)
+    _add_memory(result, model, sharding)
+    return result
+
+
+def _add_memory(result: Plan, model: CombForCausalLM, sharding: Sharding) -> None:
+    config = result.config
+    parameters = result.parameters = Parameters.of(model)
     if {"linear", "both"} & set(model.info.layer_kinds):
         result.notes.append(
             "linear layers count as softmax attention in the activations; without the kernels of comb-pic[gpu] about "
             "twice as much was measured"
         )
-    _add_memory(result, sharding, Shapes.of(model))
-    return result
-
-
-def _add_memory(result: Plan, sharding: Sharding, shapes: Shapes) -> None:
-    config = result.config
-    assert result.parameters is not None
     if result.size is None:
         result.notes.append(
             "no activations: neither train.batch_document_tokens and train.batch_query_tokens nor the data say how "
@@ -102,10 +101,8 @@ def _add_memory(result: Plan, sharding: Sharding, shapes: Shapes) -> None:
     if result.ranks > 1:
         plain = replace(sharding, offload_optimizer=False, offload_parameters=False)
         ways += [replace(plain, stage=stage) for stage in (0, 2, 3) if stage != sharding.stage]
-    result.memory = [
-        memory_of(result.parameters, way, shapes, result.size, checkpointing=config.train.gradient_checkpointing)
-        for way in ways
-    ]
+    checkpointing = config.train.gradient_checkpointing
+    result.memory = [memory_of(model, parameters, way, result.size, checkpointing=checkpointing) for way in ways]
 
 
 def _add_data(result: Plan, model: CombForCausalLM) -> None:
@@ -115,7 +112,11 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
         tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     except (OSError, ValueError) as error:
         result.notes.append(f"no data and batches: the backbone's tokenizer is not here ({first_line(error)})")
-        result.notes += [f"no data: {reason}" for reason in _missing_data(config)]
+        for source in sources(config.data):
+            try:
+                source.read("train", 1)
+            except MissingDataError as missing:
+                result.notes.append(f"no data: {first_line(missing)}")
         return
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
     try:
@@ -131,13 +132,3 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
     result.buckets = bucket_rows(sampler, examples)
     result.steps = total_steps(config.train, sampler.steps_per_epoch)
     result.size = PassSize.of_data(sampler, examples)
-
-
-def _missing_data(config: Config) -> list[str]:
-    found = []
-    for source in sources(config.data):
-        try:
-            source.read("train", 1)
-        except MissingDataError as error:
-            found.append(first_line(error))
-    return found

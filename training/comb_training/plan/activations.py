@@ -59,64 +59,9 @@ class PassSize:
         )
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """The widths that activations depend on, in channels.
-
-    Args:
-        queries, keys: heads of that kind times their size, in the encoder.
-        first: the first backbone layer with a cross block: nothing is kept of those before it.
-        adapter_bytes, backbone_bytes: of one number, in the dtype they are kept in.
-    """
-
-    hidden: int
-    queries: int
-    keys: int
-    intermediate: int
-    qk_norm: bool
-    encoder_layers: int
-    cross_blocks: int
-    backbone_layers: int
-    first: int
-    backbone_intermediate: int
-    vocabulary: int
-    adapter_bytes: int
-    backbone_bytes: int
-
-    @classmethod
-    def of(cls, model: CombForCausalLM) -> Shapes:
-        """Those of a model on any device."""
-        config: Any = model.config.encoder_config
-        layers: list[int] = model.config.cross_attention_layers or []
-        return cls(
-            hidden=config.hidden_size,
-            queries=config.num_attention_heads * config.head_dim,
-            keys=config.num_key_value_heads * config.head_dim,
-            intermediate=config.intermediate_size,
-            qk_norm=config.qk_norm != "none",
-            encoder_layers=config.num_hidden_layers,
-            cross_blocks=len(layers),
-            backbone_layers=model.info.num_layers,
-            first=layers[0] if layers else model.info.num_layers,
-            backbone_intermediate=_active_intermediate(text_config(model.backbone), model.info.intermediate_size),
-            vocabulary=model.info.vocab_size,
-            adapter_bytes=next(model.cross_blocks.parameters()).itemsize,
-            backbone_bytes=model.backbone.dtype.itemsize,
-        )
-
-
-def _active_intermediate(config: Any, dense: int) -> int:
-    """Channels of the MLP that one token passes: in a mixture, those of its experts."""
-    width, experts = getattr(config, "moe_intermediate_size", None), getattr(config, "num_experts_per_tok", None)
-    if not width or not experts:
-        return dense * (experts or 1)
-    shared = getattr(config, "shared_expert_intermediate_size", 0) or width * (
-        getattr(config, "n_shared_experts", 0) or 0
-    )
-    return int(width * experts + shared)
-
-
-def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpointing: bool, copies: int = 0) -> int:
+def activation_bytes(
+    model: CombForCausalLM, size: PassSize, *, autocast: bool, checkpointing: bool, copies: int = 0
+) -> int:
     """Bytes at the largest moment, logits included.
 
     With w bytes per number that is computed with (2 under autocast), a and b per number of adapter and backbone, h
@@ -139,41 +84,56 @@ def activation_bytes(shapes: Shapes, size: PassSize, *, autocast: bool, checkpoi
     are never kept (scaled_dot_product_attention, FlashAttention).
 
     Args:
+        model: on any device.
         copies: bytes of the trained weights' 16-bit copies under autocast.
     """
-    s, residual = shapes, shapes.adapter_bytes
-    work = BFLOAT16 if autocast else residual
-    frozen_work = BFLOAT16 if autocast else s.backbone_bytes
+    config: Any = model.config.encoder_config
+    crosses: list[int] = model.config.cross_attention_layers or []
+    hidden, vocabulary = config.hidden_size, model.info.vocab_size
+    queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    residual = next(model.cross_blocks.parameters()).itemsize
+    kept = model.backbone.dtype.itemsize
+    work, frozen_work = (BFLOAT16, BFLOAT16) if autocast else (residual, kept)
     # two norms, each its input and its normalised input; autocast casts the input of each of five matrices anew
-    norms = (4 * residual + (5 * BFLOAT16 if autocast else 2 * residual)) * s.hidden
-    mlp = 4 * work * s.intermediate  # gate, its activation, up, and their product
+    norms = (4 * residual + (5 * BFLOAT16 if autocast else 2 * residual)) * hidden
+    mlp = 4 * work * config.intermediate_size  # gate, its activation, up, and their product
     # query, result, the result laid out for the output projection; keys and values as many heads as queries
-    attention = 5 * work * s.queries
-    if s.qk_norm:
-        attention += (FLOAT32 + BFLOAT16) * (s.queries + s.keys)
+    attention = 5 * work * queries
+    if config.qk_norm != "none":
+        attention += (FLOAT32 + BFLOAT16) * (queries + keys)
     encoder_layer = size.documents * (norms + mlp + attention)
-    heads = size.documents * (2 * residual * s.hidden + 4 * residual * s.keys)
+    heads = size.documents * (2 * residual * hidden + 4 * residual * keys)
     # laid out for all blocks at once; each repeats its own for as many heads as there are queries
-    linked, repeated = size.linked * 2 * residual * s.keys, size.linked * 2 * work * s.queries
+    linked, repeated = size.linked * 2 * residual * keys, size.linked * 2 * work * queries
     cross_block = repeated + size.queries * (
-        norms + mlp + (3 * work + FLOAT32 + BFLOAT16) * s.queries
+        norms + mlp + (3 * work + FLOAT32 + BFLOAT16) * queries
         # its input in the adapter's dtype, and what each gate multiplies
-        + s.hidden * (residual + 2 * work)
+        + hidden * (residual + 2 * work)
     )  # fmt: skip
     # frozen matrices don't keep their inputs: norms, rotated queries with keys and values, and the MLP's three
-    backbone_layer = size.queries * (
-        2 * FLOAT32 * s.hidden + 4 * frozen_work * s.queries + 3 * frozen_work * s.backbone_intermediate
-    )
-    backbone_layers = s.backbone_layers - s.first
+    width = _active_intermediate(text_config(model.backbone), model.info.intermediate_size)
+    backbone_layer = size.queries * (2 * FLOAT32 * hidden + 4 * frozen_work * queries + 3 * frozen_work * width)
+    # nothing is kept of the layers before the first cross block
+    backbone_layers = model.info.num_layers - crosses[0] if crosses else 0
     # the backward pass of a softmax in float32: its result, the gradient of it, and the one that it hands on
-    loss = 3 * FLOAT32 * s.vocabulary * size.targets
-    always = s.cross_blocks * (heads + linked)
+    loss = 3 * FLOAT32 * vocabulary * size.targets
+    always = len(crosses) * (heads + linked)
     if not checkpointing:
-        layers = s.encoder_layers * encoder_layer + s.cross_blocks * cross_block + backbone_layers * backbone_layer
-        return always + layers + loss + copies
-    inputs = residual * s.hidden * s.encoder_layers * size.documents
-    inputs += s.backbone_bytes * s.hidden * backbone_layers * size.queries
-    logits = frozen_work * s.vocabulary * size.targets
-    decoding = always + max(cross_block + backbone_layer + s.cross_blocks * linked, loss, copies + logits)
-    encoding = encoder_layer + size.documents * (work * s.intermediate + residual * s.hidden * s.cross_blocks)
-    return inputs + max(decoding, encoding)
+        layers = config.num_hidden_layers * encoder_layer + len(crosses) * cross_block
+        return int(always + layers + backbone_layers * backbone_layer + loss + copies)
+    inputs = hidden * (residual * config.num_hidden_layers * size.documents + kept * backbone_layers * size.queries)
+    logits = frozen_work * vocabulary * size.targets
+    decoding = always + max(cross_block + backbone_layer + len(crosses) * linked, loss, copies + logits)
+    encoding = encoder_layer + size.documents * (work * config.intermediate_size + residual * hidden * len(crosses))
+    return int(inputs + max(decoding, encoding))
+
+
+def _active_intermediate(config: Any, dense: int) -> int:
+    """Channels of the MLP that one token passes: in a mixture, those of its experts."""
+    width, experts = getattr(config, "moe_intermediate_size", None), getattr(config, "num_experts_per_tok", None)
+    if not width or not experts:
+        return dense * (experts or 1)
+    shared = getattr(config, "shared_expert_intermediate_size", 0) or width * (
+        getattr(config, "n_shared_experts", 0) or 0
+    )
+    return int(width * experts + shared)

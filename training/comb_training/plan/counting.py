@@ -37,22 +37,20 @@ class Parameters:
     @classmethod
     def of(cls, model: CombForCausalLM) -> Parameters:
         """Counts those of a model on any device."""
-        parts = {
-            "backbone": list(model.backbone.parameters()),
-            "encoder layers": list(model.encoder.layers.parameters()),
-            "K/V heads": list(model.encoder.key_value_heads.parameters()),
-            "cross blocks": list(model.cross_blocks.parameters()),
+        parts: dict[str, Any] = {
+            "backbone": model.backbone,
+            "encoder layers": model.encoder.layers,
+            "K/V heads": model.encoder.key_value_heads,
+            "cross blocks": model.cross_blocks,
         }
-        counts = {
-            name: (sum(p.numel() for p in part), sum(p.numel() for p in part if p.requires_grad))
-            for name, part in parts.items()
-        }
-        everything = [parameter for part in parts.values() for parameter in part]
-        return cls(
-            counts,
-            frozen_bytes=sum(p.nbytes for p in everything if not p.requires_grad),
-            trained_bytes=sum(p.nbytes for p in everything if p.requires_grad),
-        )
+        counts, size = {}, {True: 0, False: 0}
+        for name, part in parts.items():
+            count = {True: 0, False: 0}
+            for parameter in part.parameters():
+                count[parameter.requires_grad] += parameter.numel()
+                size[parameter.requires_grad] += parameter.nbytes
+            counts[name] = (sum(count.values()), count[True])
+        return cls(counts, frozen_bytes=size[False], trained_bytes=size[True])
 
     @property
     def total(self) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from comb.model.modeling import CombForCausalLM
 from comb_training.config import TrainConfig
-from comb_training.plan.activations import BFLOAT16, FLOAT32, PassSize, Shapes, activation_bytes
+from comb_training.plan.activations import BFLOAT16, FLOAT32, PassSize, activation_bytes
 from comb_training.plan.counting import Parameters
 
 
@@ -94,7 +95,12 @@ class GpuMemory:
 
 
 def memory_of(
-    parameters: Parameters, sharding: Sharding, shapes: Shapes, size: PassSize | None, *, checkpointing: bool
+    model: CombForCausalLM,
+    parameters: Parameters,
+    sharding: Sharding,
+    size: PassSize | None,
+    *,
+    checkpointing: bool,
 ) -> GpuMemory:
     """Bytes of one way of sharding, over R ranks.
 
@@ -114,6 +120,8 @@ def memory_of(
     over its ranks; or F + W at the start, if that is more.
 
     Args:
+        model: on any device; for its widths.
+        parameters: of it.
         size: of a batch; None leaves activations out.
         checkpointing: gradient checkpointing.
     """
@@ -128,7 +136,7 @@ def memory_of(
         "float32 copy of them": _part(master, optimizer_parts) if stage else 0,
         "gradients": _part(master, gradient_parts),
         "Adam's two moments": _part(2 * master, optimizer_parts),
-        "buffers": _buffers(parameters, sharding, shapes),
+        "buffers": _buffers(parameters, sharding, model.config.encoder_config.hidden_size),
     }
     host = 0
     if sharding.offload_optimizer and stage:
@@ -140,7 +148,7 @@ def memory_of(
         # autocast keeps a 16-bit copy of every trained matrix; ZeRO-3 gathers them in 16 bits
         copies = BFLOAT16 * trained if sharding.autocast and stage < 3 else 0
         activations = activation_bytes(
-            shapes, size, autocast=sharding.autocast, checkpointing=checkpointing, copies=copies
+            model, size, autocast=sharding.autocast, checkpointing=checkpointing, copies=copies
         )
     return GpuMemory(
         sharding=sharding,
@@ -157,11 +165,11 @@ def _part(value: int, parts: int) -> int:
     return -(-value // parts)
 
 
-def _buffers(parameters: Parameters, sharding: Sharding, shapes: Shapes) -> int:
+def _buffers(parameters: Parameters, sharding: Sharding, hidden: int) -> int:
     """What gradients and gathered weights pass through."""
     if sharding.stage == 0:
         return parameters.trained_bytes if sharding.ranks > 1 else 0
-    bucket = shapes.hidden**2 if sharding.bucket is None else sharding.bucket
+    bucket = hidden**2 if sharding.bucket is None else sharding.bucket
     reduced = 2 * FLOAT32 * min(bucket, parameters.trained)  # two, so that one travels while the other fills
     if sharding.stage < 3 or sharding.ranks == 1:
         return reduced

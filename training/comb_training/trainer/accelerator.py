@@ -41,7 +41,7 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
             InitProcessGroupKwargs(timeout=timedelta(minutes=30)),  # held-out answers may keep one rank busy
         ],
     )
-    missing = sorted(set(config.report_to) - {str(name) for name in accelerator.log_with})
+    missing = sorted(set(config.report_to) - {"all", *map(str, accelerator.log_with)})
     if missing:
         raise ValueError(f"train.report_to: {missing[0]} is not installed (pip install {missing[0]})")
     return accelerator

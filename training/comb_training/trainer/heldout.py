@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,35 +46,26 @@ def heldout_loss(
     return loss / count
 
 
-@dataclass(frozen=True)
-class HeldoutAnswers:
-    """Answers `examples` greedily by the method that is trained.
+def heldout_answers(model: Any, tokenizer: Any, examples: Sequence[Example], config: Config) -> dict[str, float]:
+    """Greedy answers by the method that is trained: ``eval_em`` and ``eval_f1``, means in 0..1. Collective.
 
     Args:
-        model: as it is evaluated when the run is over; its weights may move between calls, but may not be sharded.
+        model: as it is evaluated when the run is over; its weights may not be sharded.
         examples: the same on every rank, questions as the template writes them.
     """
-
-    model: Any
-    tokenizer: Any
-    examples: Sequence[Example]
-    config: Config
-
-    def __call__(self) -> dict[str, float]:
-        """``eval_em`` and ``eval_f1``, means in 0..1. Collective."""
-        mine = self.examples[distributed.rank() :: distributed.world_size()]
-        em = f1 = 0.0
-        if mine:
-            [result] = evaluate(
-                (self.model, self.tokenizer),
-                mine,
-                [self.config.train.method],
-                max_new_tokens=self.config.eval.max_new_tokens,
-                batch_size=self.config.eval.batch_size,
-                timing_examples=0,
-                document_template=self.config.data.document_template,
-                progress=False,
-            )
-            em, f1 = len(mine) * result.em, len(mine) * result.f1
-        em, f1, count = distributed.summed(em, f1, len(mine))
-        return {"eval_em": em / count, "eval_f1": f1 / count}
+    mine = examples[distributed.rank() :: distributed.world_size()]
+    em = f1 = 0.0
+    if mine:
+        [result] = evaluate(
+            (model, tokenizer),
+            mine,
+            [config.train.method],
+            max_new_tokens=config.eval.max_new_tokens,
+            batch_size=config.eval.batch_size,
+            timing_examples=0,
+            document_template=config.data.document_template,
+            progress=False,
+        )
+        em, f1 = len(mine) * result.em, len(mine) * result.f1
+    em, f1, count = distributed.summed(em, f1, len(mine))
+    return {"eval_em": em / count, "eval_f1": f1 / count}
