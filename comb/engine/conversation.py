@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from comb.backbones.identity import one_walk
 from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Document, Generated, Message, referenced_documents
-from comb.engine.decoding import AnswerStream, check_wanted
-from comb.engine.report import Answer
-from comb.engine.turns import Left, Turn
+from comb.engine.decoding import AnswerStream, FirstTokenTimer, check_no_streamer, check_wanted
+from comb.engine.report import Answer, continued_reports
+from comb.engine.steps import AnswerSteps, PreparedQuestion
+from comb.engine.turns import TurnEnd, TurnStart
 
 RunTurn = Callable[[Any, threading.Event | None], Answer]
 """Makes the answer, given a streamer (or None) and the event that tells it to stop (or None)."""
-
-
-class Engine(Protocol):
-    """What a conversation asks of its engine."""
-
-    tokenizer: Any
-
-    def segments_of(self, documents: Sequence[str | Document], document_ids: Sequence[str]) -> list[KeyedSegment]: ...
-
-    def prepare_turn(
-        self,
-        messages: Sequence[Message],
-        segments: Mapping[str, Sequence[KeyedSegment]],
-        turn: Turn,
-        encoder: bool | None,
-        generate_kwargs: Mapping[str, Any],
-    ) -> RunTurn: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class _History:
     texts: tuple[dict[str, Any], ...]
     segments: Mapping[str, Sequence[KeyedSegment]]
     first: Sequence[KeyedSegment] = ()
-    left: Left | None = None
+    end: TurnEnd | None = None
     relinked: int = 0
 
 
@@ -69,7 +55,7 @@ class Conversation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AnswerSteps,
         documents: Sequence[str | Document] = (),
         *,
         document_ids: Sequence[str] = (),
@@ -103,15 +89,15 @@ class Conversation:
     @property
     def nbytes(self) -> int:
         """Bytes of the cache that the next turn goes on from."""
-        left = self._history.left
-        return 0 if left is None or left.past is None else left.past.nbytes
+        end = self._history.end
+        return 0 if end is None or end.past is None else end.past.nbytes
 
     def release(self) -> None:
         """Gives the cache's memory back; the next turn is linked from its start."""
         with self._lock:
-            left = self._history.left
-            if left is not None:
-                self._history = replace(self._history, left=replace(left, past=None))
+            end = self._history.end
+            if end is not None:
+                self._history = replace(self._history, end=replace(end, past=None))
 
     def ask(
         self,
@@ -141,15 +127,15 @@ class Conversation:
 
         Closing the stream before that drops the turn; behind it, `stream.answer` is there whether or not it was read.
         """
-        if "streamer" in generate_kwargs:
-            raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
+        check_no_streamer(generate_kwargs)
         self._lock.acquire()
         try:
             answer = self._next(question, documents, document_ids, generate_kwargs)
 
             def work(streamer: Any, stop: threading.Event) -> Answer:
                 try:
-                    return answer(streamer, stop)
+                    with one_walk():
+                        return answer(streamer, stop)
                 finally:
                     self._lock.release()
 
@@ -166,16 +152,55 @@ class Conversation:
         generate_kwargs: Mapping[str, Any],
     ) -> RunTurn:
         """Checks the next turn; what it returns answers it and takes it into the history. The lock is held for both."""
-        asked, turn = self._asked(question, documents, document_ids), Turn(self._history.left)
-        run = self._engine.prepare_turn(asked.messages, asked.segments, turn, self._encoder, generate_kwargs)
+        start, engine = time.perf_counter(), self._engine
+        asked, on = self._asked(question, documents, document_ids), engine.with_encoder(self._encoder)
+        settings = engine.settings(generate_kwargs)
+        prepared = engine.prepare(
+            asked.messages, named=lambda name: engine.segmenter.keyed_anew(asked.segments[name]), encoder=on
+        )
 
         def answer(streamer: Any, stop: threading.Event | None) -> Answer:
-            found = run(streamer, stop)
             check_wanted(stop)
-            self._history = self._behind(asked, turn, found)
+            given = settings if streamer is None else {**settings, "streamer": streamer}
+            found, self._history = self._turn(asked, prepared, given, FirstTokenTimer(start, stop), on)
             return found
 
         return answer
+
+    def _turn(
+        self,
+        asked: _History,
+        question: PreparedQuestion,
+        settings: Mapping[str, Any],
+        timer: FirstTokenTimer,
+        encoder: bool,
+    ) -> tuple[Answer, _History]:
+        """The answer, and the history with both in it."""
+        engine, method = self._engine, self._engine.method_of(encoder)
+        begin = TurnStart.plan(asked.end, method, question)
+        past, rest = begin.past, begin.question
+        with engine.acquired(rest.segments, encoder=encoder) as references:
+            row = engine.link_request(rest, references, encoder=encoder)
+            link = partial(method.link_row, row) if past is None else partial(method.continue_row, past, row)
+            decoded = engine.decode(method, link, settings, timer)
+            answer = engine.answer(rest, decoded, 0, references, encoder=encoder)
+        check_wanted(timer.stop)
+        report = replace(
+            answer.report,
+            documents=(*continued_reports(begin.continued), *answer.report.documents),
+            continued_tokens=begin.tokens,
+            relinked=begin.reason,
+        )
+        text = answer.text if self._remember is None else self._remember(answer.text)
+        rewritten = text != answer.text
+        content: Any = text if rewritten else [Generated(_without_end(answer.token_ids, settings["eos_token_id"]))]
+        return replace(answer, report=report), replace(
+            asked,
+            messages=(*asked.messages, {"role": "assistant", "content": content}),
+            texts=(*asked.texts, {"role": "assistant", "content": text}),
+            end=TurnEnd.of(begin, decoded, rewritten=rewritten),
+            relinked=asked.relinked + bool(begin.reason),
+        )
 
     def _asked(self, question: str, documents: Sequence[str | Document], document_ids: Sequence[str]) -> _History:
         """The history with the question in it."""
@@ -192,15 +217,7 @@ class Conversation:
             first=(),
         )
 
-    def _behind(self, asked: _History, turn: Turn, answer: Answer) -> _History:
-        """The history with the answer in it."""
-        text = answer.text if self._remember is None else self._remember(answer.text)
-        rewritten = text != answer.text
-        content: Any = text if rewritten else [Generated(turn.answer_ids)]
-        return replace(
-            asked,
-            messages=(*asked.messages, {"role": "assistant", "content": content}),
-            texts=(*asked.texts, {"role": "assistant", "content": text}),
-            left=turn.leave(rewritten=rewritten),
-            relinked=asked.relinked + bool(answer.report.relinked),
-        )
+
+def _without_end(token_ids: tuple[int, ...], end_tokens: int | list[int]) -> tuple[int, ...]:
+    ends = end_tokens if isinstance(end_tokens, list | tuple) else [end_tokens]
+    return token_ids[:-1] if token_ids[-1] in ends else token_ids

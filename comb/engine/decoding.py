@@ -82,6 +82,12 @@ def trim(token_ids: list[int], settings: Mapping[str, Any], rows: int) -> tuple[
     return tuple(token_ids[:end])
 
 
+def check_no_streamer(arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for a `streamer` among the arguments of a stream."""
+    if "streamer" in arguments:
+        raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
+
+
 def _check_count(settings: Mapping[str, Any]) -> None:
     count = settings.get("max_new_tokens")
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,23 +18,20 @@ from comb import methods
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
-from comb.backbones.tokenizer import check_tokenizer, load_tokenizer
-from comb.cache.picache import PICache
-from comb.cache.store import PICacheRef, PICacheStore
+from comb.backbones.tokenizer import load_tokenizer
+from comb.cache.store import PICacheStore
 from comb.documents import splitting
-from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError, by_document
-from comb.documents.document import Document, Message, Prompt, PromptBuilder, referenced_documents
+from comb.documents.catalog import UnknownDocumentError, by_document
+from comb.documents.document import Document, Message, PromptBuilder
 from comb.documents.splitting import Boundaries, Splitter
-from comb.engine.conversation import Conversation, RunTurn
-from comb.engine.decoding import AnswerStream, FirstTokenTimer, check_wanted, decoding_settings, trim, with_length
-from comb.engine.report import Answer, DocumentReport, Report, cache_bytes, continued_reports, document_reports
-from comb.engine.segmenter import Segmenter
-from comb.engine.turns import Start, Turn
+from comb.engine.conversation import Conversation
+from comb.engine.decoding import AnswerStream, check_no_streamer
+from comb.engine.report import Answer, DocumentReport, Report
+from comb.engine.steps import AnswerSteps, PreparedQuestion, Question
 from comb.engine.workers import CompileExecutor
 from comb.engine.workers.executor import spec_of
-from comb.mac import MacConfig, MacSession
-from comb.methods.base import DecodeState, LinkRequest, Method
-from comb.methods.full import token_picache
+from comb.mac import MacConfig
+from comb.methods.base import Method
 from comb.model.source import ModelSource
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
@@ -43,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_STORE_BYTES = 4 * 2**30
 _ADD_CHUNK = 16
-
-Question = str | Sequence[Message]
 
 
 @dataclass(frozen=True)
@@ -56,22 +51,11 @@ class Request:
     document_ids: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A checked call: per row the segments and the prompt, and what holds for all rows; one row in a conversation."""
-
-    segments: list[list[KeyedSegment]]
-    prompts: list[Prompt]
-    settings: dict[str, Any]
-    encoder: bool
-    turn: Turn | None = None
-
-
-class PICEngine:
+class PICEngine(AnswerSteps):
     """Answers questions over documents with one model and one method, keeping what documents compile to.
 
     Safe under threads: documents belong to a call, never to the engine or the model, and runs on one backbone take
-    turns.
+    turns. What an answer is made of, step by step, is in `AnswerSteps`.
 
     Args:
         model: `CombForCausalLM`, or any Hugging Face causal LM for methods that need no encoder.
@@ -115,22 +99,22 @@ class PICEngine:
         executor: CompileExecutor | None = None,
         **parameters: Any,
     ) -> None:
-        check_tokenizer(model, tokenizer)
-        self.model = model
-        self.tokenizer = tokenizer
-        self.prompt_builder = PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder
-        self.store = _default_store(model) if store is None else store
-        self.salt = salt
-        self.encoder_enabled = encoder_enabled
-        self.splitter = splitting.create(splitter)
-        self.mac = MacConfig.parse(mac) if isinstance(mac, str) else mac
-        self.catalog = DocumentCatalog(self.store)
-        self.method = self._make_method(method, parameters)
-        self._plain = methods.create("full", model)
-        self._owns_executor = executor is None
-        self.executor = self._start_workers(workers, source) if executor is None else executor
+        store = _default_store(model) if store is None else store
+        super().__init__(
+            model,
+            tokenizer,
+            _make_method(method, model, parameters, store, salt),
+            store=store,
+            salt=salt,
+            prompt_builder=PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder,
+            splitter=splitting.create(splitter),
+            mac=MacConfig.parse(mac) if isinstance(mac, str) else mac,
+            encoder_enabled=encoder_enabled,
+        )
         if executor is not None and workers:
             raise ValueError("workers= starts processes of its own: leave it out when giving an executor=")
+        self._owns_executor = executor is None
+        self.executor = _start_workers(self.method, workers, source) if executor is None else executor
         if self.executor is not None:
             try:
                 self.executor.check(self.method)
@@ -139,34 +123,22 @@ class PICEngine:
                 raise
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        method: str = "comb",
-        store: PICacheStore | None = None,
-        salt: str = "",
-        splitter: str | Splitter | Boundaries = "whole",
-        mac: MacConfig | str | None = None,
-        workers: int = 0,
-        tokenizer: Any = None,
-        **model_kwargs: Any,
-    ) -> PICEngine:
+    def from_pretrained(cls, name_or_path: str | Path, *, tokenizer: Any = None, **arguments: Any) -> PICEngine:
         """An engine from an adapter or a plain model: a folder, Hub id or registered name.
 
-        `model_kwargs` go to ``AutoModelForCausalLM.from_pretrained``; method parameters are written as
-        ``method="name:parameters"``.
+        `arguments` are the engine's, and all others those of ``AutoModelForCausalLM.from_pretrained``; parameters of
+        the method are written as ``method="name:parameters"``.
         """
-        model = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), **model_kwargs)
+        names = set(inspect.signature(cls.__init__).parameters) - {"self", "model", "tokenizer", "parameters"}
+        options = {name: arguments.pop(name) for name in names & arguments.keys()}
+        model = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), **arguments)
         if tokenizer is None:
             places = ("revision", "subfolder", *HUB_ARGUMENTS)
-            hub = {key: value for key, value in model_kwargs.items() if key in places}
+            hub = {key: value for key, value in arguments.items() if key in places}
             tokenizer = load_tokenizer(name_or_path, model, **hub)
-        source = ModelSource(str(name_or_path), model_kwargs) if workers else None
-        return cls(
-            model, tokenizer, method=method, store=store, salt=salt, splitter=splitter, mac=mac, workers=workers,
-            source=source,
-        )  # fmt: skip
+        if options.get("workers"):
+            options.setdefault("source", ModelSource(str(name_or_path), arguments))
+        return cls(model, tokenizer, **options)
 
     def close(self) -> None:
         """Ends the workers that this engine has started; without them it still answers."""
@@ -183,39 +155,33 @@ class PICEngine:
 
     def ask(
         self,
-        question: str,
+        question: Question,
         documents: Sequence[str | Document] = (),
         *,
         document_ids: Sequence[str] = (),
         encoder: bool | None = None,
         **generate_kwargs: Any,
     ) -> Answer:
-        """The answer to one question over documents.
+        """The answer to one question over documents. `chat`, `ask_batch`, `stream` and conversations take the same.
 
         Args:
+            question: text, or chat messages (role and content) for a tokenizer that has a chat template.
             documents: text or `Document`s; compiled now unless the store has them.
             document_ids: ids from `add_documents`, appended behind `documents`.
             encoder: overrides `encoder_enabled` for this call; False puts the documents into the prompt as text.
-            generate_kwargs: of Hugging Face ``generate``; greedy and 256 new tokens by default.
+            generate_kwargs: of Hugging Face ``generate``; greedy and at most 256 new tokens by default.
 
         Raises:
             UnknownDocumentError: an id that isn't there.
             ValueError: empty or over-long documents, a prompt that doesn't fit, bad generation settings.
             PICacheTooLargeError, StoreFullError: the store has no room for these documents.
         """
-        return self._ask_all([Request(question, documents, document_ids)], encoder, generate_kwargs)[0]
+        request = Request(question, documents, document_ids)
+        return self.ask_batch([request], encoder=encoder, **generate_kwargs)[0]
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        documents: Sequence[str | Document] = (),
-        *,
-        document_ids: Sequence[str] = (),
-        encoder: bool | None = None,
-        **generate_kwargs: Any,
-    ) -> Answer:
-        """Like `ask`, with chat messages (role and content) for a tokenizer that has a chat template."""
-        return self._ask_all([Request(messages, documents, document_ids)], encoder, generate_kwargs)[0]
+    def chat(self, messages: Sequence[Message], documents: Sequence[str | Document] = (), **options: Any) -> Answer:
+        """`ask` with chat messages."""
+        return self.ask(messages, documents, **options)
 
     def ask_batch(
         self,
@@ -229,8 +195,10 @@ class PICEngine:
         All documents that are not in the store are compiled in one call. Methods with `link_batch` (``comb``, ``full``)
         decode all rows in one left-padded batch, the others row by row.
         """
-        rows = [request if isinstance(request, Request) else Request(*request) for request in requests]
-        return self._ask_all(rows, encoder, generate_kwargs) if rows else []
+        start, on = time.perf_counter(), self.with_encoder(encoder)
+        with one_walk():
+            settings = self.settings(generate_kwargs)
+            return self.answers([self._prepared(each, on) for each in requests], settings, start, encoder=on)
 
     def stream(
         self,
@@ -246,18 +214,22 @@ class PICEngine:
         Bad input is raised here, what goes wrong later by the iterator. Leaving the iterator stops generation and
         gives back the documents.
         """
-        start = time.perf_counter()
-        if "streamer" in generate_kwargs:
-            raise ValueError("stream() brings its own streamer; use ask(..., streamer=...) for another one")
-        call = self._prepare([Request(question, documents, document_ids)], encoder, generate_kwargs)
+        start, on = time.perf_counter(), self.with_encoder(encoder)
+        check_no_streamer(generate_kwargs)
+        settings = self.settings(generate_kwargs)
+        prepared = self._prepared(Request(question, documents, document_ids), on)
 
         def run(streamer: Any, stop: threading.Event) -> Answer:
             with one_walk():
-                return self._answer(call, start, stop, streamer)[0]
+                return self.answers([prepared], {**settings, "streamer": streamer}, start, stop, encoder=on)[0]
 
         return AnswerStream(run, self.tokenizer)
 
-    # ---- conversations ----
+    def _prepared(
+        self, request: Request | tuple[Question, Sequence[str | Document]], encoder: bool
+    ) -> PreparedQuestion:
+        row = request if isinstance(request, Request) else Request(*request)
+        return self.prepare(row.question, self.segments_of(row.documents, row.document_ids), encoder=encoder)
 
     def conversation(
         self,
@@ -277,27 +249,6 @@ class PICEngine:
         return Conversation(
             self, documents, document_ids=document_ids, messages=messages, encoder=encoder, remember=remember
         )
-
-    def segments_of(
-        self, documents: Sequence[str | Document] = (), document_ids: Sequence[str] = ()
-    ) -> list[KeyedSegment]:
-        """The segments that documents, and behind them added ones, are compiled as."""
-        return self._segmenter.segments(documents) + self._find(document_ids)
-
-    def prepare_turn(
-        self,
-        messages: Sequence[Message],
-        segments: Mapping[str, Sequence[KeyedSegment]],
-        turn: Turn,
-        encoder: bool | None,
-        generate_kwargs: Mapping[str, Any],
-    ) -> RunTurn:
-        """Checks a conversation's turn; returns what answers it. `segments` are those that messages name."""
-        start = time.perf_counter()
-        current = {name: self._segmenter.keyed_anew(parts) for name, parts in segments.items()}
-        call = self._prepare([Request(messages)], encoder, generate_kwargs, current)
-        call = replace(call, turn=turn)
-        return lambda streamer, stop: self._answer(call, start, stop, streamer)[0]
 
     # ---- documents ----
 
@@ -319,16 +270,15 @@ class PICEngine:
         """
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
-        segments = self._segmenter.segments(documents)
-        self._segmenter.check_lengths(segments)
+        segments = self.segmenter.segments(documents)
+        self.segmenter.check_lengths(segments)
         split = by_document(segments)
         self.catalog.check(split)
         # in chunks, so that a store smaller than the whole collection can make room
         starts = range(0, len(split), _ADD_CHUNK)
         for start in tqdm(starts, "compiling documents", disable=True if len(starts) < 2 else None):
             chunk = split[start : start + _ADD_CHUNK]
-            with ExitStack() as stack:
-                self._acquire([segment for parts in chunk for segment in parts], stack, ttl=ttl)
+            with self.acquired([segment for parts in chunk for segment in parts], ttl=ttl):
                 for parts in chunk:
                     self.catalog.add(parts, pin=pin, ttl=ttl)
         return [parts[0].id for parts in split]
@@ -361,183 +311,31 @@ class PICEngine:
         """Forgets one cache id. Raises UnknownDocumentError if there is none of that name."""
         self.remove_documents([cache_id])
 
-    # ---- one call, from documents to answers ----
 
-    def _ask_all(
-        self, requests: Sequence[Request], encoder: bool | None, generate_kwargs: Mapping[str, Any]
-    ) -> list[Answer]:
-        start = time.perf_counter()
-        with one_walk():
-            call = self._prepare(requests, encoder, generate_kwargs)
-            return self._answer(call, start)
-
-    def _prepare(
-        self,
-        requests: Sequence[Request],
-        encoder: bool | None,
-        generate_kwargs: Mapping[str, Any],
-        named_segments: Mapping[str, list[KeyedSegment]] | None = None,
-    ) -> _Call:
-        """Everything that can be refused before something is computed.
-
-        Messages name documents of the catalog, or else of `named_segments`.
-        """
-        with_encoder = self.encoder_enabled if encoder is None else encoder
-        if not getattr(self.model, "encoder_enabled", True):  # inside `with model.encoder_disabled():`
-            with_encoder = False
-        settings = decoding_settings(generate_kwargs, self._plain.backbone, self.tokenizer)
-        segments, prompts = [], []
-        for request in requests:
-            named = referenced_documents(request.question)
-            in_front = self.segments_of(request.documents, request.document_ids)
-            names = (*named.before, *named.after)
-            inside = {name: self._find([name]) if named_segments is None else named_segments[name] for name in names}
-            row = [segment for name in named.before for segment in inside[name]]
-            row += in_front
-            row += [segment for name in named.after for segment in inside[name]]
-            if with_encoder:
-                self._segmenter.check_lengths(row)
-            segments.append(row)
-            prompts.append(
-                self.prompt_builder.build(
-                    request.question,
-                    [segment.token_ids for segment in in_front],
-                    {name: [segment.token_ids for segment in parts] for name, parts in inside.items()},
-                )
-            )
-        return _Call(segments, prompts, settings, with_encoder)
-
-    def _answer(
-        self, call: _Call, start: float, stop: threading.Event | None = None, streamer: Any = None
-    ) -> list[Answer]:
-        """Compile or find, link, decode, report; whatever happens, all references are dropped at the end."""
-        method = self.method if call.encoder else self._plain
-        settings = call.settings if streamer is None else {**call.settings, "streamer": streamer}
-        answers: list[Answer] = []
-        with ExitStack() as stack:
-            check_wanted(stop)
-            begin = None if call.turn is None else call.turn.plan(method, call.segments[0], call.prompts[0])
-            given = call.segments if begin is None else [call.segments[0][begin.segments :]]
-            prompts = call.prompts if begin is None else [begin.prompt]
-            handles: dict[str, PICacheRef] = {}
-            if call.encoder:
-                handles = self._acquire([segment for row in given for segment in row], stack)
-            pairs = zip(given, prompts, strict=True)
-            rows = [self._row(segments, prompt, handles) for segments, prompt in pairs]
-            size = len(rows) if method.batches else 1
-            for first in range(0, len(rows), size):
-                check_wanted(stop)
-                clock = FirstTokenTimer(start, stop)
-                with ExitStack() as decoding:
-                    session = None if self.mac is None else decoding.enter_context(MacSession(method.model, self.mac))
-                    state = _link(method, rows[first : first + size], begin)
-                    stack.callback(state.release)
-                    check_wanted(stop)
-                    token_ids = _decode(state, method, settings, clock, call.turn)
-                total_s = time.perf_counter() - start
-                for index, ids in enumerate(token_ids):
-                    row = given[first + index]
-                    uses = None if state.uses is None else state.uses[index]
-                    documents = document_reports(row, uses, handles)
-                    if begin is not None:
-                        documents = (*continued_reports(call.segments[0][: begin.segments]), *documents)
-                    report = Report(
-                        method=self.method.name,
-                        encoder=call.encoder and self.method.uses_encoder,
-                        documents=documents,
-                        prompt_tokens=state.prompt_tokens[index],
-                        recomputed_tokens=state.recomputed[index],
-                        answer_tokens=len(ids),
-                        cache_bytes=cache_bytes(row, uses, handles),
-                        ttft_s=total_s if clock.ttft_s is None else clock.ttft_s,
-                        total_s=total_s,
-                        mac=None if session is None else session.report(),
-                        continued_tokens=0 if begin is None else begin.tokens,
-                        relinked="" if begin is None else begin.reason,
-                    )
-                    answers.append(Answer(self.tokenizer.decode(ids, skip_special_tokens=True), ids, report))
-        return answers
-
-    def _row(self, segments: Sequence[KeyedSegment], prompt: Prompt, handles: Mapping[str, PICacheRef]) -> LinkRequest:
-        picaches: list[PICache] = [
-            handles[segment.key].picache if handles else token_picache(self._plain.fingerprint, segment.token_ids)
-            for segment in segments
-        ]
-        return LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps)
-
-    def _find(self, ids: Sequence[str]) -> list[KeyedSegment]:
-        """Segments of added documents."""
-        return self._segmenter.keyed_anew(self.catalog.find(ids))
-
-    def _acquire(
-        self, segments: Sequence[KeyedSegment], stack: ExitStack, *, ttl: float | None = None
-    ) -> dict[str, PICacheRef]:
-        """References by key, released by `stack`; all that are missing are compiled in one call."""
-        unique = list({segment.key: segment for segment in segments}.values())
-        handles = self.store.acquire(
-            [segment.key for segment in unique],
-            lambda missing: self._compile([unique[index].token_ids for index in missing]),
-            ttl_s=ttl,
-        )
-        stack.callback(handles.release)
-        return {handle.key: handle for handle in handles}
-
-    def _compile(self, token_ids: Sequence[tuple[int, ...]]) -> list[PICache]:
-        with one_walk():
-            if self.executor is None:
-                return self.method.compile(token_ids)
-            return self.executor.compile(self.method, token_ids)
-
-    @property
-    def _segmenter(self) -> Segmenter:
-        # of this moment: method, splitter and salt are attributes that anybody may set
-        return Segmenter(self.method, self.tokenizer, self.prompt_builder, self.splitter, self.salt)
-
-    def _start_workers(self, workers: int, source: ModelSource | None) -> CompileExecutor | None:
-        if workers < 0:
-            raise ValueError(f"workers is a number of processes, or 0 for none, got {workers}")
-        if workers and self.method.keeps_tokens_only:
-            logger.warning("method %r has nothing to compile: no workers are started", self.method.name)
-            return None
-        if not workers:
-            return None
-        from comb.engine.workers.processes import process_executor
-
-        spec_of(self.method)
-        return process_executor(ModelSource.of(self.model) if source is None else source, workers)
-
-    def _make_method(self, method: str | Method, parameters: dict[str, Any]) -> Method:
-        if isinstance(method, Method):
-            if parameters:
-                raise ValueError(f"parameters {', '.join(sorted(parameters))} belong into the Method instance")
-            return method
-        name, from_spec = methods.parse(method)
-        extra = {"store": self.store, "salt": self.salt} if methods.get(name).needs_store else {}
-        return methods.create(name, self.model, **{**from_spec, **parameters}, **extra)
+def _make_method(
+    method: str | Method, model: Any, parameters: dict[str, Any], store: PICacheStore, salt: str
+) -> Method:
+    if isinstance(method, Method):
+        if parameters:
+            raise ValueError(f"parameters {', '.join(sorted(parameters))} belong into the Method instance")
+        return method
+    name, from_spec = methods.parse(method)
+    extra = {"store": store, "salt": salt} if methods.get(name).needs_store else {}
+    return methods.create(name, model, **{**from_spec, **parameters}, **extra)
 
 
-def _link(method: Method, rows: Sequence[LinkRequest], begin: Start | None) -> DecodeState:
-    if begin is not None and begin.past is not None:
-        return method.continue_row(begin.past, rows[0])
-    if method.batches:
-        return method.link_batch(rows)
-    (row,) = rows
-    return method.link_row(row)
+def _start_workers(method: Method, workers: int, source: ModelSource | None) -> CompileExecutor | None:
+    if workers < 0:
+        raise ValueError(f"workers is a number of processes, or 0 for none, got {workers}")
+    if workers and method.keeps_tokens_only:
+        logger.warning("method %r has nothing to compile: no workers are started", method.name)
+        return None
+    if not workers:
+        return None
+    from comb.engine.workers.processes import process_executor
 
-
-def _decode(
-    state: DecodeState, method: Method, settings: Mapping[str, Any], clock: FirstTokenTimer, turn: Turn | None
-) -> list[tuple[int, ...]]:
-    """New token ids per row."""
-    prompt = state.input_ids.shape[1]
-    arguments = with_length(settings, method.backbone, prompt, method.max_prompt_tokens)
-    arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), clock]
-    if turn is None:
-        sequences = state.generate(**arguments)
-    else:
-        sequences, cache = state.generate_with_cache(**arguments)
-        turn.keep(state, sequences[0], cache, arguments["eos_token_id"])
-    return [trim(row[prompt:].tolist(), arguments, len(sequences)) for row in sequences]
+    spec_of(method)
+    return process_executor(ModelSource.of(method.model) if source is None else source, workers)
 
 
 def _default_store(model: Any) -> PICacheStore:

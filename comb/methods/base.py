@@ -287,8 +287,10 @@ class Method(ABC):
         return self.link_batch([row])
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
-        """Several prompts in one left-padded batch. Raises NotImplementedError where a method has none."""
-        raise NotImplementedError(f"method {self.name!r} links one row at a time")
+        """Several prompts in one left-padded batch. Raises NotImplementedError where a method takes one row only."""
+        if len(rows) != 1:
+            raise NotImplementedError(f"method {self.name!r} links one row at a time")
+        return self.link_row(rows[0])
 
     def why_not_continue(self) -> str:
         """Why a conversation's next turn can't go on from the cache of the last one; empty if it can."""

@@ -313,7 +313,7 @@ def test_only_the_last_turn_is_held(family: str, method: str) -> None:
     chat = engine.conversation([MILL])
 
     def held(chat: Conversation) -> list[weakref.ref[Any]]:
-        left = chat._history.left
+        left = chat._history.end
         assert left is not None
         assert left.past is not None
         return [weakref.ref(layer) for layer in left.past.cache.layers]

@@ -1,0 +1,287 @@
+"""The steps of every answer: prepare, acquire, link, decode, report.
+
+`PICEngine` composes them for questions and batches, `Conversation` for turns that go on from one another. A step calls
+one floor below (documents, store, methods, model) and hands what it got to the next; none calls back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from comb import methods
+from comb.backbones.identity import one_walk
+from comb.backbones.tokenizer import check_tokenizer
+from comb.cache.picache import PICache
+from comb.cache.store import PICacheRef, PICacheStore
+from comb.documents.catalog import DocumentCatalog, KeyedSegment
+from comb.documents.document import Document, Message, Prompt, PromptBuilder, referenced_documents
+from comb.documents.splitting import Splitter
+from comb.engine.decoding import FirstTokenTimer, check_wanted, decoding_settings, trim, with_length
+from comb.engine.report import Answer, Report, cache_bytes, document_reports
+from comb.engine.segmenter import Segmenter
+from comb.engine.workers import CompileExecutor
+from comb.mac import MacConfig, MacSession
+from comb.mac.accounting import MacReport
+from comb.methods.base import DecodeState, LinkRequest, Method
+from comb.methods.full import token_picache
+
+Question = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class PreparedQuestion:
+    """A checked question: the segments of its documents, and the prompt that they stand in."""
+
+    segments: Sequence[KeyedSegment]
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class DecodedBatch:
+    """What linking and decoding gave.
+
+    Args:
+        state: that decoding began from.
+        sequences: prompt and answer, left-padded. [rows, prompt + new tokens]
+        cache: that generation leaves behind all tokens but the last; None where it leaves none.
+        answers: per row the new tokens, the end token included, without padding.
+        total_s, ttft_s: seconds from the start of the call to the last and the first token.
+        mac: what MAC attention reused; None without it.
+    """
+
+    state: DecodeState
+    sequences: Tensor
+    cache: Cache | None
+    answers: list[tuple[int, ...]]
+    total_s: float
+    ttft_s: float
+    mac: MacReport | None
+
+
+class AnswerSteps:
+    """A model with its method, store and settings, and the steps that answers are made of.
+
+    The settings are attributes that anybody may set; a call takes them as it finds them.
+    """
+
+    executor: CompileExecutor | None = None
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        method: Method,
+        *,
+        store: PICacheStore,
+        salt: str,
+        prompt_builder: PromptBuilder,
+        splitter: Splitter,
+        mac: MacConfig | None,
+        encoder_enabled: bool,
+    ) -> None:
+        check_tokenizer(model, tokenizer)
+        self.model, self.tokenizer, self.method = model, tokenizer, method
+        self.store, self.salt = store, salt
+        self.prompt_builder, self.splitter = prompt_builder, splitter
+        self.mac = mac
+        self.encoder_enabled = encoder_enabled
+        self.catalog = DocumentCatalog(store)
+        self._plain = methods.create("full", model)
+
+    # ---- prepare: everything that can be refused before something is computed ----
+
+    @property
+    def segmenter(self) -> Segmenter:
+        """How documents are cut and keyed at this moment."""
+        return Segmenter(self.method, self.tokenizer, self.prompt_builder, self.splitter, self.salt)
+
+    def segments_of(
+        self, documents: Sequence[str | Document] = (), document_ids: Sequence[str] = ()
+    ) -> list[KeyedSegment]:
+        """The segments that documents, and behind them added ones, are compiled as."""
+        return self.segmenter.segments(documents) + self.segmenter.keyed_anew(self.catalog.find(document_ids))
+
+    def with_encoder(self, wanted: bool | None) -> bool:
+        """Whether a call links its documents; False puts them into the prompt as text."""
+        if not getattr(self.model, "encoder_enabled", True):  # inside `with model.encoder_disabled():`
+            return False
+        return self.encoder_enabled if wanted is None else wanted
+
+    def method_of(self, encoder: bool) -> Method:
+        """What links: the engine's method, or with the encoder off the plain backbone."""
+        return self.method if encoder else self._plain
+
+    def settings(self, generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments for ``generate``; see `decoding_settings`."""
+        return decoding_settings(generate_kwargs, self._plain.backbone, self.tokenizer)
+
+    def prepare(
+        self,
+        question: Question,
+        segments: Sequence[KeyedSegment] = (),
+        named: Callable[[str], Sequence[KeyedSegment]] | None = None,
+        *,
+        encoder: bool,
+    ) -> PreparedQuestion:
+        """The prompt of a question, with `segments` at the start of its first user message.
+
+        Args:
+            named: the segments of a document that messages name; by default the catalog's.
+        """
+        found = referenced_documents(question)
+        look_up = named or (lambda name: self.segments_of(document_ids=[name]))
+        inside = {name: look_up(name) for name in (*found.before, *found.after)}
+        before = [segment for name in found.before for segment in inside[name]]
+        after = [segment for name in found.after for segment in inside[name]]
+        every = [*before, *segments, *after]
+        if encoder:
+            self.segmenter.check_lengths(every)
+        prompt = self.prompt_builder.build(
+            question,
+            [segment.token_ids for segment in segments],
+            {name: [segment.token_ids for segment in parts] for name, parts in inside.items()},
+        )
+        return PreparedQuestion(every, prompt)
+
+    # ---- acquire: PICaches from the store, compiled where it has none ----
+
+    @contextmanager
+    def acquired(
+        self, segments: Sequence[KeyedSegment], *, encoder: bool = True, ttl: float | None = None
+    ) -> Iterator[dict[str, PICacheRef]]:
+        """References by key, dropped at the end of the block; all that are missing are compiled in one call.
+
+        None with the encoder off, when documents are tokens of the prompt.
+        """
+        unique = list({segment.key: segment for segment in segments}.values()) if encoder else []
+        references = self.store.acquire(
+            [segment.key for segment in unique],
+            lambda missing: self._compile([unique[index].token_ids for index in missing]),
+            ttl_s=ttl,
+        )
+        with references:
+            yield {reference.key: reference for reference in references}
+
+    def _compile(self, token_ids: Sequence[tuple[int, ...]]) -> list[PICache]:
+        with one_walk():  # waiting for the model takes time, in which its weights may have changed
+            if self.executor is None:
+                return self.method.compile(token_ids)
+            return self.executor.compile(self.method, token_ids)
+
+    def link_request(
+        self, question: PreparedQuestion, references: Mapping[str, PICacheRef], *, encoder: bool
+    ) -> LinkRequest:
+        """What is handed to the method."""
+        prompt, segments = question.prompt, question.segments
+        if encoder:
+            picaches = [references[segment.key].picache for segment in segments]
+        else:
+            picaches = [token_picache(self._plain.fingerprint, segment.token_ids) for segment in segments]
+        return LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps)
+
+    # ---- link and decode ----
+
+    def decode(
+        self, method: Method, link: Callable[[], DecodeState], settings: Mapping[str, Any], timer: FirstTokenTimer
+    ) -> DecodedBatch:
+        """Runs `link` and decodes from its state; what it has borrowed is given back.
+
+        Raises:
+            Abandoned: nobody waits any more (the timer's event).
+            ValueError: as `with_length`.
+        """
+        check_wanted(timer.stop)
+        with ExitStack() as stack:
+            session = None if self.mac is None else stack.enter_context(MacSession(method.model, self.mac))
+            state = link()
+            stack.callback(state.release)
+            check_wanted(timer.stop)
+            prompt = state.input_ids.shape[1]
+            arguments = with_length(settings, method.backbone, prompt, method.max_prompt_tokens)
+            arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), timer]
+            sequences, cache = state.generate_with_cache(**arguments)
+        answers = [trim(row[prompt:].tolist(), arguments, len(sequences)) for row in sequences]
+        total_s = time.perf_counter() - timer.start
+        mac = None if session is None else session.report()
+        return DecodedBatch(state, sequences, cache, answers, total_s, timer.ttft_s or total_s, mac)
+
+    # ---- report ----
+
+    def answer(
+        self,
+        question: PreparedQuestion,
+        decoded: DecodedBatch,
+        row: int,
+        references: Mapping[str, PICacheRef],
+        *,
+        encoder: bool,
+    ) -> Answer:
+        """The text and the report of one row."""
+        state, token_ids = decoded.state, decoded.answers[row]
+        uses = None if state.uses is None else state.uses[row]
+        report = Report(
+            method=self.method.name,
+            encoder=encoder and self.method.uses_encoder,
+            documents=document_reports(question.segments, uses, references),
+            prompt_tokens=state.prompt_tokens[row],
+            recomputed_tokens=state.recomputed[row],
+            answer_tokens=len(token_ids),
+            cache_bytes=cache_bytes(question.segments, uses, references),
+            ttft_s=decoded.ttft_s,
+            total_s=decoded.total_s,
+            mac=decoded.mac,
+        )
+        return Answer(self.tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, report)
+
+    # ---- all of them ----
+
+    def answers(
+        self,
+        questions: Sequence[PreparedQuestion],
+        settings: Mapping[str, Any],
+        start: float,
+        stop: threading.Event | None = None,
+        *,
+        encoder: bool,
+    ) -> list[Answer]:
+        """Answers in order, in one batch where the method links batches, else one by one.
+
+        Args:
+            settings: for ``generate``, as `settings` makes them.
+            start: of the call, by `time.perf_counter`.
+            stop: set when nobody waits any more.
+
+        Raises:
+            Abandoned: `stop` was set.
+        """
+        check_wanted(stop)
+        size = max(1, len(questions)) if self.method_of(encoder).batches else 1
+        found: list[Answer] = []
+        with self.acquired([part for each in questions for part in each.segments], encoder=encoder) as references:
+            for first in range(0, len(questions), size):
+                batch, timer = questions[first : first + size], FirstTokenTimer(start, stop)
+                found += self._batch(batch, references, settings, timer, encoder)
+        return found
+
+    def _batch(
+        self,
+        questions: Sequence[PreparedQuestion],
+        references: Mapping[str, PICacheRef],
+        settings: Mapping[str, Any],
+        timer: FirstTokenTimer,
+        encoder: bool,
+    ) -> list[Answer]:
+        method = self.method_of(encoder)
+        rows = [self.link_request(question, references, encoder=encoder) for question in questions]
+        decoded = self.decode(method, lambda: method.link_batch(rows), settings, timer)
+        return [
+            self.answer(question, decoded, row, references, encoder=encoder) for row, question in enumerate(questions)
+        ]
