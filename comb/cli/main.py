@@ -230,23 +230,18 @@ def push(
     repo: Annotated[str, typer.Argument(help="owner/name on the Hub")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the files and the card, upload nothing")] = False,
     private: Annotated[bool, typer.Option("--private", help="create the repository as private")] = False,
-    card: Annotated[
-        str | None, typer.Option(help="folder or hub: whose edits hold where both edited the card since the last push")
-    ] = None,
 ) -> None:
     """Publishes an adapter to the Hugging Face Hub."""
     from huggingface_hub import HfApi
 
+    from comb.hub.errors import UploadFailedError
     from comb.hub.push import plan_push
     from comb.hub.push import push as upload
-    from comb.hub.upload import UploadFailedError
 
-    if card not in (None, "folder", "hub"):
-        raise ValueError(f"--card is folder or hub, not {card!r}")
     try:
-        plan = plan_push(folder, repo, api=HfApi(), private=private, prefer_card=card)
+        plan = plan_push(folder, repo, api=HfApi(), private=private)
     except UploadFailedError as error:
-        plan = plan_push(folder, repo, private=private, prefer_card=card)
+        plan = plan_push(folder, repo, private=private)
         errors.print(f"[yellow]warning:[/] {escape(str(error))}; what was edited there is not shown here")
     for name, size in plan.files:
         console.print(f"  {size:15,d} bytes  {escape(name)}")
@@ -260,7 +255,7 @@ def push(
         size = sum(size for _, size in plan.files)
         console.print(f"dry run: nothing was uploaded to {repo} ({len(plan.files)} files, {size:,d} bytes)")
         return
-    console.print(upload(folder, repo, private=private, prefer_card=card), soft_wrap=True)
+    console.print(upload(folder, repo, private=private), soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not re-exported by name
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from comb.backbones.loading import backbones, is_hub_id
 from comb.hub.card.facts import RESULTS, TRAINING, read_evaluations, read_training
 from comb.hub.card.licence import KEYS, Licence, inherited_licence
-from comb.hub.card.merge import WHOLE, Card, Deleted, compose, digest, merge_edits, parse_card
+from comb.hub.card.parts import Card, edited_last, parse_card, with_own
 from comb.hub.card.render import render
+from comb.hub.errors import explained
 from comb.hub.redaction import holds_secret, known_secrets, named_secrets, redact_json
-from comb.hub.upload import check_repo_name, explained, persist, upload
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +40,11 @@ PUBLISHED = (
 
 
 @dataclass(frozen=True)
-class Weights:
-    """What the headers of an adapter's weights files say."""
-
-    dtype: str
-    parameters: int
-
-
-@dataclass(frozen=True)
-class Remote:
-    """A repository as it is on the Hub: its newest commit (None: there is no repository), its card, its visibility."""
-
-    commit: str | None = None
-    card: str | None = None
-    private: bool | None = None
-
-
-@dataclass(frozen=True)
 class PushPlan:
     """What a push uploads: (path in the repository, bytes) pairs, what stays at home, the card, and warnings.
 
     `contents` are the bytes of those files that go up changed: the card, and records that a token was taken out of.
+    `parent` is the commit that the push goes on from.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -69,20 +55,19 @@ class PushPlan:
     parent: str | None = None
 
 
-def write_card(config: Any, folder: Path, *, dtype: Any, repo: str | None = None) -> str:
-    """Writes the generated part of the model card, and leaves alone what a person wrote. Returns the card's text.
+def write_card(config: Any, folder: Path, *, repo: str | None = None, dtype: Any = None) -> None:
+    """Writes the generated part of the model card, and leaves alone what a person wrote.
 
     Args:
-        dtype: of the adapter's weights, and so of its cache.
         repo: name of the repository it is for; the folder's by default.
+        dtype: of the adapter's weights, and so of its cache; read from their file by default.
     """
-    weights = read_weights(folder) if any(folder.glob("model*.safetensors")) else None
-    parameters = weights.parameters if weights else None
-    card, warnings = _merged(config, folder, repo or folder.name, dtype=dtype, parameters=parameters)
-    for warning in warnings:
-        logger.warning(warning)
+    stored, parameters = read_weights(folder) if any(folder.glob("model*.safetensors")) else (dtype, None)
+    here = _read_card(folder)
+    card = _card(config, folder, repo or folder.name, here, dtype=dtype or stored, parameters=parameters)
+    if here is not None and here.body_was_edited:
+        logger.warning(_REPLACED, folder / CARD)
     (folder / CARD).write_text(str(card), encoding="utf-8")
-    return str(card)
 
 
 def refresh_card(folder: Path) -> None:
@@ -91,25 +76,16 @@ def refresh_card(folder: Path) -> None:
     Any other folder is left alone.
     """
     config, _ = PreTrainedConfig.get_config_dict(folder) if (folder / "config.json").is_file() else ({}, None)
-    if config.get("model_type") != ADAPTER_TYPE:
-        return
-    write_card(AutoConfig.from_pretrained(folder), folder, dtype=read_weights(folder).dtype)
+    if config.get("model_type") == ADAPTER_TYPE:
+        write_card(AutoConfig.from_pretrained(folder), folder)
 
 
-def plan_push(
-    folder: str | Path,
-    repo: str,
-    *,
-    api: HfApi | None = None,
-    private: bool = False,
-    prefer_card: str | None = None,
-) -> PushPlan:
+def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, private: bool = False) -> PushPlan:
     """Checks that `folder` is a complete adapter and says what would be uploaded; changes nothing, here or there.
 
     Args:
         api: asks the Hub for the card that is there and the backbone's licence; without it nothing is asked.
         private: whether the repository is to be private.
-        prefer_card: ``folder`` or ``hub``: whose edits hold where the card was edited in both places.
 
     Raises:
         ValueError: if the folder is no adapter, its weights file holds more than one, a file holds a token, the name
@@ -117,21 +93,18 @@ def plan_push(
         UploadFailedError: if the Hub can't be asked.
     """
     folder = Path(folder)
-    check_repo_name(repo)
+    _check_repo_name(repo)
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json: give the folder that save_pretrained or `comb train` wrote")
     config = AutoConfig.from_pretrained(folder)
-    weights = read_weights(folder)
-    remote = Remote() if api is None else read_remote(api, repo)
-    if private and remote.private is False:
-        raise ValueError(
-            f"{repo} is on the Hub already, and public: --private holds for new repositories. Make it private in its "
-            "settings, or take another name"
-        )
-    card, warnings = _merged(
-        config, folder, repo, dtype=weights.dtype, parameters=weights.parameters, remote=remote, api=api,
-        prefer=prefer_card, pushing=True,
-    )  # fmt: skip
+    if config.model_type != ADAPTER_TYPE:
+        raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
+    dtype, parameters = read_weights(folder)
+    here, there, parent = _read_card(folder), None, None
+    if api is not None:
+        there, parent = _read_remote(api, repo, private)
+    person = edited_last(here, there, repo)
+    card = _card(config, folder, repo, person, dtype=dtype, parameters=parameters, api=api, pushing=True)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | {CARD}
     # fnmatch's * crosses slashes; only files at the top are published
     chosen = {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
@@ -139,64 +112,45 @@ def plan_push(
     token = api.token if api is not None and isinstance(api.token, str) else None
     found = _without_secrets(folder, chosen, contents, known_secrets(token, get_token()))
     sizes = {name: len(contents[name]) if name in contents else (folder / name).stat().st_size for name in chosen}
+    edited = [where for where, old in ((folder / CARD, here), (repo, there)) if old is not None and old.body_was_edited]
     return PushPlan(
         files=tuple(sorted(sizes.items())),
         left_out=tuple(sorted(names - chosen)),
         card=str(card),
-        warnings=(*warnings, *_warnings(config, card, chosen), *found),
+        warnings=(*(_REPLACED % where for where in edited), *_warnings(config, card, chosen), *found),
         contents=contents,
-        parent=remote.commit,
+        parent=parent,
     )
 
 
-def push(
-    folder: str | Path,
-    repo: str,
-    *,
-    private: bool = False,
-    api: HfApi | None = None,
-    prefer_card: str | None = None,
-) -> str:
+def push(folder: str | Path, repo: str, *, private: bool = False, api: HfApi | None = None) -> str:
     """Uploads an adapter to the Hub (`HF_TOKEN` or a login is used) in one commit. Returns the commit's address.
-
-    Args:
-        private, prefer_card: as for `plan_push`.
 
     Raises:
         ValueError: as `plan_push` does, before anything is uploaded.
-        UploadFailedError: if the Hub refuses, or goes on failing; it says what is on the Hub then.
+        UploadFailedError: if the Hub refuses or can't be reached: then nothing of the push is there.
     """
     api = api or HfApi()
-    plan_push(folder, repo, prefer_card=prefer_card)  # what is wrong with the folder shows before a repository is made
-    with explained(f"the repository {repo} could not be made or opened"):
-        persist(lambda: api.create_repo(repo, private=private, exist_ok=True), f"making {repo}")
-    plan = persist(
-        lambda: plan_push(folder, repo, api=api, private=private, prefer_card=prefer_card), f"reading {repo}"
-    )
-    files = {name: plan.contents.get(name, Path(folder) / name) for name, _ in plan.files}
-    address = upload(api, repo, files, parent=plan.parent, message="Upload comb adapter")
+    plan = plan_push(folder, repo, api=api, private=private)
+    with explained(f"the repository {repo} could not be made or opened, nothing was uploaded"):
+        api.create_repo(repo, private=private, exist_ok=True)
+    # one commit: files appear all together or not at all. The client retries requests, and sends no file a second time
+    operations = [CommitOperationAdd(name, plan.contents.get(name, Path(folder) / name)) for name, _ in plan.files]
+    with explained(f"the upload to {repo} failed, and nothing of it is there; the same command goes on"):
+        done = api.create_commit(
+            repo, operations, commit_message="Upload comb adapter", parent_commit=plan.parent
+        )  # fmt: skip
     # only now: the card's record says what was pushed
     (Path(folder) / CARD).write_text(plan.card, encoding="utf-8")
-    return address
+    return str(done.commit_url)
 
 
-def read_remote(api: HfApi, repo: str) -> Remote:
-    """The repository on the Hub, if there is one. Raises UploadFailedError if the Hub can't be asked."""
-    with explained(f"the Hub could not be asked about {repo}"), tempfile.TemporaryDirectory() as temporary:
-        try:
-            info = api.model_info(repo)
-        except RepositoryNotFoundError:
-            return Remote()
-        try:
-            path = api.hf_hub_download(repo, CARD, revision=info.sha, local_dir=temporary)
-            card = Path(path).read_text(encoding="utf-8")
-        except RemoteEntryNotFoundError:
-            card = None
-        return Remote(info.sha, card, info.private)
+def read_weights(folder: Path) -> tuple[str, int]:
+    """The dtype and number of an adapter's weights, from the headers of its files.
 
-
-def read_weights(folder: Path) -> Weights:
-    """The dtype and number of an adapter's weights. Raises ValueError for files with more or less than an adapter."""
+    Raises:
+        ValueError: files with more or less than an adapter.
+    """
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no model.safetensors: the adapter's weights are missing")
@@ -206,79 +160,84 @@ def read_weights(folder: Path) -> Weights:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             dtypes.update(str(file.get_tensor(name).dtype) for name in names[:1])
-            parameters += sum(_product(file.get_slice(name).get_shape()) for name in names)
+            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
         foreign = [name for name in names if not name.startswith(("encoder.", "cross_blocks."))]
         if foreign:
             raise ValueError(f"{path} holds weights that belong to no adapter, among them {foreign[0]!r}")
-    return Weights(min(dtypes), parameters)
+    return min(dtypes), parameters
 
 
-def _product(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+_REPLACED = "%s: what was written inside the generated part is replaced; write above or below it"
 
 
-def _merged(
-    config: Any,
-    folder: Path,
-    repo: str,
-    *,
-    dtype: Any,
-    parameters: int | None,
-    remote: Remote | None = None,
-    api: HfApi | None = None,
-    prefer: str | None = None,
-    pushing: bool = False,
-) -> tuple[Card, list[str]]:
-    """The card with what a person wrote in the folder and on the Hub, and warnings."""
+def _check_repo_name(repo: str) -> None:
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} is no name for a repository: {error}") from error
+    if repo.count("/") != 1:
+        raise ValueError(f"expected owner/name, for example me/comb-qwen3-8b, got {repo!r}")
+
+
+def _read_card(folder: Path) -> Card | None:
     path = folder / CARD
-    here = parse_card(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
-    there = parse_card(remote.card, f"{repo}/{CARD} on the Hub") if remote and remote.card is not None else None
-    pushed: dict[str, str] = dict(here.record.get("pushed", {})) if here else {}
-    ours = here.edits() if here else {}
-    edits = ours if there is None else merge_edits(ours, there.edits(), pushed, prefer=prefer)
-    licence = _licence(config, folder, edits, (here, there), api)
+    return parse_card(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
+
+
+def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str | None]:
+    """The card on the Hub and the newest commit, where there are any."""
+    asking = explained(f"the Hub could not be asked about {repo}, nothing was uploaded")
+    with asking, tempfile.TemporaryDirectory() as temporary:
+        try:
+            info = api.model_info(repo)
+        except RepositoryNotFoundError:
+            return None, None
+        try:
+            path = api.hf_hub_download(repo, CARD, revision=info.sha, local_dir=temporary)
+            text = Path(path).read_text(encoding="utf-8")
+        except RemoteEntryNotFoundError:
+            text = None
+    if private and info.private is False:
+        raise ValueError(
+            f"{repo} is on the Hub already, and public: --private holds for new repositories. Make it private in its "
+            "settings, or take another name"
+        )
+    return None if text is None else parse_card(text, f"{repo}/{CARD} on the Hub"), info.sha
+
+
+def _card(
+    config: Any, folder: Path, repo: str, person: Card | None, *, dtype: Any, parameters: int | None,
+    api: HfApi | None = None, pushing: bool = False,
+) -> Card:  # fmt: skip
+    """The card as it is generated now, with what a person wrote."""
+    licence = _licence(config, folder, person, api)
     generated = render(
         config, repo, dtype=dtype, parameters=parameters, licence=licence, training=read_training(folder),
         evaluations=read_evaluations(folder),
     )  # fmt: skip
-    if "license" in edits:  # a person's: said in the text, but not ours to rewrite
+    if person is not None and "license" in person.own["header"]:  # said in the text, but not ours to rewrite
         own = {name: value for name, value in generated.header.items() if name not in KEYS}
         generated = replace(generated, header=own)
-    # what is written as it would be generated anyway needs no keeping
-    if WHOLE not in edits:
-        edits = {name: value for name, value in edits.items() if generated.header.get(name, edits) != value}
-    if pushing:
-        pushed = {name: digest(value) for name, value in edits.items()}
-    warnings = [
-        f"{where}: what was written inside the generated part is replaced; write above or below it"
-        for card, where in ((here, str(path)), (there, f"{repo}/{CARD} on the Hub"))
-        if card is not None and card.body_was_edited
-    ]
-    like = here if here is not None and here.header else there
-    return compose(generated, edits, like, pushed), warnings
+    return with_own(generated, person, pushing=pushing)
 
 
-def _licence(
-    config: Any, folder: Path, edits: Mapping[str, Any], cards: tuple[Card | None, ...], api: HfApi | None
-) -> Licence:
+def _licence(config: Any, folder: Path, person: Card | None, api: HfApi | None) -> Licence:
     """A person's, else the backbone's, else what an earlier card found when the backbone's could be read."""
-    if isinstance(edits.get("license"), Deleted):
+    header = {} if person is None else person.header
+    stated = {key: header[key] for key in KEYS if key in header}
+    if person is not None and "license" in person.own["removed"]:
         return Licence({}, "its author took it out of this card")
-    if "license" in edits:
-        given = {key: edits[key] for key in KEYS if key in edits and not isinstance(edits[key], Deleted)}
-        return Licence(given, "as the author of this card states")
-    found = inherited_licence(config.backbone_name_or_path, config.backbone_revision, folder, api=api)
-    if found.header:
+    if person is not None and "license" in person.own["header"]:
+        return Licence(stated, "as the author of this card states")
+    backbone = config.backbone_name_or_path
+    found = inherited_licence(backbone, config.backbone_revision, folder, api=api)
+    if (
+        found.header
+        or "license" not in stated
+        or header.get("base_model") != (backbone if is_hub_id(backbone) else None)
+    ):
         return found
-    base_model = config.backbone_name_or_path if is_hub_id(config.backbone_name_or_path) else None
-    for card in cards:
-        if card is not None and "license" in card.header and card.header.get("base_model") == base_model:
-            known = {key: card.header[key] for key in KEYS if key in card.header}
-            return Licence(known, f"from an earlier look at the backbone's card ({found.why} this time)")
-    return found
+    return Licence(stated, f"from an earlier look at the backbone's card ({found.why} this time)")
 
 
 def _warnings(config: Any, card: Card, names: set[str]) -> tuple[str, ...]:

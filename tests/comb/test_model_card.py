@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from comb import CombForCausalLM
 from comb.documents.datasets import hub_id
 from comb.hub.card.facts import read_evaluations
 from comb.hub.card.licence import inherited_licence
-from comb.hub.card.merge import CardConflictError, digest, header_text, merge_edits, parse_card
-from comb.hub.push import Remote, plan_push, refresh_card
+from comb.hub.card.parts import Card, edited_last, parse_card, with_own
+from comb.hub.push import plan_push, refresh_card
 from comb.hub.redaction import holds_secret, redact_json
 from tests.helpers.families import open_gates, tiny
 
@@ -131,8 +131,7 @@ def test_a_persons_header_stays_and_the_rest_is_rewritten(adapter: Path) -> None
         refresh_card(adapter)
     card = ModelCard.load(path)
     assert card.data.pipeline_tag == "question-answering"
-    assert "# this fits better\npipeline_tag: question-answering\n" in path.read_text()
-    assert "language: [en, de]  # both\n" in path.read_text()
+    assert card.data.language == ["en", "de"]
     assert card.data.library_name is None
     assert card.data.eval_results[0].metric_value == 50.0  # nobody's edit: follows the results
     (adapter / "results-nano.json").unlink()
@@ -152,32 +151,36 @@ def test_writing_inside_the_generated_part_is_warned_about(adapter: Path) -> Non
     assert any("inside the generated part" in warning for warning in plan_push(adapter, "me/x").warnings)
 
 
-@pytest.mark.parametrize("here", [None, "a", "b"])
-@pytest.mark.parametrize("there", [None, "a", "b"])
-@pytest.mark.parametrize("pushed", [None, "a", "b"])
-def test_three_way_merge(here: str | None, there: str | None, pushed: str | None) -> None:
-    sides = [{} if value is None else {"license": value} for value in (here, there)]
-    base = {} if pushed is None else {"license": digest(pushed)}
-    changed = {value for value in (here, there) if value != pushed}  # the definition
-    for prefer in (None, "folder", "hub"):
-        if len(changed) > 1 and prefer is None:
-            with pytest.raises(CardConflictError, match="license"):
-                merge_edits(*sides, base)
-            continue
-        settled = changed if len(changed) < 2 else {here if prefer == "folder" else there}
-        wanted = next(iter(settled), pushed)
-        assert merge_edits(*sides, base, prefer=prefer).get("license") == wanted
+@pytest.mark.parametrize("here", ["", "a", "b"])
+@pytest.mark.parametrize("there", ["", "a", "b"])
+@pytest.mark.parametrize("pushed", ["", "a", "b"])
+def test_whoever_wrote_last_is_asked_and_both_are_refused(here: str, there: str, pushed: str) -> None:
+    def card(text: str) -> Card:
+        return with_own(Card({"library_name": "comb"}, body="generated"), Card({}, before=text, body=""), pushing=True)
+
+    on_the_hub = replace(card(pushed), before=there)  # edited since its record was made
+    here_now = replace(card(pushed), before=here)
+    changed = {text for text in (here, there) if text != pushed}  # the definition
+    if here and there and len(changed) > 1:
+        with pytest.raises(ValueError, match="both in the folder and on the Hub"):
+            edited_last(here_now, on_the_hub, "me/x")
+        return
+    found = edited_last(here_now, on_the_hub, "me/x")
+    assert found is not None
+    if len(changed) < 2:
+        assert found.before.strip() == next(iter(changed), pushed)
+    else:  # one side took all its own text out, the other wrote some: it is kept
+        assert found.before.strip() == (here or there)
 
 
-def test_header_text_keeps_what_did_not_change() -> None:
-    old = "# above\na: 1   # beside\nlist:\n- x\n# of b\nb: two\n# at the end\n"
-    values = {"a": 1, "list": ["x"], "b": "two"}
-    assert header_text(values, old) == old
-    assert header_text({**values, "list": ["y"]}, old) == old.replace("- x", "- y")
-    assert header_text({"b": "two", "c": 3}, old) == "# of b\nb: two\nc: 3\n# at the end\n"
-    for chosen in itertools.permutations(values):
-        header = {name: values[name] for name in chosen}
-        assert parse_card(f"---\n{header_text(header, old)}---\n", "here").header == header
+def test_a_header_that_did_not_change_stays_as_it_is_written() -> None:
+    text = "---\n# above\na: 1   # beside\nlist:\n- x\n---\n\nText.\n"
+    assert str(parse_card(text, "here")) == text
+    own = parse_card(text.replace("Text.", ""), "here")
+    assert "a: 1   # beside" in str(with_own(Card({}, body="\n"), own))
+    assert list(with_own(Card({"new": 2, "a": 3}, body="\n"), own).header.items()) == [
+        ("a", 1), ("list", ["x"]), ("new", 2),
+    ]  # fmt: skip
 
 
 def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path) -> None:
@@ -208,7 +211,7 @@ def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: p
     card = adapter.parent / "card.md"
     card.write_text("---\nlicense: mit\n---\n")
     monkeypatch.setattr(HfApi, "hf_hub_download", lambda *args, **kwargs: str(card))
-    monkeypatch.setattr("comb.hub.push.read_remote", lambda *args: Remote())
+    monkeypatch.setattr("comb.hub.push._read_remote", lambda *args: (None, None))
     (adapter / "README.md").write_text(plan_push(adapter, "me/x", api=HfApi()).card)
     refresh_card(adapter)
     assert ModelCard.load(adapter / "README.md").data.license == "mit"

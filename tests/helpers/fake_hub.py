@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,14 +35,10 @@ class Repo:
 
 @dataclass
 class Failure:
-    """What goes wrong with requests whose method and path hold `what`, `times` times.
-
-    `how`: a status, ``reset`` (the connection is cut in the middle of the body), or ``lost`` (the
-    request is carried out, its answer is not sent).
-    """
+    """Requests whose method and path hold `what` are answered with the status `how`, `times` times."""
 
     what: str
-    how: int | str
+    how: int
     times: int = 1
     seen: int = 0
 
@@ -76,9 +70,6 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def _answer(self, body: Any = None, status: int = 200, **headers: str) -> None:
-        if self.lost:
-            self._cut()
-            return
         data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -88,29 +79,15 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def _cut(self) -> None:
-        # no lingering: the client sees a reset, not an orderly end
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.connection.close()
-        self.close_connection = True
-
     def _fails(self) -> bool:
         """Carries out a failure that is due; whether the request is over with it."""
         request = f"{self.command} {self.path}"
         self.hub.requests.append(request)
-        self.lost = False
         for failure in self.hub.failures:
             if failure.what in request and failure.seen < failure.times:
                 failure.seen += 1
-                if failure.how == "lost":
-                    self.lost = True
-                    return False
-                if failure.how == "reset":
-                    self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)  # in the middle of a file
-                    self._cut()
-                    return True
                 self._body()
-                self._answer({"error": "as the test wants"}, int(failure.how))
+                self._answer({"error": "as the test wants"}, failure.how)
                 return True
         if self.hub.token is not None and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             if "/lfs/" in self.path:  # signed addresses carry their own permission
@@ -193,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         parts = self.path.split("?")[0].strip("/").split("/")
         if parts[:2] == ["api", "models"] and len(parts) >= 4:
-            self._info("/".join(parts[2:4]), parts[4:])
+            self._info("/".join(parts[2:4]))
         elif len(parts) >= 5 and parts[2] == "resolve":
             repo = self.hub.repositories.get("/".join(parts[:2]))
             if repo is None:
@@ -208,15 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer({}, 404, X_Error_Code="EntryNotFound")
 
-    def _info(self, name: str, what: list[str]) -> None:
+    def _info(self, name: str) -> None:
         repo = self.hub.repositories.get(name)
         if repo is None:
             self._answer({}, 404, X_Error_Code="RepoNotFound")
-        elif what[:1] == ["commits"]:
-            self._answer([
-                {"id": commit, "title": message.split("\n")[0], "message": message.partition("\n\n")[2], "authors": [],
-                 "date": "2026-01-01T00:00:00.000Z"} for commit, message in repo.commits
-            ])  # fmt: skip
         else:
             files = [{"rfilename": path} for path in repo.files]
             self._answer({"id": name, "modelId": name, "sha": repo.head, "private": repo.private, "siblings": files})

@@ -20,28 +20,14 @@ METRICS = (("em", "exact_match", "exact match"), ("f1", "f1", "F1"), ("rouge_l",
 
 
 @dataclass(frozen=True)
-class Score:
-    """One method on one dataset; em, f1 and rouge_l in percent, `em_interval` its 95% bootstrap interval."""
-
-    method: str
-    n: int
-    em: float | None
-    f1: float | None
-    rouge_l: float | None
-    em_interval: tuple[float, float] | None
-    ttft_cached_ms: float | None
-    refused: str
-
-
-@dataclass(frozen=True)
 class Evaluation:
-    """One results file."""
+    """One results file; `rows` are its results as they stand there, scores from 0 to 1."""
 
     dataset: str
     hub_id: str | None
     split: str | None
     command: str
-    scores: tuple[Score, ...]
+    rows: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -83,8 +69,8 @@ def read_evaluations(folder: Path) -> tuple[Evaluation, ...]:
         parts = list(_sets(record.get("config")))
         names = dict.fromkeys(str(part["dataset"]) for part in parts)
         id = hub_id(parts[0]["dataset"], parts[0].get("path")) if len(names) == 1 else None
-        scores = tuple(_score(row) for row in record["results"])
-        found.append(Evaluation(", ".join(names) or path.stem, id, record.get("split"), _command(record), scores))
+        rows = tuple(record["results"])
+        found.append(Evaluation(", ".join(names) or path.stem, id, record.get("split"), _command(record), rows))
     return tuple(found)
 
 
@@ -97,14 +83,14 @@ def eval_results(evaluations: tuple[Evaluation, ...]) -> list[EvalResult]:
             dataset_name=evaluation.dataset,
             dataset_split=evaluation.split,
             metric_type=metric,
-            metric_name=f"{label}, method {score.method}, {score.n} questions",
-            metric_value=getattr(score, key),
-            metric_args={"method": score.method, "questions": score.n},
+            metric_name=f"{label}, method {row['method']}, {row.get('n', 0)} questions",
+            metric_value=round(100 * row[key], 2),
+            metric_args={"method": row["method"], "questions": row.get("n", 0)},
         )
         for evaluation in evaluations
-        for score in evaluation.scores
+        for row in evaluation.rows
         for key, metric, label in METRICS
-        if getattr(score, key) is not None
+        if row.get(key) is not None
     ]
 
 
@@ -126,25 +112,6 @@ def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(data, Mapping):
         parts = data.get("mixture") or [data]
         yield from (part for part in parts if isinstance(part, Mapping) and isinstance(part.get("dataset"), str))
-
-
-def _score(row: Mapping[str, Any]) -> Score:
-    interval = (row.get("intervals") or {}).get("em")
-    cached = row.get("ttft_cached_s")
-    return Score(
-        method=str(row["method"]),
-        n=int(row.get("n", 0)),
-        em=_percent(row.get("em")),
-        f1=_percent(row.get("f1")),
-        rouge_l=_percent(row.get("rouge_l")),
-        em_interval=None if interval is None else (round(100 * interval[0], 2), round(100 * interval[1], 2)),
-        ttft_cached_ms=None if cached is None else 1000 * cached["median"],
-        refused=str(row.get("refused") or ""),
-    )
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else round(100 * value, 2)
 
 
 def _command(record: Mapping[str, Any]) -> str:

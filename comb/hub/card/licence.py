@@ -10,8 +10,8 @@ from typing import Any
 from huggingface_hub import HfApi, try_to_load_from_cache
 
 from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
-from comb.hub.card.merge import parse_card
-from comb.hub.upload import HUB_ERRORS, reason
+from comb.hub.card.parts import parse_card
+from comb.hub.errors import HUB_ERRORS, reason
 
 KEYS = ("license", "license_name", "license_link")
 

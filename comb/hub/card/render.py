@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from comb.backbones.loading import backbones, is_hub_id
 from comb.hub.card.facts import Evaluation, Training, eval_results
 from comb.hub.card.licence import Licence
-from comb.hub.card.merge import BEGIN, END, Card, parse_card
+from comb.hub.card.parts import BEGIN, END, Card, parse_card
 
 # a wheel carries the template inside the package (pyproject.toml), a source tree has it in model_cards/
 _PLACES = (Path(__file__).parent / "template.md", Path(__file__).parents[3] / "model_cards" / "template.md")
