@@ -1,17 +1,44 @@
-"""Makes what test modules share importable by name, and keeps their tokens out of the user's cache."""
+"""What tests of training share: registered datasets, tokens out of the user's cache, nano's prompts, rows in files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from comb.documents.document import PromptBuilder
+from comb_training import plugin
 from comb_training.data import token_cache
+from comb_training.nano import CHECKPOINT
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _tokens_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    plugin.register()
     folder = tmp_path_factory.mktemp("tokens")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_cache, "default_folder", lambda: folder)
         yield
+
+
+@pytest.fixture
+def builder() -> PromptBuilder:
+    return PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows as JSONL, or as a list where the name says so."""
+
+    def write(*items: Any, name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        text = "\n".join(map(json.dumps, items)) if ".jsonl" in name else json.dumps(items)
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        return path
+
+    return write

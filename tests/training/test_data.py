@@ -14,15 +14,10 @@ from comb.documents.datasets import Dataset, datasets, read_dataset
 from comb.documents.document import Document, Example
 from comb_training import plugin
 from comb_training.data.grouping import pick_distractors, seeded, split_groups
+from tests.helpers.rows import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 SQUAD = SHARED / "squad" / "squad_v2_dev_sample.json"
 BABI = SHARED / "babi" / "en-10k"
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    plugin.register()
 
 
 def squad_file(folder: Path, articles: int = 5, paragraphs: int = 3) -> Path:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from comb.documents.datasets import Dataset, read_dataset
-from comb.documents.document import Example
+from tests.helpers.rows import SHARED, texts
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 V1, V2 = "natural_instructions_v1", "natural_instructions"
 Write = Callable[..., Path]
 
@@ -55,10 +54,6 @@ def write(tmp_path: Path) -> Write:
 
 def ten_tasks(write: Write) -> Path:
     return write(**{f"task00{n}_kind_{n}": task(f"kind {n}") for n in range(10)})
-
-
-def texts(example: Example) -> list[str | None]:
-    return [document.text for document in example.documents]
 
 
 def sides(name: str, path: Path, **options: Any) -> tuple[Dataset, Dataset]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from comb.documents.datasets import read_dataset
-from comb.documents.document import Example
 from comb_training.data.readers.longbench import TASKS
-
-Write = Callable[..., Path]
+from tests.helpers.rows import WriteRows, texts
 
 SHOTS = {
     "trec": "Question: Who?\nType: Individual\nQuestion: Where?\nType: City",
@@ -28,79 +24,67 @@ def row(dataset: str, context: str, **fields: Any) -> dict[str, Any]:
     return {**kept, "dataset": dataset, "context": context, **fields}
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def rows(*items: Any, name: str = "rows.jsonl") -> Path:
-        path = tmp_path / name
-        path.write_text("\n".join(map(json.dumps, items)))
-        return path
-
-    return rows
-
-
-def texts(example: Example) -> list[str | None]:
-    return [document.text for document in example.documents]
-
-
 @pytest.mark.parametrize("name", ["hotpotqa", "2wikimqa", "musique", "multi_news"])
-def test_numbered_passages(write: Write, name: str) -> None:
+def test_numbered_passages(write_rows: WriteRows, name: str) -> None:
     context = "Passage 1:\nT\nOne.\n\nPassage 2:\nU\nsays\nPassage 1:\nand\nPassage 7:\nPassage 3:\nV\nThree.\n"
-    (example,) = read_dataset("longbench", write(row(name, context)))
+    (example,) = read_dataset("longbench", write_rows(row(name, context)))
     assert texts(example) == ["T\nOne.", "U\nsays\nPassage 1:\nand\nPassage 7:", "V\nThree."]
     assert (example.answer, example.references, example.id) == ("x", ("x", "y"), "ab")
     assert ("q?" in example.query) == (name != "multi_news")
 
 
-def test_numbers_stay_where_the_answer_is_one(write: Write) -> None:
+def test_numbers_stay_where_the_answer_is_one(write_rows: WriteRows) -> None:
     for name, mark in (("passage_count", "Paragraph {}: "), ("passage_retrieval_en", "Paragraph {}: "),
                        ("passage_retrieval_zh", "段落{}：")):  # fmt: skip
         parts = [mark.format(n) + "text" for n in (1, 2, 3)]
-        (example,) = read_dataset("longbench", write(row(name, "\n\n".join(parts), answers=["Paragraph 2"])))
+        (example,) = read_dataset("longbench", write_rows(row(name, "\n\n".join(parts), answers=["Paragraph 2"])))
         assert texts(example) == parts
-    (example,) = read_dataset("longbench", write(row("dureader", "文章1\n标题：a\n内容\n文章2\n标题：b")))
+    (example,) = read_dataset("longbench", write_rows(row("dureader", "文章1\n标题：a\n内容\n文章2\n标题：b")))
     assert texts(example) == ["标题：a\n内容", "标题：b"]
 
 
 @pytest.mark.parametrize("name", sorted(SHOTS))
-def test_worked_examples(write: Write, name: str) -> None:
-    dataset = read_dataset("longbench", write(row(name, SHOTS[name])))
+def test_worked_examples(write_rows: WriteRows, name: str) -> None:
+    dataset = read_dataset("longbench", write_rows(row(name, SHOTS[name])))
     assert len(dataset[0].documents) == 2
     assert "\n".join(map(str, texts(dataset[0]))) == SHOTS[name]
     assert dataset[0].query.endswith("\nq?")
     assert not dataset.counts.truncated
 
 
-def test_every_other_context_is_one_document(write: Write) -> None:
+def test_every_other_context_is_one_document(write_rows: WriteRows) -> None:
     marked = {name for name, task in TASKS.items() if task.mark is not None}
     assert len(TASKS) == 21
     for name in set(TASKS) - marked:
-        dataset = read_dataset("longbench", write(row(name, "  Passage 1:\na\nPassage 2:\nb {input}\n")))
+        dataset = read_dataset("longbench", write_rows(row(name, "  Passage 1:\na\nPassage 2:\nb {input}\n")))
         assert texts(dataset[0]) == ["  Passage 1:\na\nPassage 2:\nb {input}\n"]
         assert not dataset.counts.truncated
     for name in marked:
-        dataset = read_dataset("longbench", write(row(name, "plain text")))
+        dataset = read_dataset("longbench", write_rows(row(name, "plain text")))
         assert texts(dataset[0]) == ["plain text"]
         assert dataset.counts.truncated == {"context without its task's marks, kept as one document": 1}
 
 
-def test_queries(write: Write) -> None:
+def test_queries(write_rows: WriteRows) -> None:
     for name, task in TASKS.items():
-        dataset = read_dataset("longbench", write(row(name, "c", input="what {input} is"), row(name, "d", input="")))
+        dataset = read_dataset(
+            "longbench", write_rows(row(name, "c", input="what {input} is"), row(name, "d", input=""))
+        )
         asks = "{input}" in task.query
         assert ("what {input} is" in dataset[0].query) == asks
         assert dataset.counts.dropped == ({"empty query": 1} if asks else {})
 
 
-def test_tasks_of_a_file_and_of_a_folder(write: Write, tmp_path: Path) -> None:
-    path = write(row("hotpotqa", "Passage 1:\na"), row("trec", "Question: b"), row("hotpotqa", "Passage 1:\nc"))
+def test_tasks_of_a_file_and_of_a_folder(write_rows: WriteRows, tmp_path: Path) -> None:
+    path = write_rows(row("hotpotqa", "Passage 1:\na"), row("trec", "Question: b"), row("hotpotqa", "Passage 1:\nc"))
     assert len(read_dataset("longbench", path)) == 3
     dataset = read_dataset("longbench", path, task="hotpotqa")
     assert (texts(dataset[0]), len(dataset)) == (["a"], 2)
     assert dataset.counts.dropped == {"row of another task": 1}
     path.unlink()
-    write(row("hotpotqa", "Passage 1:\na"), name="hotpotqa.jsonl")
-    write(row("hotpotqa_e", "Passage 1:\nb"), name="hotpotqa_e.jsonl")
-    write(row("trec", "Question: b"), name="trec.jsonl")
+    write_rows(row("hotpotqa", "Passage 1:\na"), name="hotpotqa.jsonl")
+    write_rows(row("hotpotqa_e", "Passage 1:\nb"), name="hotpotqa_e.jsonl")
+    write_rows(row("trec", "Question: b"), name="trec.jsonl")
     assert texts(read_dataset("longbench", tmp_path, task="hotpotqa")[0]) == ["a"]
     assert texts(read_dataset("longbench", tmp_path, task="hotpotqa_e")[0]) == ["b"]
     assert len(read_dataset("longbench", tmp_path)) == 3
@@ -110,16 +94,16 @@ def test_tasks_of_a_file_and_of_a_folder(write: Write, tmp_path: Path) -> None:
         read_dataset("longbench", tmp_path, task="hotpot")
 
 
-def test_questions_about_one_context_are_on_one_side(write: Write) -> None:
-    path = write(*(row("qasper", f"context {n // 2}", _id=str(n)) for n in range(20)))
+def test_questions_about_one_context_are_on_one_side(write_rows: WriteRows) -> None:
+    path = write_rows(*(row("qasper", f"context {n // 2}", _id=str(n)) for n in range(20)))
     sides = [read_dataset("longbench", path, split=side) for side in ("train", "heldout")]
     assert [len(side) for side in sides] == [16, 4]
     assert not {texts(e)[0] for e in sides[0]} & {texts(e)[0] for e in sides[1]}
 
 
-def test_what_is_left_out_is_counted(write: Write) -> None:
+def test_what_is_left_out_is_counted(write_rows: WriteRows) -> None:
     context = "Passage 1:\na\nPassage 2:\n \nPassage 3:\nc"
-    path = write(row("hotpotqa", context), row("hotpotqa", context, answers=[]), row("hotpotqa", " "))
+    path = write_rows(row("hotpotqa", context), row("hotpotqa", context, answers=[]), row("hotpotqa", " "))
     dataset = read_dataset("longbench", path, num_documents=1)
     assert texts(dataset[0]) == ["a"]
     assert dataset.counts.dropped == {"no answer": 1, "no documents": 1}
@@ -138,6 +122,6 @@ def test_what_is_left_out_is_counted(write: Write) -> None:
         ({**row("qasper", "c"), "dataset": None}, "there is no 'dataset'"),
     ],
 )
-def test_malformed_rows(write: Write, item: dict[str, Any], message: str) -> None:
+def test_malformed_rows(write_rows: WriteRows, item: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_dataset("longbench", write(item))
+        read_dataset("longbench", write_rows(item))

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from comb.documents.datasets import read_dataset
-from comb.documents.document import Example
+from tests.helpers.rows import SHARED, WriteRows, texts
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 RESTRICTED = SHARED / "restricted_research_only"
-WriteRows = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> WriteRows:
-    def rows(*items: Any, name: str = "rows.json") -> Path:
-        path = tmp_path / name
-        lines = "\n".join(json.dumps(item) for item in items)
-        text = lines if ".jsonl" in name else json.dumps(list(items))
-        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-        return path
-
-    return rows
-
-
-def texts(example: Example) -> list[str | None]:
-    return [document.text for document in example.documents]
+HOTPOTQA = SHARED / "hotpotqa/hotpot_dev_fullwiki_gold_in_context.json"
 
 
 MUSIQUE = {
@@ -53,51 +34,66 @@ def dialogue(number: int) -> dict[str, Any]:
     return {"id": str(number), "dialogue": f"A: {number}\r\nB: hm", "summary": f"They said {number}."}
 
 
-def test_musique_in_both_schemas(write: WriteRows) -> None:
+def test_musique_in_both_schemas(write_rows: WriteRows) -> None:
     official = {
         "id": "2", "question": "w?", "answer": "x", "answer_aliases": ["X"], "answerable": True,
         "paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "p", "is_supporting": True}],
     }  # fmt: skip
-    (example,) = read_dataset("musique", write(MUSIQUE))
+    (example,) = read_dataset("musique", write_rows(MUSIQUE))
     assert (texts(example), example.documents[0].title, example.documents[1].title) == (["a mill", "b"], None, "T")
     assert (example.query, example.answer, example.references) == ("q?", "x", ("x", "y"))
-    rows = write(official, {**official, "answerable": False}, {**official, "paragraphs": []}, name="rows.jsonl")
+    rows = write_rows(official, {**official, "answerable": False}, {**official, "paragraphs": []})
     dataset = read_dataset("musique", rows)
     assert [e.references for e in dataset] == [("x", "X")]
     assert dataset.counts.dropped == {"unanswerable question": 1, "no documents": 1}
     assert dataset.counts.read == 3
 
 
-def test_hotpotqa_in_both_schemas(write: WriteRows) -> None:
+@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
+def test_hotpotqa_s_rows_in_both_schemas(write_rows: WriteRows, name: str) -> None:
     hub = {**HOTPOT, "context": {"title": ["T", "U"], "sentences": [["One.", " Two."], ["Three."]]}}
     for row in (HOTPOT, hub):
-        (example,) = read_dataset("hotpotqa", write(row))
+        dataset = read_dataset(name, write_rows(row))
+        assert dataset.name == name
+        (example,) = dataset
         assert texts(example) == ["One. Two.", "Three."]
         assert [document.title for document in example.documents] == ["T", "U"]
+        assert (example.query, example.answer, example.id, example.group) == ("q?", "x", "7", "q?")
+    dataset = read_dataset(name, write_rows(HOTPOT, {**HOTPOT, "answer": ""}, {**HOTPOT, "context": [["T", [" "]]]}))
+    assert dataset.counts.dropped == {"no answer": 1, "no documents": 1}
+    path = write_rows(*({**HOTPOT, "question": f"q{n % 10}?"} for n in range(20)))
+    train, heldout = (read_dataset(name, path, split=side) for side in ("train", "heldout"))
+    assert (len(train), len(heldout)) == (16, 4)
+    assert not {example.query for example in train} & {example.query for example in heldout}
 
 
-def test_wikihop(write: WriteRows) -> None:
-    (example,) = read_dataset("wikihop", write(WIKIHOP))
+def test_wikihop(write_rows: WriteRows) -> None:
+    (example,) = read_dataset("wikihop", write_rows(WIKIHOP))
     assert (example.query, texts(example)) == ("part of juan r", ["one", "two"])
-    (asked,) = read_dataset("wikihop", write(WIKIHOP), with_candidates=True)
+    (asked,) = read_dataset("wikihop", write_rows(WIKIHOP), with_candidates=True)
     assert asked.query == "part of juan r? One of: x, z"
 
 
-@pytest.mark.parametrize(("name", "row"), [("wikihop", WIKIHOP), ("musique", MUSIQUE), ("hotpotqa", HOTPOT)])
-def test_fewer_documents_are_counted(write: WriteRows, name: str, row: dict[str, Any]) -> None:
-    whole, cut = read_dataset(name, write(row)), read_dataset(name, write(row), num_documents=1)
+@pytest.mark.parametrize(
+    ("name", "row"), [("wikihop", WIKIHOP), ("musique", MUSIQUE), ("hotpotqa", HOTPOT), ("2wikimultihopqa", HOTPOT)]
+)
+def test_fewer_documents_are_counted(write_rows: WriteRows, name: str, row: dict[str, Any]) -> None:
+    whole, cut = read_dataset(name, write_rows(row)), read_dataset(name, write_rows(row), num_documents=1)
     assert texts(cut[0]) == texts(whole[0])[:1]
     assert cut.counts.truncated == {"row with more documents than num_documents": 1}
 
 
-@pytest.mark.parametrize("name", ["wikihop", "musique", "hotpotqa", "samsum", "nq_open"])
-def test_num_documents_is_at_least_one(write: WriteRows, name: str) -> None:
-    with pytest.raises(ValueError, match=r"num_documents (must be at least 1|>= 1)"):
-        read_dataset(name, write(WIKIHOP), num_documents=-1)
+@pytest.mark.parametrize("name", ["wikihop", "musique", "hotpotqa", "2wikimultihopqa", "samsum", "nq_open", "xsum"])
+def test_paths_and_options_are_checked(write_rows: WriteRows, name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' needs a path"):
+        read_dataset(name)
+    for number in (0, -1):
+        with pytest.raises(ValueError, match="num_documents must be at least 1"):
+            read_dataset(name, write_rows(WIKIHOP), num_documents=number)
 
 
-def test_samsum_shows_other_rows_of_the_same_side(write: WriteRows) -> None:
-    path = write(*map(dialogue, range(10)), name="rows.jsonl")
+def test_samsum_shows_other_rows_of_the_same_side(write_rows: WriteRows) -> None:
+    path = write_rows(*map(dialogue, range(10)))
     for split in ("train", "heldout"):
         dataset = read_dataset("samsum", path, split=split, num_documents=2, heldout_share=0.4)
         own = {str(example.id) for example in dataset}
@@ -111,27 +107,27 @@ def test_samsum_shows_other_rows_of_the_same_side(write: WriteRows) -> None:
     assert list(again) == list(read_dataset("samsum", path, seed=0, num_documents=2))
     assert list(again) != list(read_dataset("samsum", path, seed=1, num_documents=2))
     test_row = {"fname": "t", "dialogue": "d", "summary1": "s", "summary2": "t", "summary3": "u"}
-    dataset = read_dataset("samsum", write(test_row, dialogue(1)), num_documents=3)
+    dataset = read_dataset("samsum", write_rows(test_row, dialogue(1)), num_documents=3)
     assert dataset[0].references == ("s", "t", "u")
     assert dataset.counts.truncated == {"fewer dialogues in the file than num_documents": 2}
 
 
-def test_multi_news(write: WriteRows) -> None:
+def test_multi_news(write_rows: WriteRows) -> None:
     row = {"document": "one ||||| \n ||||| two", "summary": "– both"}
-    dataset = read_dataset("multi_news", write(row, {"document": " ||||| ", "summary": "s"}))
+    dataset = read_dataset("multi_news", write_rows(row, {"document": " ||||| ", "summary": "s"}))
     assert (texts(dataset[0]), dataset[0].answer) == (["one", "two"], "both")
     assert dataset.counts.truncated == {"empty document left out": 1}  # of the row that is kept
     assert dataset.counts.dropped == {"no documents": 1}
 
 
-def test_kv_retrieval(write: WriteRows) -> None:
-    (example,) = read_dataset("kv_retrieval", write(KV, name="rows.jsonl.gz"), records_per_document=2)
+def test_kv_retrieval(write_rows: WriteRows) -> None:
+    (example,) = read_dataset("kv_retrieval", write_rows(KV, name="rows.jsonl.gz"), records_per_document=2)
     assert texts(example) == ['"k0": "v0"\n"k1": "v1"', '"k2": "v2"\n"k3": "v3"', '"k4": "v4"']
     assert (example.query, example.answer) == ('Which value belongs to the key "k3"?', "v3")
 
 
-def test_nq_open_puts_the_gold_passage_among_others(write: WriteRows) -> None:
-    path = write(*map(nq, range(12)), name="rows.jsonl")
+def test_nq_open_puts_the_gold_passage_among_others(write_rows: WriteRows) -> None:
+    path = write_rows(*map(nq, range(12)))
     for position in (0, 2):
         for number, example in enumerate(read_dataset("nq_open", path, num_documents=3, gold_position=position)):
             assert example.documents[position].text == f"passage {number}"
@@ -166,11 +162,13 @@ def test_nq_open_puts_the_gold_passage_among_others(write: WriteRows) -> None:
         ("kv_retrieval", {**KV, "ordered_kv_records": [["k"]]}, r"list of \[key, value\]"),
         ("nq_open", {**nq(1), "ctxs": [{"title": 3, "text": "t", "isgold": True}]}, "'title' is a text"),
         ("nq_open", "not an object", "expected an object, got str"),
+        ("2wikimultihopqa", {**HOTPOT, "context": "x"}, r"rows.json\[0\]: 'context' is a list of \[title"),
+        ("2wikimultihopqa", {**HOTPOT, "answer": None}, "there is no 'answer'"),
     ],
 )
-def test_malformed_rows(write: WriteRows, name: str, row: Any, message: str) -> None:
+def test_malformed_rows(write_rows: WriteRows, name: str, row: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_dataset(name, write(row))
+        read_dataset(name, write_rows(row, name="rows.json"))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -185,13 +183,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             read_dataset("musique", tmp_path / name)
-    with pytest.raises(ValueError, match="needs a path"):
-        read_dataset("wikihop")
 
 
-def test_samsum_never_shows_or_splits_a_dialogue_that_stands_there_twice(write: WriteRows) -> None:
+def test_samsum_never_shows_or_splits_a_dialogue_that_stands_there_twice(write_rows: WriteRows) -> None:
     rows = [{**dialogue(n // 3), "id": f"test_{n}", "summary": f"summary {n}"} for n in range(18)]
-    path = write(*rows, name="rows.jsonl")
+    path = write_rows(*rows)
     for example in read_dataset("samsum", path, num_documents=9):
         assert not any(str(text).startswith(example.query) for text in texts(example))
         assert len(example.documents) == 5
@@ -199,55 +195,57 @@ def test_samsum_never_shows_or_splits_a_dialogue_that_stands_there_twice(write: 
     assert not sides[0] & sides[1]
 
 
-def test_nq_open_distractors_hold_no_accepted_answer(write: WriteRows) -> None:
+def test_nq_open_distractors_hold_no_accepted_answer(write_rows: WriteRows) -> None:
     rows = [{**nq(n), "answers": ["nobody", f"PASSAGE {(n + 1) % 5}"]} for n in range(5)]
-    dataset = read_dataset("nq_open", write(*rows, name="rows.jsonl"), num_documents=5)
+    dataset = read_dataset("nq_open", write_rows(*rows), num_documents=5)
     for number, example in enumerate(dataset):
         assert f"passage {(number + 1) % 5}" not in texts(example)
         assert len(example.documents) == 4
     assert dataset.counts.truncated["fewer passages in the file than num_documents"] == 5
 
 
-def test_wikihop_subjects_stay_on_one_side_and_candidates_hold_the_answer(write: WriteRows) -> None:
-    path = write(*({**WIKIHOP, "query": f"{relation} s{n}"} for n in range(5) for relation in ("a_of", "b_of")))
+def test_wikihop_subjects_stay_on_one_side_and_candidates_hold_the_answer(write_rows: WriteRows) -> None:
+    path = write_rows(*({**WIKIHOP, "query": f"{relation} s{n}"} for n in range(5) for relation in ("a_of", "b_of")))
     sides = [{e.query[-2:] for e in read_dataset("wikihop", path, split=side)} for side in ("train", "heldout")]
     assert not sides[0] & sides[1]
-    path = write(WIKIHOP, {**WIKIHOP, "candidates": ["z"]})
+    path = write_rows(WIKIHOP, {**WIKIHOP, "candidates": ["z"]})
     assert read_dataset("wikihop", path, with_candidates=True).counts.dropped == {
         "answer is not among the candidates": 1
     }
 
 
-def test_what_is_left_out_of_a_row_counts_on_its_side(write: WriteRows) -> None:
-    path = write(*({"document": f"a{n} ||||| ", "summary": "s"} for n in range(10)), name="rows.jsonl")
+def test_what_is_left_out_of_a_row_counts_on_its_side(write_rows: WriteRows) -> None:
+    path = write_rows(*({"document": f"a{n} ||||| ", "summary": "s"} for n in range(10)))
     for side, count in (("train", 8), ("heldout", 2)):
         dataset = read_dataset("multi_news", path, split=side)
         assert (len(dataset), dataset.counts.truncated["empty document left out"]) == (count, count)
-    dataset = read_dataset("musique", write({**MUSIQUE, "ctxs": [{"text": " "}, {"text": "b"}], "answers": ["", "y"]}))
+    dataset = read_dataset(
+        "musique", write_rows({**MUSIQUE, "ctxs": [{"text": " "}, {"text": "b"}], "answers": ["", "y"]})
+    )
     assert (texts(dataset[0]), dataset[0].references) == (["b"], ("y",))
     assert dataset.counts.truncated == {"empty document left out": 1}
 
 
-def test_empty_queries_keys_without_value_and_numeric_ids(write: WriteRows) -> None:
-    assert read_dataset("hotpotqa", write({**HOTPOT, "_id": 7}, {**HOTPOT, "question": " "})).counts.dropped == {
+def test_empty_queries_keys_without_value_and_numeric_ids(write_rows: WriteRows) -> None:
+    assert read_dataset("hotpotqa", write_rows({**HOTPOT, "_id": 7}, {**HOTPOT, "question": " "})).counts.dropped == {
         "empty query": 1
     }
-    assert read_dataset("hotpotqa", write({**HOTPOT, "_id": 7}))[0].id == "7"
-    assert read_dataset("musique", write(MUSIQUE))[0].id == "1"
+    assert read_dataset("hotpotqa", write_rows({**HOTPOT, "_id": 7}))[0].id == "7"
+    assert read_dataset("musique", write_rows(MUSIQUE))[0].id == "1"
     rows = [KV, {**KV, "key": "absent"}, {**KV, "value": "v2"}]
-    assert read_dataset("kv_retrieval", write(*rows, name="rows.jsonl")).counts.dropped == {
+    assert read_dataset("kv_retrieval", write_rows(*rows)).counts.dropped == {
         "records that don't give the value for the key": 2
     }
 
 
-def test_hotpotqa_sentences_never_run_into_each_other(write: WriteRows) -> None:
+def test_hotpotqa_sentences_never_run_into_each_other(write_rows: WriteRows) -> None:
     row = {**HOTPOT, "context": [["T", ["One.", "Two.", " ", " Three."]]]}
-    assert texts(read_dataset("hotpotqa", write(row))[0]) == ["One. Two. Three."]
+    assert texts(read_dataset("hotpotqa", write_rows(row))[0]) == ["One. Two. Three."]
 
 
-def test_limit_and_split(write: WriteRows) -> None:
+def test_limit_and_split(write_rows: WriteRows) -> None:
     rows = [{**WIKIHOP, "query": f"part_of {number}"} for number in range(20)]
-    path = write(*rows)
+    path = write_rows(*rows)
     dataset = read_dataset("wikihop", path, limit=5)
     assert (len(dataset), dataset.counts.dropped) == (5, {"over the limit": 15})
     assert list(dataset) == list(read_dataset("wikihop", path, limit=5))
@@ -259,7 +257,7 @@ def test_limit_and_split(write: WriteRows) -> None:
     ("name", "path", "count", "documents", "found"),
     [
         ("musique", SHARED / "musique/musique_s.json", 120, (10, 10), 0.65),
-        ("hotpotqa", SHARED / "hotpotqa/hotpot_dev_fullwiki_gold_in_context.json", 117, (10, 10), 0.95),
+        ("hotpotqa", HOTPOTQA, 117, (10, 10), 0.95),
         ("wikihop", SHARED / "wikihop/wikihop_sample.json", 160, (3, 44), 0.98),
         ("samsum", RESTRICTED / "samsum/samsum_sample.jsonl", 160, (4, 4), 0.0),
         ("multi_news", RESTRICTED / "multi_news/multi_news_sample.jsonl", 160, (1, 6), 0.0),
@@ -279,3 +277,8 @@ def test_real_samples(name: str, path: Path, count: int, documents: tuple[int, i
         for example in dataset
     ]
     assert sum(holds) / count >= found
+
+
+@pytest.mark.skipif(not HOTPOTQA.exists(), reason=f"the sample {HOTPOTQA.name} is not here")
+def test_real_rows_of_hotpotqas_form() -> None:
+    assert list(read_dataset("2wikimultihopqa", HOTPOTQA)) == list(read_dataset("hotpotqa", HOTPOTQA))

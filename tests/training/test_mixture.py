@@ -14,24 +14,10 @@ import pytest
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, PromptBuilder
 from comb.documents.splitting import create
-from comb_training import plugin
 from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data import mixture
 from comb_training.data.batches import fit_documents
 from comb_training.data.shares import apportion, draw, epoch_numbers, heldout_numbers
-from comb_training.nano import CHECKPOINT
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    plugin.register()
-
-
-@pytest.fixture(scope="module")
-def builder() -> PromptBuilder:
-    from transformers import AutoTokenizer
-
-    return PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
 
 
 def rows_file(path: Path, rows: int, *, per_document: int = 2, word: str = "box", **more: Any) -> Path:

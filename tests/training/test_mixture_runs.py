@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from comb.documents.datasets import Dataset, datasets
+from comb.documents.document import PromptBuilder
 from comb_training import plugin
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, DataConfig, config_from_dict
@@ -114,7 +115,6 @@ def test_what_can_change_unseen(path: str | None, can_change: bool) -> None:
 
 
 def test_sets_on_the_hub_are_told_apart(tmp_path: Path) -> None:
-    plugin.register()
     (tmp_path / "train.jsonl").write_text("{}")
     paths = [
         f"hf://org/one?revision={COMMIT}", f"hf://org/two?revision={COMMIT}",
@@ -128,15 +128,9 @@ def test_sets_on_the_hub_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_branch_on_the_hub_is_read_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    from transformers import AutoTokenizer
-
-    from comb.documents.document import PromptBuilder
-
-    plugin.register()
-    builder = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
     generated = datasets.get("nano")(split="train", scenes=4)
 
     def reader(path: str | None = None, *, split: str, seed: int, limit: int | None) -> Dataset:

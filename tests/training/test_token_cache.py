@@ -17,29 +17,15 @@ import torch
 
 from comb.cache.atomic import write_temporary
 from comb.documents.document import Prompt, PromptBuilder
-from comb_training import plugin
 from comb_training.config import DataConfig
 from comb_training.data import mixture
 from comb_training.data.batches import Collator, TrainingExample
 from comb_training.data.token_cache import cached, default_folder
 from comb_training.data.token_file import DamagedCacheError, DocumentTokens, TrainingExamples, write
 from comb_training.data.token_statistics import TokenStatistics
-from comb_training.nano import CHECKPOINT
 from comb_training.trainer.sampler import BatchSampler, Budget
 
 KEY = {"seed": 0}
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    plugin.register()
-
-
-@pytest.fixture
-def builder() -> PromptBuilder:
-    from transformers import AutoTokenizer
-
-    return PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
 
 
 def some(number: int = 12) -> list[TrainingExample]:
