@@ -5,6 +5,8 @@ is jumped over: linear layers take S <- T S + S_C, full layers append its keys, 
 and its values. Every later token sees all of it by plain causality, so there is no mask, and the cache can be continued
 by ``generate()``. This is the sequential reference: one pass per run of tokens between two interiors.
 `comb.hybrid.packed` does it in one.
+
+Shapes: a linear layer's state [H, K, V] and columns [C, kernel], a full layer's keys and values [1, heads, tokens, D].
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from comb.hybrid.link import SequentialLinker, link_segments
 from comb.hybrid.packed import PackedLinker
 from comb.hybrid.support import HybridSupport
 from comb.linking.masks import STAND_INS
-from comb.linking.support import distance, tolerance_of
+from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _SEGMENTS, _SEAM, _FRESH = (23, 19), 2, ((0, 5), (5, 8), (8, 12))
 
@@ -46,9 +46,7 @@ def _tried(model: Any, support: HybridSupport) -> Callable[..., SequentialLinker
         return SequentialLinker
     if hasattr(new_cache(model), "linear_cache") or not takes_positions(model):
         return SequentialLinker
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_FRESH[-1][1] + sum(_SEGMENTS),), generator=generator)
+    ids = made_up_tokens(model, _FRESH[-1][1] + sum(_SEGMENTS))
     fresh = [ids[first:last].tolist() for first, last in _FRESH]
     head = max(_SEAM, support.kernel - 1)
     segments = [segment.tolist() for segment in ids[_FRESH[-1][1] :].split(_SEGMENTS)]

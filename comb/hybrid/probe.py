@@ -3,6 +3,8 @@
 A layer's state after a run of tokens is affine in the state before, row by row of a batch. So the layer module runs on
 the same hidden states from an empty state, a random one, one of ones, and blocks of the identity: the differences to
 the empty row are T applied to each. It is the oracle for every faster way, and the fallback for unknown layers.
+
+Shapes: states [rows, H, K, V] (keys on axis -2 or -1), or [rows, channels, state] where T is elementwise.
 """
 
 from __future__ import annotations

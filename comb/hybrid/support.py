@@ -23,7 +23,7 @@ from comb.hybrid.scans import listen, read_scan
 from comb.hybrid.transition import Transition, TransitionError
 from comb.linking.positions import UnmovableError, explain_states, find_positions, states_by_position
 from comb.linking.rotation import PositionMap, Rotation
-from comb.linking.support import distance, tolerance_of
+from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _TOKENS, _HEAD = 11, 5
 
@@ -159,10 +159,7 @@ def _try(model: Any) -> HybridSupport:
             f"its cache has layers of kinds that can't be moved or composed: {', '.join(odd)} (sliding windows drop "
             "early tokens; indexed layers keep keys of their own)"
         )
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_TOKENS,), generator=generator).tolist()
-    whole = record(model, token_ids, _HEAD)
+    whole = record(model, made_up_tokens(model, _TOKENS).tolist(), _HEAD)
     if not whole.layers:
         raise UnmovableError("no layer of it leaves a state in its cache: it isn't a hybrid")
     attention = tuple(attention_layers(whole.cache))

@@ -1,4 +1,7 @@
-"""Triton's interpreter: kernels as NumPy, to be tested on a CPU. It is chosen when triton is first imported."""
+"""Triton's interpreter: kernels as NumPy, to be tested on a CPU. It is chosen when triton is first imported.
+
+The one place that reaches into triton: `triton.runtime.interpreter._patch_lang_tensor`, seen in 3.7.
+"""
 
 from __future__ import annotations
 

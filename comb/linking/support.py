@@ -112,9 +112,7 @@ class _TrialPrompt:
         self.positions = positions
         self.length = sum(_SEGMENTS) + _QUERY
         self.tolerance = tolerance_of(model)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        generator = torch.Generator().manual_seed(0)
-        self.token_ids = torch.randint(min(3, vocabulary - 1), vocabulary, (self.length,), generator=generator)
+        self.token_ids = made_up_tokens(model, self.length)
         self.spans = [Span(0, _SEGMENTS[0], first=True), Span(_SEGMENTS[0], _SEGMENTS[1])]
         self.picaches = [self._compile(span) for span in self.spans]
 
@@ -136,6 +134,12 @@ class _TrialPrompt:
 
 def _tensors(cache: ScatterCache) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+
+
+def made_up_tokens(model: Any, count: int) -> Tensor:
+    """Token ids [count], the same every time, none of them special as far as one can tell."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(min(3, vocabulary - 1), vocabulary, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def tolerance_of(model: Any) -> float:

@@ -30,3 +30,14 @@ def tolerance_for(dtype: torch.dtype) -> float:
 def gap(left: Tensor, right: Tensor) -> float:
     """Largest absolute difference."""
     return float((left.float() - right.float()).abs().max())
+
+
+def relative_gap(left: Tensor, right: Tensor) -> float:
+    """Largest absolute difference, as a share of `right`'s largest value."""
+    return gap(left, right) / float(right.abs().max().clamp_min(1e-12))
+
+
+def close(name: str, left: Tensor, right: Tensor, tolerance: float) -> Check:
+    """Whether logits are those of the reference `right`."""
+    error = relative_gap(left, right)
+    return Check(name, error <= tolerance, f"max |diff| {error:.1e} of the largest logit, at most {tolerance:.0e}")

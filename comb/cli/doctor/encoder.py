@@ -11,7 +11,7 @@ from torch import Tensor
 from comb.backbones.torch_private import pre_hooks_of
 from comb.cache.picache import CrossPICache, content_key
 from comb.cache.picache_file import deserialize, serialize
-from comb.cli.doctor.check import Check, gap, tolerance_for
+from comb.cli.doctor.check import Check, close, gap, relative_gap, tolerance_for
 from comb.model.cross_attention import CrossBlock
 from comb.model.modeling import CombForCausalLM
 
@@ -59,16 +59,12 @@ def _check_on(model: CombForCausalLM, query: Tensor, segments: list[list[int]]) 
     cached = model(input_ids=query, documents=[[_round_trip(p) for p in (a, b, c)], []]).logits
     fresh = model(input_ids=query, documents=[[model.encode([s])[0] for s in segments], []]).logits
 
-    def close(name: str, left: Tensor, right: Tensor) -> Check:
-        error = gap(left, right) / float(left.abs().max().clamp_min(1e-12))
-        return Check(name, error <= tolerance, f"max |diff| {error:.1e} of the largest logit, at most {tolerance:.0e}")
-
-    effect = gap(linked[0], plain[0]) / float(plain.abs().max().clamp_min(1e-12))
+    effect = relative_gap(linked[:1], plain[:1])
     return [
-        close("order of documents doesn't matter", linked, shuffled),
-        close("cached == fresh (file round trip, encoded alone)", cached, fresh),
-        close("row of a batch == row alone", linked[:1], alone),
-        close("row without documents == backbone", linked[1:], plain[1:]),
+        close("order of documents doesn't matter", linked, shuffled, tolerance),
+        close("cached == fresh (file round trip, encoded alone)", cached, fresh, tolerance),
+        close("row of a batch == row alone", linked[:1], alone, tolerance),
+        close("row without documents == backbone", linked[1:], plain[1:], tolerance),
         Check("documents change the answer (control)", effect > 0, f"max |diff| {effect:.1e} of the largest logit"),
     ]
 

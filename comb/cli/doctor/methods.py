@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comb import methods
 from comb.backbones.exclusive import backbone_of
-from comb.cli.doctor.check import Check, gap, tolerance_for
+from comb.cli.doctor.check import Check, close, relative_gap, tolerance_for
 from comb.linking.cache import ScatterCache
 from comb.methods.base import DecodeState, Method
 from comb.methods.decoder import Decoder
@@ -119,9 +119,8 @@ class _Trial:
         checks.append(self._no_future(method))
         checks.append(self._pure(method))
         if name == "naive":
-            effect = gap(linked, self.reference) / float(self.reference.abs().max().clamp_min(1e-12))
-            worst = gap(self._alone(method).logits, self.reference_alone)
-            floor = 10 * worst / float(self.reference.abs().max().clamp_min(1e-12))
+            effect = relative_gap(linked, self.reference)
+            floor = 10 * relative_gap(self._alone(method).logits, self.reference_alone)
             checks.append(Check("several documents differ (control)", effect > floor, f"max |diff| {effect:.1e}"))
         return checks
 
@@ -142,7 +141,7 @@ class _Trial:
         kept = [self._cached(method, query, end) for query in (self.query, self.query[::-1])]
         if kept[0] is None or kept[1] is None:
             return Check("nothing sees what comes later", True, "nothing is recomputed in front of the query")
-        worst = max(gap(a, b) / float(a.abs().max().clamp_min(1e-12)) for a, b in zip(*kept, strict=True))
+        worst = max(relative_gap(b, a) for a, b in zip(*kept, strict=True))
         return Check("nothing sees what comes later", worst <= self.tolerance, f"max |diff| {worst:.1e}")
 
     def _cached(self, method: Decoder, query: list[int], end: int) -> list[Tensor] | None:
@@ -179,5 +178,4 @@ class _Trial:
         return method.link(method.compile(self.documents[:1]), self.query)
 
     def _close(self, name: str, left: Tensor, right: Tensor) -> Check:
-        error = gap(left, right) / float(right.abs().max().clamp_min(1e-12))
-        return Check(name, error <= self.tolerance, f"max |diff| {error:.1e} of the largest logit")
+        return close(name, left, right, self.tolerance)
