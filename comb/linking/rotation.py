@@ -45,11 +45,6 @@ class PositionMap:
     length_dependent: bool = False
     max_segment_tokens: int | None = None
 
-    @property
-    def rotated_layers(self) -> int:
-        """How many cache layers hold positions."""
-        return sum(keys is not None or values is not None for keys, values in self.layers)
-
     def settle(self, length: int) -> None:
         """Puts frequencies that change with the prompt's length to what they are for one of `length` tokens."""
         for source in self.sources if self.length_dependent else ():

@@ -37,12 +37,10 @@ class KeysIdentity:
 
     def continues(self, layer: Any) -> bool:
         """Whether `layer` holds the same keys, or a beginning of them, or has grown behind them where they lie."""
-        keys = _keys(layer)
-        if keys is None:
+        now = KeysIdentity.of(layer)
+        if now is None or now.root() is not self.root():
             return False
-        root = base_of(keys)
-        same = self.root() is root and keys.data_ptr() == self.pointer
-        return same and writes(root) == self.version and _sizes(keys) == self.sizes
+        return (now.pointer, now.version, now.sizes) == (self.pointer, self.version, self.sizes)
 
 
 def _keys(layer: Any) -> Tensor | None:

@@ -10,16 +10,11 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from comb_serving.vllm.pool import check_documents
+from comb_serving.vllm.pool import DocumentCheck
 
 
-class DocumentCheckV1(LogitsProcessor):
+class DocumentCheckV1(DocumentCheck, LogitsProcessor):
     """For vLLM's V1 model runner."""
-
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError, which is status 400 over HTTP, for handles that don't fit the instance's pool."""
-        check_documents(sampling_params.extra_args)
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         pass

@@ -7,16 +7,11 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from comb_serving.vllm.pool import check_documents
+from comb_serving.vllm.pool import DocumentCheck
 
 
-class DocumentCheckV2(LogitsProcessor):
+class DocumentCheckV2(DocumentCheck, LogitsProcessor):
     """Changes no logits; vLLM asks it about each request's parameters."""
-
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError, which is status 400 over HTTP, for handles that don't fit the instance's pool."""
-        check_documents(sampling_params.extra_args)
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         pass

@@ -104,6 +104,15 @@ def pool_device(own: torch.device) -> torch.device:
     return torch.device("cpu") if chosen == "host" else own
 
 
+class DocumentCheck:
+    """What vLLM asks its logits processors about each request; `admission` has one for each of its model runners."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError, which is status 400 over HTTP, for handles that don't fit the instance's pool."""
+        check_documents(sampling_params.extra_args)
+
+
 def check_documents(extra_args: Mapping[str, Any] | None) -> None:
     """Raises ValueError if a request names documents that this instance's pool can't have."""
     numbers = (extra_args or {}).get(KEY)
