@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import resource
@@ -131,6 +132,13 @@ def test_nothing_to_train_is_refused(tmp_path: Path) -> None:
         trainer(comb_model(), tmp_path, [])
     with pytest.raises(ValueError, match="without documents"):
         trainer(comb_model(), tmp_path, [TrainingExample(Prompt((2,), (), (3,)), (4,), "x")])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is not None, reason="trackio is installed")
+@pytest.mark.filterwarnings("ignore:.*no supported trackers")
+def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train.report_to: trackio is not installed"):
+        trainer(comb_model(), tmp_path, report_to=["trackio"])
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
@@ -320,6 +328,8 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     other = CombForCausalLM.from_backbone(backbone(), num_encoder_layers=2, cross_attention_layers=[0, 1])
     with pytest.raises(ValueError, match="doesn't fit this model: missing"):
         load_trainable(other, tmp_path)
+    with pytest.raises(ValueError, match="no checkpoint that this version can resume from"):
+        trainer(comb_model(), tmp_path).train(tmp_path)
 
 
 def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:

@@ -53,11 +53,11 @@ def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
     """
     name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
     folder = run / PARTIAL / name
-    if distributed.is_main():
-        shutil.rmtree(run / PARTIAL, ignore_errors=True)
-        folder.mkdir(parents=True)
-    distributed.barrier()
     try:
+        if distributed.is_main():
+            shutil.rmtree(run / PARTIAL, ignore_errors=True)
+            folder.mkdir(parents=True)
+        distributed.barrier()
         yield folder
     except TrainingDivergedError:
         raise

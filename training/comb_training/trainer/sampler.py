@@ -207,7 +207,6 @@ def batch_sampler(
     examples: Sequence[TrainingExample],
     config: TrainConfig,
     *,
-    together: int = 8,
     ranks: int | None = None,
     accumulation: int | None = None,
 ) -> BatchSampler:
@@ -217,7 +216,6 @@ def batch_sampler(
         [method.row(example) for example in examples],
         Budget(config.batch_size, config.batch_document_tokens, config.batch_query_tokens),
         seed=config.seed,
-        together=together,
         ranks=distributed.world_size() if ranks is None else ranks,
         accumulation=config.gradient_accumulation_steps if accumulation is None else accumulation,
     )

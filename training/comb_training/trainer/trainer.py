@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -46,9 +45,6 @@ from comb_training.trainer.weights import load_engine, published_weights, settle
 
 logger = logging.getLogger(__name__)
 
-STATE = ("global_step", "seconds", "log_history")
-"""What ``trainer_state.json`` of a checkpoint holds."""
-
 
 class CombTrainer:
     """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says.
@@ -58,7 +54,6 @@ class CombTrainer:
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged every `eval_steps`.
         answer: scores that are logged with it.
-        together: see `BatchSampler`.
 
     Raises:
         ValueError: if nothing is trainable, there is no example, or one has no documents or is over the budget.
@@ -74,7 +69,6 @@ class CombTrainer:
         heldout: Sequence[TrainingExample] = (),
         answer: Callable[[], dict[str, float]] | None = None,
         use_cpu: bool = True,
-        together: int = 8,
         progress: bool = True,
     ) -> None:
         if not examples:
@@ -93,7 +87,7 @@ class CombTrainer:
         self.heldout = heldout
         self.tokenizer = tokenizer
         self.method = training_method(config.method)
-        self.sampler = batch_sampler(examples, config, together=together)
+        self.sampler = batch_sampler(examples, config)
         if self.sampler.left_out:
             logger.warning(
                 "every epoch leaves out %d batches, others each time: the rest makes whole steps of %d rank(s) x %d "
@@ -139,8 +133,7 @@ class CombTrainer:
             CheckpointError: if a checkpoint can't be written.
         """
         if checkpoint is not None:
-            state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            self.step, self.schedule.used, self.log.history = (state[key] for key in STATE)
+            self._read_state(Path(checkpoint))
             if self.step >= self.schedule.steps:
                 logger.warning(
                     "%s is of step %d and the run has %d: nothing is left to train", checkpoint, self.step,
@@ -175,9 +168,10 @@ class CombTrainer:
             over = self.terminated or self.schedule.over(self.step)
             if over or self.step == 1 or self.step % config.logging_steps == 0:  # the last steps count too
                 [loss] = distributed.summed(float(self._loss))
-                record = {"loss": loss / (self.step - logged_at), "grad_norm": norm, "learning_rate": rate}
-                epoch = self.step / self.sampler.steps_per_epoch
-                self.log.write(self.step, {**record, "epoch": epoch, **self.log.tokens_per_second()})
+                record = {"loss": loss / (self.step - logged_at), "learning_rate": rate}
+                record |= {} if norm is None else {"grad_norm": float(norm)}
+                record["epoch"] = self.step / self.sampler.steps_per_epoch
+                self.log.write(self.step, record | self.log.tokens_per_second())
                 self._loss, logged_at = torch.zeros_like(self._loss), self.step
             if config.eval_steps is not None and (last or self.step % config.eval_steps == 0):
                 self.evaluate()
@@ -192,8 +186,8 @@ class CombTrainer:
             for batch in mine[steps * self.config.gradient_accumulation_steps :]:
                 yield self.collate([self.examples[index] for index in batch])
 
-    def _train_step(self, batches: Sequence[dict[str, Any]], rate: float) -> float:
-        """One optimizer step; the norm of its gradient (NaN where DeepSpeed doesn't tell)."""
+    def _train_step(self, batches: Sequence[dict[str, Any]], rate: float) -> Tensor | float | None:
+        """One optimizer step; the norm of its gradient, unless DeepSpeed doesn't tell."""
         [targets] = distributed.summed(sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches))
         # accelerate divides by the passes, and DDP and DeepSpeed by the ranks: for means, but these are sums
         scale = len(batches) * self.accelerator.num_processes
@@ -210,13 +204,15 @@ class CombTrainer:
                 raise
             self._loss += loss.detach()
         # DeepSpeed has clipped already, and only tells the norm
-        norm = self.accelerator.clip_grad_norm_(self._wrapped.parameters(), self.config.max_grad_norm or float("inf"))
+        norm: Tensor | float | None = self.accelerator.clip_grad_norm_(
+            self._wrapped.parameters(), self.config.max_grad_norm or float("inf")
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.tick()
         self.step += 1
         self._set_learning_rates()
-        return math.nan if norm is None else float(norm)
+        return norm
 
     def _set_learning_rates(self) -> None:
         factor = self.schedule(self.step)
@@ -266,8 +262,17 @@ class CombTrainer:
                 self.method.save_trained(self.model, path, self.tokenizer, weights)
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
-                state = dict(zip(STATE, (self.step, self.schedule.used, self.log.history), strict=True))
+                state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
                 (path / TRAINER_STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
+
+    def _read_state(self, folder: Path) -> None:
+        """How far the run was. Raises ValueError if `folder` doesn't tell."""
+        try:
+            state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            self.step, self.schedule.used = int(state["global_step"]), float(state["seconds"])
+            self.log.history = state["log_history"]
+        except (OSError, json.JSONDecodeError, KeyError) as error:
+            raise ValueError(f"{folder} is no checkpoint that this version can resume from ({error!r})") from error
 
     def _load(self, folder: Path) -> None:
         check_names(self.model, folder)
