@@ -17,11 +17,22 @@ from typing import NamedTuple
 
 import numpy
 
-from comb.engine.workers.scheduling import Plan, lpt, makespan, round_robin
+from comb.engine.workers.scheduling import Plan, lpt
 from comb.evaluation.table import Row
 
 Trace = Sequence[Sequence[int]]
 Policy = Callable[[Sequence[float], int], Plan]
+
+
+def round_robin(costs: Sequence[float], workers: int) -> Plan:
+    """Segments in the order given, to the workers in turn."""
+    return [list(range(worker, len(costs), workers)) for worker in range(workers)]
+
+
+def makespan(costs: Sequence[float], plan: Plan) -> float:
+    """The load of the busiest worker."""
+    return max((sum(costs[index] for index in indices) for indices in plan), default=0.0)
+
 
 POLICIES: dict[str, Policy] = {"lpt": lpt, "round-robin": round_robin}
 

@@ -398,6 +398,14 @@ class Chaotic(SegmentWorker):
             raise ConnectionError("the cluster is gone")
 
 
+def test_a_process_that_ends_while_it_starts_is_explained(source: ModelSource) -> None:
+    worker = Chaotic(Compiler(source, 1, ()), random.Random(0))
+    worker.loaded = Future()
+    worker.loaded.set_exception(BrokenExecutor("terminated abruptly"))
+    with pytest.raises(RuntimeError, match=r"could not load 'me/model'.*under `if __name__ == "):
+        CompileExecutor(lambda: worker, 1, "me/model")
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_every_segment_is_compiled_and_right(source: ModelSource, model: Any, seed: int) -> None:
     compiler, method, generator = Compiler(source, 1, ()), methods.create("naive", model), random.Random(seed)

@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from comb.bench.parallel import ParallelOptions, measure_parallel, panels, simulate_beyond, tables
-from comb.bench.simulate import CostModel
+from comb.bench.simulate import CostModel, makespan
 from comb.cli import main as cli
 from comb.engine.workers import CompileExecutor
 from comb.engine.workers.executor import SegmentWorker
-from comb.engine.workers.scheduling import lpt, makespan
+from comb.engine.workers.scheduling import lpt
 from comb.engine.workers.worker import Compiler, Reply
 from comb.evaluation.plot import draw
 from comb.model.source import ModelSource

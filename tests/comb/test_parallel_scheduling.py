@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from comb.bench.simulate import (
     CostModel,
     lower_bound,
+    makespan,
     optimum,
     random_trace,
     read_trace,
     replay,
+    round_robin,
     simulate,
 )
-from comb.engine.workers.scheduling import Deadline, lpt, makespan, round_robin
+from comb.engine.workers.scheduling import Deadline, lpt
 
 COSTS = st.lists(st.integers(1, 4000), min_size=1, max_size=8)
 WORKERS = st.integers(1, 5)

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, BrokenExecutor, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -119,7 +119,10 @@ class CompileExecutor:
                 self._workers[index] = start()
             done, late = wait([worker.loaded for worker in self._workers.values()], start_timeout_s, FIRST_EXCEPTION)
             for error in filter(None, (future.exception() for future in done)):
-                raise RuntimeError(f"a worker could not load {name!r}: {type(error).__name__}: {error}") from error
+                why = f"{type(error).__name__}: {error}"
+                if isinstance(error, BrokenExecutor):  # the process says on stderr what it died of
+                    why = 'its process has ended. A script starts workers under `if __name__ == "__main__":`'
+                raise RuntimeError(f"a worker could not load {name!r}: {why}") from error
             if late:
                 raise RuntimeError(
                     f"{len(late)} of {workers} workers have not loaded {name!r} in {start_timeout_s:g} s{late_hint}"

@@ -21,7 +21,10 @@ def lpt(costs: Sequence[float], workers: int) -> Plan:
 
     Source: HYPIC sec. 4.4, eq. 9.
     """
-    _check(costs, workers)
+    if workers < 1:
+        raise ValueError(f"a plan needs at least one worker, got {workers}")
+    if any(not cost >= 0 for cost in costs):
+        raise ValueError(f"the cost of a segment is at least 0, got {min(costs)}")
     plan: Plan = [[] for _ in range(workers)]
     loads = [(0.0, worker) for worker in range(workers)]
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
@@ -29,24 +32,6 @@ def lpt(costs: Sequence[float], workers: int) -> Plan:
         plan[worker].append(index)
         heapq.heapreplace(loads, (load + costs[index], worker))
     return plan
-
-
-def round_robin(costs: Sequence[float], workers: int) -> Plan:
-    """Segments in the order given, to the workers in turn."""
-    _check(costs, workers)
-    return [list(range(worker, len(costs), workers)) for worker in range(workers)]
-
-
-def makespan(costs: Sequence[float], plan: Plan) -> float:
-    """The load of the busiest worker."""
-    return max((sum(costs[index] for index in indices) for indices in plan), default=0.0)
-
-
-def _check(costs: Sequence[float], workers: int) -> None:
-    if workers < 1:
-        raise ValueError(f"a plan needs at least one worker, got {workers}")
-    if any(not cost >= 0 for cost in costs):
-        raise ValueError(f"the cost of a segment is at least 0, got {min(costs)}")
 
 
 @dataclass
