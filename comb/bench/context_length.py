@@ -70,8 +70,8 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     remarks = [f"Growth of cached TTFT, as a power of the context: {', '.join(grown)}."] if grown else []
     found = [TextTable("Time to first token against context length", columns, rows, remarks)]
     if last := _longest(rows):
-        names = dict.fromkeys([*STAGES, *(name for row in last for name in row["stages_s"])])
-        stages = [Column(n, _stage(n), ms) for n in names if any(n in row["stages_s"] for row in last)]
+        names = sorted({name for row in last for name in row["stages_s"]}, key=_place)
+        stages = [Column(name, _stage(name), ms) for name in names]
         title = f"Where the cached TTFT goes at {last[0]['tokens']} tokens, ms"
         found.append(TextTable(title, [columns[0], *stages], last))
     return found
@@ -83,7 +83,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     where = f"where it goes at {last[0]['tokens']} tokens, ms" if last else ""
     return [
         Lines(rows, "tokens", "ttft_cached_s", "context, tokens", "cached time to first token, ms", scale=1000),
-        Bars(last, lambda row: str(row["method"]), lambda row: row["stages_s"], where),
+        Bars(last, lambda row: str(row["method"]), lambda row: row["stages_s"], where, STAGES),
     ]
 
 
@@ -257,5 +257,5 @@ def _longest(rows: Sequence[Row]) -> list[Row]:
     return [row for row in measured if row["tokens"] == max(each["tokens"] for each in measured)]
 
 
-def _stage(name: str) -> Callable[[Row], float | None]:
-    return lambda row: row["stages_s"].get(name)
+def _place(stage: str) -> int:
+    return STAGES.index(stage) if stage in STAGES else len(STAGES)

@@ -115,7 +115,13 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         return {name: s.median if isinstance(s, Timing) else s for name in STAGES for s in [row[f"{name}_s"]]}
 
     found: list[Panel] = [
-        Bars(bars, lambda row: f"{row['workers']}, {row['kind']}", stages, f"cold time to first token, {method}, ms")
+        Bars(
+            bars,
+            lambda row: f"{row['workers']}, {row['kind']}",
+            stages,
+            f"cold time to first token, {method}, ms",
+            STAGES,
+        )
     ]
     for group in own[-1:]:
         label = f"workers, simulated: {group[0]['name']}"

@@ -85,8 +85,9 @@ class Lines:
             axes.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0, label=self.diagonal)
         if self.level is not None:
             axes.axhline(self.level, color="black", linewidth=0.8, linestyle="--")
-        axes.set_xscale("log" if "x" in self.log else "linear")
-        axes.set_yscale("log" if "y" in self.log else "linear")
+        # a linear axis begins at zero, so that lengths on it can be compared
+        axes.set(**{"xscale": "log"} if "x" in self.log else {"xlim": (0, None)})
+        axes.set(**{"yscale": "log"} if "y" in self.log else {"ylim": (0, None)})
         axes.set_xlabel(self.xlabel)
         axes.set_ylabel(self.ylabel)
         if len(curves) > 1:
@@ -101,18 +102,20 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A horizontal bar per row, made of `parts`: seconds by name in that order, drawn in ms."""
+    """A horizontal bar per row, made of `parts`: seconds by name, drawn in ms; those in `order` first."""
 
     rows: Sequence[Row]
     label: Callable[[Row], str]
     parts: Callable[[Row], dict[str, float]]
     xlabel: str
+    order: Sequence[str] = ()
 
     def draw(self, axes: Any) -> None:
         """With the parts' names in a legend."""
         found = [self.parts(row) for row in self.rows]
         starts = [0.0] * len(found)
-        for name in dict.fromkeys(name for parts in found for name in parts):
+        named = {name for parts in found for name in parts}
+        for name in [*(name for name in self.order if name in named), *sorted(named - set(self.order))]:
             widths = [1000 * parts.get(name, 0.0) for parts in found]
             axes.barh(range(len(found)), widths, left=starts, label=name, height=0.7)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
@@ -120,7 +123,7 @@ class Bars:
         axes.invert_yaxis()
         axes.set_xlabel(self.xlabel)
         if found:
-            axes.legend(frameon=False, fontsize="small", loc="lower right")
+            legend_beside(axes)
 
 
 @dataclass(frozen=True)
