@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -71,9 +71,10 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     found = [TextTable("Time to first token against context length", columns, rows, remarks)]
     if last := _longest(rows):
         names = sorted({name for row in last for name in row["stages_s"]}, key=_place)
-        stages = [Column(name, _stage(name), ms) for name in names]
+        stages = [Column(name, name, ms) for name in names]
+        lines: list[Row] = [{"method": row["method"], **row["stages_s"]} for row in last]
         title = f"Where the cached TTFT goes at {last[0]['tokens']} tokens, ms"
-        found.append(TextTable(title, [columns[0], *stages], last))
+        found.append(TextTable(title, [columns[0], *stages], lines))
     return found
 
 

@@ -123,7 +123,7 @@ class Bars:
         axes.invert_yaxis()
         axes.set_xlabel(self.xlabel)
         if found:
-            legend_beside(axes)
+            _legend_beside(axes)
 
 
 @dataclass(frozen=True)
@@ -149,28 +149,38 @@ class Grid:
             for x, value in enumerate(row):
                 axes.text(x, y, "-" if value != value else f"{value:.0f}", ha="center", va="center", fontsize="small")
         axes.set_title(self.title, fontsize="small")
-        axes.grid(visible=False)
         axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns], fontsize="small")
         axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines], fontsize="small")
         axes.set_xlabel(self.labels[0])
         axes.set_ylabel(self.labels[1])
 
 
-def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "", most_columns: int = 4) -> Path:
-    """Draws panels beside and below each other.
+def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
+    """Draws panels beside each other, four in a row, and writes them.
 
     Raises:
         ImportError: if matplotlib is not installed (the `demo` extra brings it).
     """
-    columns = min(most_columns, len(panels))
+    # the object interface draws without pyplot, so no display and no global state are involved
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
-    figure, axes = make_figure(4.6 * columns + 1.5, 3.4 * lines + 0.6, columns, lines)
-    several = list(getattr(axes, "flat", [axes]))
-    for panel, one in zip(panels, several, strict=False):
-        panel.draw(one)
-    for one in several[len(panels) :]:
-        one.set_axis_off()
-    return save(figure, several[: len(panels)], path, title)
+    figure = Figure(figsize=(4.6 * columns + 1.5, 3.4 * lines + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    several = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for panel, axes in zip(panels, several, strict=False):
+        if not isinstance(panel, Grid):
+            axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        panel.draw(axes)
+    for axes in several[len(panels) :]:
+        axes.set_axis_off()
+    figure.suptitle(title, fontsize="medium")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return Path(path)
 
 
 def styles(methods: Sequence[str]) -> dict[str, Style]:
@@ -240,7 +250,7 @@ class Quality:
             axes.set_ylim(min(heights) - margin, max(heights) + margin)
         else:
             axes.set_ylim(-3, 103)
-        legend_beside(axes)
+        _legend_beside(axes)
 
 
 def plot_results(results: Sequence[MethodResult], path: str | Path, *, title: str = "", metric: str = "em") -> Path:
@@ -273,29 +283,7 @@ def plot_training(
     return draw(panels, path, title=title)
 
 
-def make_figure(width: float, height: float, columns: int = 1, lines: int = 1) -> tuple[Any, Any]:
-    """A figure of so many inches and its axes (an array of them for several)."""
-    # the object interface draws without pyplot, so no display and no global state are involved
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(lines, columns)
-
-
-def legend_beside(axes: Any) -> None:
+def _legend_beside(axes: Any) -> None:
     """A legend to the right of the axes, where it covers no point."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize="small")
-
-
-def save(figure: Any, axes: Any, path: str | Path, title: str) -> Path:
-    """Draws title and grid, and writes the figure; `axes` may be several."""
-    for one in getattr(axes, "flat", axes if isinstance(axes, list) else [axes]):
-        one.grid(alpha=0.3)
-        one.set_axisbelow(True)
-    figure.suptitle(title, fontsize="medium")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return Path(path)

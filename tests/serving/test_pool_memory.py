@@ -310,7 +310,7 @@ def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     content = json.loads((tmp_path / "serving-gpu.json").read_text())
     assert [item["failed"] for item in content["checks"] + content["handovers"]] == [""] * 6
-    assert {(item["stored"], item["rows"], item["queries"]) for item in content["points"]} == {
+    assert {(item["stored"], item["rows"], item["queries"]) for item in content["results"]} == {
         (stored, rows, queries) for stored in ("float32", "fp8") for rows in (1, 3) for queries in (1, 5)
     }
     assert content["left_out"] == {}

@@ -1,1 +1,1 @@
-"""`scripts/bench-serving-gpu`, and the two processes with one pool that it starts (`handover`)."""
+"""`comb bench serving-gpu` (`kernels`), and the two processes with one pool that it starts (`handover`)."""

@@ -1,13 +1,13 @@
-"""`scripts/bench-serving-gpu`: what of serving a CPU can't show, checked on a GPU and then timed.
+"""`comb bench serving-gpu`: what of serving a CPU can't show, checked on a GPU and then timed.
 
 In one process and the writers that it starts: the kernels of paged attention against the plain way; a pool handed to
 another process, which is killed; the kernels' time, and their bandwidth against a device copy, over rows, length of the
 documents and dtype of the pool; how fast documents are written. No kernel is timed if its check fails.
+`scripts/bench-serving-gpu` runs it where comb isn't installed.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.bench.gpu_run import GpuRun, chosen_device, parser_for
+from comb.bench.gpu import GpuOptions, GpuRun
+from comb.bench.harness import BenchmarkReport, benchmark
 from comb.cache.quantization import quantize
-from comb.evaluation.record import environment, write_json
+from comb.evaluation.table import Column, Row, TextTable, percent
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.paged.attention import attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged, run_plan
@@ -45,22 +46,80 @@ class Measured:
     groups: int = 8
     width: int = 128
     block: int = 16
-    repeats: int = 15
     copied: int = 2**30
     handed_over: tuple[int, ...] = (512, 8192)
     cross_layers: int = 8
 
 
-TINY = Measured(((1, 2, 20), (3, 2, 9)), (1, 5), 4, 2, 16, 4, 1, 2**16, (9,), 2)
+TINY = Measured(((1, 2, 20), (3, 2, 9)), (1, 5), 4, 2, 16, 4, 2**16, (9,), 2)
+
+
+def tables(rows: Sequence[Row]) -> list[TextTable]:
+    """One line per number of rows, length of documents, queries and dtype of the pool."""
+
+    def us(seconds: float) -> str:
+        return f"{1e6 * seconds:.0f}"
+
+    columns = (
+        *(Column(name, name, names=True) for name in ("rows", "documents", "tokens", "queries", "stored")),
+        Column("kernel us", "kernel_s", us),
+        Column("GB/s", "bytes_per_second", lambda rate: f"{rate / 1e9:.4g}"),
+        Column("% of a copy", "share_of_copy", percent, "of a device copy's bytes per second"),
+        Column("plain us", "plain_s", us),
+        Column("plan us", "plan_s", us, "the host's, once per step"),
+    )
+    return [TextTable("One layer's paged attention for the rows of one step", columns, rows)]
+
+
+@benchmark("serving-gpu", tables)
+def serving_gpu(options: GpuOptions, report: BenchmarkReport) -> None:
+    """Serving's kernels and the pool's hand-over on a GPU: checked, then timed."""
+    run = ServingGpuRun(options, report, TINY if options.tiny else Measured())
+    report.facts |= {"sizes": asdict(run.measured), "checks": [], "handovers": []}
+    with torch.inference_mode():
+        run.run()
+    report.facts["elapsed_s"] = report.elapsed()
+    for what, why in run.left_out.items():
+        report.say(f"left out: {what}: {why}")
+    report.write()
+    failed = [done["failed"] for done in report.facts["checks"] + report.facts["handovers"] if done["failed"]]
+    if failed:
+        raise RuntimeError(f"checks have failed: {'; '.join(failed)}")
 
 
 class ServingGpuRun(GpuRun):
     """What is checked and timed."""
 
-    def __init__(self, device: torch.device, measured: Measured, seconds: float) -> None:
-        super().__init__(device, measured.repeats, seconds)
+    def __init__(self, options: GpuOptions, report: BenchmarkReport, measured: Measured) -> None:
+        super().__init__(options, report)
         self.measured = measured
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def run(self) -> None:
+        """Checks, hand-overs, then the kernels' times."""
+        facts, say = self.report.facts, self.report.say
+        for done in self.checks():
+            facts["checks"].append(done)
+            say(f"{done['case']}: {done['failed'] or 'ok'}, {done['error']:.2g}")
+        for over in self.handovers():
+            if isinstance(over, str):
+                facts["handovers"].append({"failed": over})
+                say(f"the pool can't be handed over: {over}")
+                continue
+            facts["handovers"].append(over.to_dict())
+            say(
+                f"{over.tokens} tokens, {over.layout.stored}, {over.source} to {over.layout.memory} memory: "
+                f"{over.failed or 'ok'}, write {1e6 * over.write_s:.0f} us + event {1e6 * over.wait_s:.0f} us, "
+                f"{over.bytes_per_second / 1e9:.3g} GB/s, open {1e3 * over.attach_s:.3g} ms",
+            )
+            self.report.write()
+        if any(done["failed"] for done in facts["checks"]):
+            say("a check failed: no kernel is timed")
+            return
+        copied = facts["copy_bytes_per_second"] = self.copy_rate()
+        say(f"device copy: {copied / 1e9:.4g} GB/s, read and written")
+        for row in self.points(copied):
+            self.report.add(row)
 
     def step(
         self, rows: int, documents: int, tokens: int, queries: Sequence[int], *, fp8: bool, dtype: torch.dtype
@@ -143,7 +202,7 @@ class ServingGpuRun(GpuRun):
         """Bytes per second of a device copy, read and written counted."""
         source = torch.empty(self.measured.copied, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        return 2 * source.numel() / self.clock.time(partial(target.copy_, source)).median_s
+        return 2 * source.numel() / self.time(partial(target.copy_, source)).median
 
     def points(self, copied: float) -> Iterator[dict[str, Any]]:
         for fp8 in (False, True):
@@ -171,8 +230,8 @@ class ServingGpuRun(GpuRun):
         for _ in range(3):
             plan = make_plan(batch, heads=sizes.heads, groups=sizes.groups, device=self.device, sizes=chosen)
         plan_s = (time.perf_counter() - begun) / 3
-        kernel_s = self.clock.time(partial(run_plan, query, layer, plan)).median_s
-        plain_s = self.clock.time(partial(attend_plain, query, layer, batch), graph=False).median_s
+        kernel_s = self.time(partial(run_plan, query, layer, plan)).median
+        plain_s = self.time(partial(attend_plain, query, layer, batch), graph=False).median
         each = layer.keys.element_size() * sizes.width + (4 if fp8 else 0)
         rate = 2 * each * sizes.groups * rows * documents * tokens / kernel_s
         single = all(queries <= items.tokens for items in plan.launches)
@@ -191,57 +250,3 @@ def _in_fp8(layer: PagedLayer, hole: Tensor) -> PagedLayer:
     scales = [part[..., 0].float().masked_fill_(hole[:, None], float("nan")) for part in (key_scales, value_scales)]
     assert keys.dtype == FP8
     return PagedLayer(keys, values, layer.block_size, *scales)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs everything; 1 if a check failed."""
-    parser = parser_for(__doc__, "serving-gpu.json", seconds=420)
-    chosen = parser.parse_args(arguments)
-    device, name = chosen_device(parser, chosen.device)
-    bench = ServingGpuRun(device, TINY if chosen.tiny else Measured(), chosen.seconds)
-    content: dict[str, Any] = environment(device=name, sizes=asdict(bench.measured))
-    content |= {"checks": [], "handovers": [], "points": [], "left_out": bench.left_out}
-    try:
-        with torch.inference_mode():
-            _run(bench, content, lambda: write_json(chosen.out / "serving-gpu.json", content))
-    finally:
-        content["elapsed_s"] = bench.elapsed()
-        write_json(chosen.out / "serving-gpu.json", content)
-    bench.say_left_out()
-    return 1 if any(item["failed"] for item in content["checks"] + content["handovers"]) else 0
-
-
-def _run(bench: ServingGpuRun, content: dict[str, Any], write: Any) -> None:
-    for done in bench.checks():
-        content["checks"].append(done)
-        bench.say(f"{done['case']}: {done['failed'] or 'ok'}, {done['error']:.2g}")
-    for over in bench.handovers():
-        if isinstance(over, str):
-            content["handovers"].append({"failed": over})
-            bench.say(f"the pool can't be handed over: {over}")
-            continue
-        content["handovers"].append(over.to_dict())
-        bench.say(
-            f"{over.tokens} tokens, {over.layout.stored}, {over.source} to {over.layout.memory} memory: "
-            f"{over.failed or 'ok'}, write {1e6 * over.write_s:.0f} us + event {1e6 * over.wait_s:.0f} us, "
-            f"{over.bytes_per_second / 1e9:.3g} GB/s, open {1e3 * over.attach_s:.3g} ms",
-        )
-        write()
-    if any(item["failed"] for item in content["checks"]):
-        bench.say("a check failed: no kernel is timed")
-        return
-    copied = content["copy_bytes_per_second"] = bench.copy_rate()
-    bench.say(f"device copy: {copied / 1e9:.4g} GB/s, read and written")
-    for point in bench.points(copied):
-        content["points"].append(point)
-        share = "" if point["share_of_copy"] is None else f", {point['share_of_copy']:.0%} of a copy"
-        bench.say(
-            f"{point['rows']} x {point['documents']} x {point['tokens']}, {point['queries']} queries, "
-            f"{point['stored']}: {1e6 * point['kernel_s']:.0f} us ({point['bytes_per_second'] / 1e9:.4g} GB/s{share}), "
-            f"plain {1e6 * point['plain_s']:.0f} us, plan {1e6 * point['plan_s']:.0f} us",
-        )
-        write()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
