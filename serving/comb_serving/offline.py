@@ -25,7 +25,7 @@ from comb_serving.config.instance import instance_folder
 from comb_serving.config.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_DTYPES, ServeOptions
 from comb_serving.config.sizes import parse_pool_size
 from comb_serving.encoding.local import LocalEncoders
-from comb_serving.encoding.process import load
+from comb_serving.encoding.worker import load
 from comb_serving.manager.leases import Lease, PoolFullError
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.handles import KEY, pack

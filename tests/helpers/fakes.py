@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from comb_serving.encoding.supervisor import Encoded, EncoderError, Identity
+from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
 from comb_serving.pool.handles import PoolHandle
 
-IDENTITY = Identity(fingerprint="adapter", dtype="float32", max_document_tokens=64, vocab_size=4096)
+IDENTITY = EncoderIdentity(fingerprint="adapter", dtype="float32", max_document_tokens=64, vocab_size=4096)
 
 
 @dataclass
@@ -19,11 +19,11 @@ class FakeEncoders:
     """Documents are answered when a test says so, or at once."""
 
     at_once: bool = True
-    known: Identity = IDENTITY
+    known: EncoderIdentity = IDENTITY
     open: list[tuple[str, PoolHandle, asyncio.Future[Encoded]]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
-    async def identity(self) -> Identity:
+    async def identity(self) -> EncoderIdentity:
         return self.known
 
     def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
+import queue
 import signal
 import socket
-import stat
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -21,10 +21,11 @@ from transformers import AutoTokenizer
 
 from comb import CombForCausalLM
 from comb.cache.store import PICacheStore
+from comb.model.modeling import ENCODE_BATCH_TOKENS
 from comb_serving.config.options import INSTANCE_DIR, OPTIONS, ServeOptions, pool_path
-from comb_serving.encoding import frames
-from comb_serving.encoding.process import EncodeJob, EncoderWorker, drop_decoder, socket_path
-from comb_serving.encoding.supervisor import EncoderProcesses
+from comb_serving.encoding.protocol import EncodeJob, MessageError, decode_message, encode_message
+from comb_serving.encoding.supervisor import ENCODER, EncoderProcesses
+from comb_serving.encoding.worker import EncoderWorker, batches, drop_decoder
 from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.handles import PoolHandle
@@ -35,7 +36,6 @@ BLOCKS = 64
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short enough for a Unix socket."""
     with tempfile.TemporaryDirectory(prefix="comb-test-") as name:
         yield Path(name)
 
@@ -58,7 +58,7 @@ async def running(
 ) -> AsyncIterator[tuple[PICManager, EncoderProcesses]]:
     options = ServeOptions(str(nano_adapter), encoders=count, **more)
     environment = {**os.environ, INSTANCE_DIR: str(folder), OPTIONS: options.to_json()}
-    encoders = EncoderProcesses(folder, environment, count=count, start_seconds=120)
+    encoders = EncoderProcesses(environment, count=count, start_seconds=120)
     encoders.start()
     try:
         yield PICManager(pool.layout, encoders), encoders
@@ -97,10 +97,8 @@ def test_the_pool_holds_what_encode_gives_bit_for_bit(
     async def work() -> None:
         async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
             assert (await manager.identity()).fingerprint == adapter.fingerprint
-            while any(place.writer is None for place in encoders.places):
+            while any(slot.writer is None for slot in encoders.slots):
                 await asyncio.sleep(0.05)
-            modes = [stat.S_IMODE(socket_path(folder, index).stat().st_mode) for index in range(2)]
-            assert modes == [0o600, 0o600]
             for number in range(3):
                 (one,) = await wanted(manager, range(number, number + 1), 13 + number)
                 lease = await manager.acquire([one])
@@ -126,7 +124,6 @@ def test_the_pool_holds_what_encode_gives_bit_for_bit(
             manager.check_integrity()
 
     run(work())
-    assert not socket_path(folder, 0).exists()
 
 
 @pytest.mark.slow
@@ -139,18 +136,18 @@ def test_killing_encoders_under_load_ends_every_waiter_right(
         async with running(nano_adapter, folder, pool) as (manager, encoders):
             everything = await wanted(manager, range(16))
             await asyncio.sleep(0)
-            while any(place.writer is None for place in encoders.places):
+            while any(slot.writer is None for slot in encoders.slots):
                 await asyncio.sleep(0.05)
-            for place in encoders.places:  # stopped, so that the documents are under way when they die
-                os.kill(place.process.pid, signal.SIGSTOP)
+            for slot in encoders.slots:  # stopped, so that the documents are under way when they die
+                os.kill(slot.process.pid, signal.SIGSTOP)
             pairs = list(itertools.pairwise(everything))
             tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
             while encoders.waiting < len(everything):
                 await asyncio.sleep(0.01)
             assert manager.waiting == len(tasks)
             pool.tensor.fill_(float("nan"))
-            for place in encoders.places:
-                os.kill(place.process.pid, signal.SIGKILL)
+            for slot in encoders.slots:
+                os.kill(slot.process.pid, signal.SIGKILL)
             leases = await asyncio.gather(*tasks)
             assert encoders.restarts == 1
             for lease, pair in zip(leases, pairs, strict=True):
@@ -258,15 +255,37 @@ def test_dropping_the_decoder_changes_no_encoding(nano_adapter: Path, adapter: C
     assert torch.equal(model.encode([document(3)])[0].values, adapter.encode([document(3)])[0].values)
 
 
-def test_frames_refuse_what_is_none() -> None:
+@pytest.mark.slow
+def test_the_process_ends_with_the_other_end_of_its_socket() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(frames.encode({"job": 1}) + b"\xff\xff\xff\xff")
-        assert frames.receive_blocking(theirs) == {"job": 1}
-        with pytest.raises(frames.FrameError, match="announced"):
-            frames.receive_blocking(theirs)
-        for data in (b"[1]", b"{", b"\xff"):
-            ours.sendall(len(data).to_bytes(4, "big") + data)
-            with pytest.raises(frames.FrameError):
-                frames.receive_blocking(theirs)
-    assert json.loads(frames.encode({"a": "ä"})[4:]) == {"a": "ä"}
+        command = [*ENCODER, "--socket", str(theirs.fileno())]
+        environment = {**os.environ, INSTANCE_DIR: "/nowhere", OPTIONS: ServeOptions("nano").to_json()}
+        process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+    assert process.wait(60) in (0, 1)  # 1: it hasn't even found its pools
+
+
+def test_batches_stay_within_the_budget_and_nothing_is_left_behind() -> None:
+    budget = ENCODE_BATCH_TOKENS
+    sizes = [budget // 4, budget // 4, budget // 2, 10, budget, 2 * budget, 1, 1]
+    waiting: queue.Queue[EncodeJob | None] = queue.Queue()
+    for number, size in enumerate(sizes):
+        waiting.put(EncodeJob(number, str(number), (5,) * size, PoolHandle(size, ())))
+    waiting.put(None)
+    found = [[len(job.token_ids) for job in batch] for batch in batches(waiting)]
+    assert found == [[budget // 4, budget // 4], [budget // 2, 10], [budget], [2 * budget], [1, 1]]
+    waiting.put(None)
+    assert list(batches(waiting)) == []
+    waiting.put(EncodeJob(0, "0", (5,), PoolHandle(1, ())))
+    coming = batches(waiting)
+    assert len(next(coming)) == 1  # without waiting for a second one
+
+
+def test_lines_that_are_no_message_are_refused() -> None:
+    assert decode_message(encode_message({"job": 1, "text": "ä\n"})) == {"job": 1, "text": "ä\n"}
+    for line in (b"[1]\n", b"{\n", b"\xff\n", b"\n"):
+        with pytest.raises(MessageError):
+            decode_message(line)
+    for cut in (b"", b'{"job": 1}'):
+        with pytest.raises(ConnectionResetError, match="closed"):
+            decode_message(cut)

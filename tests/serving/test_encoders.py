@@ -13,32 +13,30 @@ from typing import Any
 import pytest
 
 from comb_serving.encoding import supervisor as module
-from comb_serving.encoding.supervisor import EncoderError, EncoderProcesses
+from comb_serving.encoding.protocol import EncoderError
+from comb_serving.encoding.supervisor import EncoderProcesses
 from comb_serving.pool.handles import PoolHandle
 
 DIES, HANGS, LIES = 666, 777, 888
 PROGRAM = f"""
 import os, pathlib, socket, sys, threading
-from comb_serving.encoding import frames
+from comb_serving.encoding.protocol import decode_message, encode_message
 folder = pathlib.Path(sys.argv[1])
 if (folder / "broken").exists(): sys.exit(1)
 starts = folder / "starts"
 count = len(starts.read_bytes()) if starts.exists() else 0
 with starts.open("ab") as file: file.write(b"x")
-server = socket.socket(socket.AF_UNIX)
-server.bind(str(folder / "encoder-0.sock"))
-server.listen(1)
-connection, _ = server.accept()
+connection = socket.socket(fileno=int(sys.argv[-1]))
 name = "changed" if (folder / "change").exists() else "same"
 hello = {{"fingerprint": name, "dtype": "float32", "max_document_tokens": 9, "vocab_size": 9}}
-connection.sendall(frames.encode(hello))
-while True:
-    job = frames.receive_blocking(connection)
+connection.sendall(encode_message(hello))
+for line in connection.makefile('rb'):
+    job = decode_message(line)
     token = job["token_ids"][0]
     if token == {DIES}: os._exit(1)
     if token == {HANGS}: threading.Event().wait()
     if token == {LIES}: connection.sendall(b"\\xff" * 8)
-    connection.sendall(frames.encode({{"job": job["job"], "tier": "encoded", "seconds": 0.0}}))
+    connection.sendall(encode_message({{"job": job["job"], "tier": "encoded", "seconds": 0.0}}))
 """
 
 
@@ -51,7 +49,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def start(folder: Path, **more: Any) -> EncoderProcesses:
     command = [sys.executable, "-c", PROGRAM, str(folder)]
-    encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30, **more)
+    encoders = EncoderProcesses(dict(os.environ), command=command, start_seconds=30, **more)
     encoders.start()
     return encoders
 
@@ -98,7 +96,7 @@ def test_other_weights_after_a_restart_are_refused(folder: Path) -> None:
 def test_an_encoder_that_cannot_start_is_an_error_and_not_a_wait(folder: Path) -> None:
     async def work() -> None:
         command = [sys.executable, "-c", "raise SystemExit(1)"]
-        encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30)
+        encoders = EncoderProcesses(dict(os.environ), command=command, start_seconds=30)
         waiting = encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))
         encoders.start()
         with pytest.raises(EncoderError, match="at their start"):
@@ -133,13 +131,13 @@ def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
         while encoders.fault() is not None:
             await asyncio.sleep(0.01)
         assert (await encoders.submit("b" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
-        process = encoders.places[0].process
+        process = encoders.slots[0].process
         assert process is not None
         process.kill()
         while encoders.restarts < 5:
             assert encoders.fault() is None  # being started again is none
             await asyncio.sleep(0.001)
-            if encoders.places[0].process not in (None, process):
+            if encoders.slots[0].process not in (None, process):
                 break
         await encoders.stop()
 
@@ -150,12 +148,12 @@ def test_an_encoder_that_starts_after_all_is_used(folder: Path) -> None:
     async def work() -> None:
         wait = f"import os, sys; os.path.exists({str(folder / 'ready')!r}) or sys.exit(1)"
         command = [sys.executable, "-c", f"{wait}\n{PROGRAM}", str(folder)]
-        encoders = EncoderProcesses(folder, dict(os.environ), command=command, start_seconds=30)
+        encoders = EncoderProcesses(dict(os.environ), command=command, start_seconds=30)
         encoders.start()
         with pytest.raises(EncoderError, match="at their start"):
             await encoders.identity()
         (folder / "ready").touch()
-        while encoders.places[0].writer is None:
+        while encoders.slots[0].writer is None:
             await asyncio.sleep(0.02)
         assert (await encoders.identity()).fingerprint == "same"
         assert (await encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
@@ -168,13 +166,12 @@ def test_nothing_runs_after_the_end(folder: Path) -> None:
     async def work() -> None:
         encoders = start(folder)
         await encoders.identity()
-        process = encoders.places[0].process
+        process = encoders.slots[0].process
         assert process is not None
         hanging = encoders.submit("a" * 64, [HANGS], PoolHandle(1, (0,)))
         await encoders.stop()
         assert process.returncode is not None
         with pytest.raises(EncoderError, match="shutting down"):
             await hanging
-        assert not (folder / "encoder-0.sock").exists()
 
     run(work())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comb.cache.index import IntegrityError
-from comb_serving.encoding.supervisor import EncoderError
+from comb_serving.encoding.protocol import EncoderError
 from comb_serving.manager.leases import DocumentsTooLargeError, Lease, PoolFullError, PoolPinnedError, WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.pool import PoolLayout

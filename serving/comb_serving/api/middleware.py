@@ -41,7 +41,8 @@ from comb_serving.api.response import ResponseWriter, report
 from comb_serving.config.logs import configure
 from comb_serving.config.options import ServeOptions, instance_dir, pool_path
 from comb_serving.config.tenants import authorized, tenant_of
-from comb_serving.encoding.supervisor import EncoderError, EncoderProcesses
+from comb_serving.encoding.protocol import EncoderError
+from comb_serving.encoding.supervisor import EncoderProcesses
 from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.handles import KEY
@@ -114,10 +115,7 @@ class CombMiddleware:
                         f"vLLM has made no pool in {folder}: does {self.options.checkpoint} hold an adapter?"
                     )
                 self._encoders = EncoderProcesses(
-                    folder,
-                    dict(os.environ),
-                    count=self.options.encoders,
-                    start_seconds=self.options.start_seconds,
+                    dict(os.environ), count=self.options.encoders, start_seconds=self.options.start_seconds
                 )
                 self._encoders.start()
                 manager = PICManager(

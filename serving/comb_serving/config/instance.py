@@ -1,4 +1,4 @@
-"""The private folder of one running server, for its pools and sockets: made, locked, and removed with all it holds.
+"""The private folder of one running server, for its pools: made, locked, and removed with all it holds.
 
 A server that was killed can't remove its folder. The lock tells: whoever gets it knows that the owner is gone, and
 removes that folder, nothing else.

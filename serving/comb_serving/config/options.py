@@ -85,7 +85,7 @@ class ServeOptions:
 
 
 def instance_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder of this instance's pools and sockets."""
+    """The folder of this instance's pools."""
     return Path(environment[INSTANCE_DIR])
 
 

@@ -1,4 +1,4 @@
-"""The encoder inside the process that asks it, for `comb_serving.LLM`; `encoders.py` has it in processes of its own."""
+"""The encoder inside the process that asks it, for `comb_serving.LLM`; `supervisor` has it in processes of its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import queue
 from collections.abc import Sequence
 
-from comb_serving.encoding.process import EncodeJob, EncoderWorker, take_batch
-from comb_serving.encoding.supervisor import Encoded, Identity, settle
+from comb_serving.encoding.protocol import Encoded, EncodeJob, EncoderIdentity, settle
+from comb_serving.encoding.worker import EncoderWorker, batches
 from comb_serving.pool.handles import PoolHandle
 
 
@@ -16,12 +16,12 @@ class LocalEncoders:
 
     def __init__(self, worker: EncoderWorker) -> None:
         self.worker = worker
-        self._identity = Identity.parse(worker.hello())
+        self._identity = EncoderIdentity.parse(worker.hello())
         self._waiting: queue.Queue[EncodeJob | None] = queue.Queue()
         self._open: dict[int, asyncio.Future[Encoded]] = {}
         self._count = 0
 
-    async def identity(self) -> Identity:
+    async def identity(self) -> EncoderIdentity:
         """What the worker said of its weights."""
         return self._identity
 
@@ -36,10 +36,7 @@ class LocalEncoders:
         return future
 
     def _work(self) -> None:
-        held: EncodeJob | None = None
-        while held is not None or not self._waiting.empty():
-            first = self._waiting.get() if held is None else held
-            assert first is not None
-            batch, held, _ = take_batch(first, self._waiting)
+        self._waiting.put(None)
+        for batch in batches(self._waiting):
             for answer in self.worker.run(batch):
                 settle(self._open.pop(answer["job"]), answer)

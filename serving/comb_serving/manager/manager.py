@@ -17,7 +17,7 @@ from functools import partial
 
 from comb.cache.index import CacheIndex, IndexEntry, check
 from comb.cache.picache import content_key
-from comb_serving.encoding.supervisor import Encoded, Encoders, Identity
+from comb_serving.encoding.protocol import Encoded, EncoderIdentity, Encoders
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import (
     DocumentsTooLargeError,
@@ -59,7 +59,7 @@ class PICManager:
         self.queue = WaitQueue()
         self._encoding: dict[PoolEntry, asyncio.Future[Encoded]] = {}
 
-    async def identity(self) -> Identity:
+    async def identity(self) -> EncoderIdentity:
         """What the encoder says about its weights. Raises EncoderError if there is none."""
         return await self.encoders.identity()
 

@@ -1,0 +1,104 @@
+"""What the manager asks of encoders and what they answer: here as objects, between processes as JSON, one a line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from comb_serving.pool.handles import PoolHandle
+
+
+class EncoderError(RuntimeError):
+    """A document could not be encoded."""
+
+
+class MessageError(ConnectionError):
+    """What came is no message; nothing behind it can be trusted."""
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """One document to encode: where it goes, and the number under which it is answered."""
+
+    number: int
+    key: str
+    token_ids: tuple[int, ...]
+    handle: PoolHandle
+
+    def message(self) -> dict[str, Any]:
+        """For the encoder process."""
+        blocks = list(self.handle.blocks)
+        return {"job": self.number, "key": self.key, "token_ids": list(self.token_ids), "blocks": blocks}
+
+    @classmethod
+    def parse(cls, message: dict[str, Any]) -> EncodeJob:
+        """The inverse of `message`."""
+        ids = tuple(message["token_ids"])
+        return cls(int(message["job"]), str(message["key"]), ids, PoolHandle(len(ids), tuple(message["blocks"])))
+
+
+@dataclass(frozen=True)
+class EncoderIdentity:
+    """What the encoder says about its weights; part of every content key."""
+
+    fingerprint: str
+    dtype: str
+    max_document_tokens: int
+    vocab_size: int
+
+    @classmethod
+    def parse(cls, hello: dict[str, Any]) -> EncoderIdentity:
+        """From an encoder's first word."""
+        return cls(*(hello[name] for name in ("fingerprint", "dtype", "max_document_tokens", "vocab_size")))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Where a document's keys and values came from ("encoded", "host" or "disk"), and in how many seconds."""
+
+    tier: str
+    seconds: float
+
+
+def settle(future: asyncio.Future[Encoded], answer: dict[str, Any]) -> None:
+    """Ends a document's future with what an encoder has answered."""
+    if "error" in answer:
+        future.set_exception(EncoderError(answer["error"]))
+    else:
+        future.set_result(Encoded(str(answer["tier"]), float(answer["seconds"])))
+
+
+class Encoders(Protocol):
+    """What the manager needs of them; tests have one without processes."""
+
+    async def identity(self) -> EncoderIdentity:
+        """Waits for the first encoder. Raises EncoderError if none can be had."""
+
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
+        """Asks for one document. The future ends when nobody writes to the handle's blocks any more."""
+
+
+def encode_message(message: dict[str, Any]) -> bytes:
+    """One line."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def decode_message(line: bytes) -> dict[str, Any]:
+    """The message of a line.
+
+    Raises:
+        ConnectionResetError: the other end was closed before the line ended.
+        MessageError: it is anything else.
+    """
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the connection was closed")
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"a line that isn't JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise MessageError(f"a message is an object, not a {type(message).__name__}")
+    return message

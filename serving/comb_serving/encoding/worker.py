@@ -1,0 +1,195 @@
+"""Encodes documents into the pools, in the encoder process or beside vLLM's offline engine.
+
+It holds encoder and embedding table only. With a host or disk tier it keeps what it has encoded (`comb.cache.store`),
+so that a document that has left the pool comes back by copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comb import methods
+from comb.backbones.loading import resolve_name
+from comb.backbones.tokenizer import check_tokenizer, load_tokenizer
+from comb.cache.picache import CrossPICache
+from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
+from comb.model.modeling import ENCODE_BATCH_TOKENS, CombForCausalLM
+from comb_serving.config.options import ServeOptions, pool_path
+from comb_serving.encoding.protocol import EncodeJob
+from comb_serving.pool.pool import SharedPool
+
+logger = logging.getLogger(__name__)
+
+
+class EncoderWorker:
+    """Encodes documents into the pools.
+
+    Args:
+        model: the adapter on its backbone; `drop_decoder` it first to save memory.
+        pools: one per tensor-parallel rank, in order.
+        store: keeps PICaches beyond their time in the pool; None: they are encoded again.
+    """
+
+    def __init__(self, model: CombForCausalLM, pools: Sequence[SharedPool], store: PICacheStore | None = None) -> None:
+        self.model, self.pools, self.store = model, list(pools), store
+        self.method = methods.create("comb", model)
+        config: Any = model.encoder.config
+        self.heads = [
+            slice(start := rank * config.num_key_value_heads // len(self.pools), start + pool.layout.kv_heads)
+            for rank, pool in enumerate(self.pools)
+        ]
+        expected = len(model.cross_blocks), config.head_dim, config.num_key_value_heads
+        for pool, heads in zip(self.pools, self.heads, strict=True):
+            found = pool.layout.cross_layers, pool.layout.head_dim, max(heads.stop, config.num_key_value_heads)
+            if found != expected:
+                raise ValueError(
+                    f"the pool {pool.path.name} has (cross layers, head_dim, heads) {found}, this adapter {expected}: "
+                    "decoder and encoder were started with different checkpoints"
+                )
+
+    def run(self, jobs: Sequence[EncodeJob]) -> list[dict[str, Any]]:
+        """Encodes documents in one batch and writes them; answers one message per job.
+
+        One document that fails doesn't take its neighbours with it: they are encoded alone then.
+        """
+        start = time.perf_counter()
+        try:
+            tiers = self._write(jobs)
+        except Exception as error:
+            if len(jobs) > 1:
+                return [answer for job in jobs for answer in self.run([job])]
+            logger.warning("document %s could not be encoded: %s", jobs[0].key[:12], error)
+            return [{"job": jobs[0].number, "error": f"{type(error).__name__}: {error}"[:1000]}]
+        seconds = (time.perf_counter() - start) / len(jobs)
+        about = {"seconds": seconds, "kept": self.kept()}
+        return [{"job": job.number, "tier": tier, **about} for job, tier in zip(jobs, tiers, strict=True)]
+
+    def _write(self, jobs: Sequence[EncodeJob], compiled: dict[str, Any] | None = None) -> list[str]:
+        compiled = {} if compiled is None else compiled
+        try:
+            return self._keep_and_fill(jobs, compiled)
+        except (PICacheTooLargeError, StoreFullError) as error:
+            # what doesn't fit together may fit one by one; what has been computed isn't computed again
+            if len(jobs) > 1:
+                return [tier for job in jobs for tier in self._write([job], compiled)]
+            (job,) = jobs
+            logger.warning("document %s is not kept: %s", job.key[:12], error)
+            found = compiled.get(job.key)
+            self._fill(jobs, self.method.compile([job.token_ids]) if found is None else [found])
+            return ["encoded"]
+
+    def _keep_and_fill(self, jobs: Sequence[EncodeJob], compiled: dict[str, Any]) -> list[str]:
+        """Fills the pools from the store, or without one. What had to be computed is in `compiled`, come what may."""
+
+        def compile(missing: Sequence[int]) -> list[Any]:
+            new = [jobs[index] for index in missing if jobs[index].key not in compiled]
+            if new:
+                picaches = self.method.compile([job.token_ids for job in new])
+                compiled.update(zip((job.key for job in new), picaches, strict=True))
+            return [compiled[jobs[index].key] for index in missing]
+
+        if self.store is None:
+            self._fill(jobs, compile(range(len(jobs))))
+            return ["encoded"] * len(jobs)
+        with self.store.acquire([job.key for job in jobs], compile) as handles:
+            self._fill(jobs, [handle.picache for handle in handles])
+            # the store's uppermost tier is this process's memory
+            return [{"compiled": "encoded", "device": "host"}.get(handle.tier, "disk") for handle in handles]
+
+    def _fill(self, jobs: Sequence[EncodeJob], picaches: Sequence[Any]) -> None:
+        """Returns when other processes can read them."""
+        for job, picache in zip(jobs, picaches, strict=True):
+            assert isinstance(picache, CrossPICache)
+            for pool, heads in zip(self.pools, self.heads, strict=True):
+                pool.write(job.handle, picache.keys, picache.values, heads)
+        for pool in self.pools:
+            pool.finish()
+
+    def hello(self) -> dict[str, Any]:
+        """What the manager must know before the first document."""
+        return {
+            "fingerprint": self.model.fingerprint,
+            "dtype": str(self.model.encoder.dtype).removeprefix("torch."),
+            "max_document_tokens": self.model.max_document_tokens,
+            "vocab_size": self.model.info.vocab_size,
+            "kept": self.kept(),
+        }
+
+    def kept(self) -> dict[str, int]:
+        """Bytes that this process keeps for documents that have left the pool, by tier."""
+        if self.store is None:
+            return {}
+        tiers = self.store.stats().tiers
+        # the store's uppermost tier is this process's memory
+        return {name: tiers[tier].bytes for name, tier in (("host", "device"), ("disk", "disk")) if tier in tiers}
+
+
+def drop_decoder(model: CombForCausalLM) -> None:
+    """Frees every weight but the encoder's and the embedding table's; `encode` works on, nothing else does."""
+    _ = model.fingerprint  # names the whole backbone's shapes, so while they are there
+    kept = {id(parameter) for parameter in (*model.encoder.parameters(), *model.get_input_embeddings().parameters())}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def load(options: ServeOptions, folder: Path) -> EncoderWorker:
+    """The worker of an instance, in the dtype of its pools.
+
+    Raises:
+        FileNotFoundError: while the pools aren't complete.
+        ValueError: checkpoint, tokenizer and pools don't belong together.
+    """
+    pools = [SharedPool.attach(pool_path(folder, rank)) for rank in range(options.ranks)]
+    device = options.encoder_device
+    if device == "auto":
+        near = pools[0].tensor.device  # where nothing needs to be copied over
+        device = str(near) if near.type == "cuda" else "cuda" if torch.cuda.is_available() else "cpu"
+    backbone: dict[str, Any] = {} if options.backbone is None else {"backbone": resolve_name(options.backbone)}
+    checkpoint = resolve_name(options.checkpoint)
+    model = CombForCausalLM.from_pretrained(checkpoint, dtype=pools[0].layout.torch_dtype, **backbone)
+    check_tokenizer(model, load_tokenizer(checkpoint, model))
+    drop_decoder(model)
+    model.encoder.to(device)
+    model.get_input_embeddings().to(device)
+    store = None
+    if options.host_bytes or options.disk_path is not None:
+        # what goes to the disk goes through memory: there is always room for one document
+        longest = model.max_document_tokens * sum(pool.layout.bytes_per_token for pool in pools)
+        store = PICacheStore(
+            device="cpu",
+            device_bytes=max(options.host_bytes, 0 if options.disk_path is None else longest),
+            disk_path=options.disk_path,
+            disk_bytes=options.disk_bytes,
+        )
+    return EncoderWorker(model, pools, store)
+
+
+def batches(waiting: queue.Queue[EncodeJob | None]) -> Iterator[list[EncodeJob]]:
+    """What waits, in batches within the budget (padded tokens), until None comes; waits for more meanwhile.
+
+    No batch writes the same key twice: the manager asks for each once.
+    """
+    batch: list[EncodeJob] = []
+    while True:
+        try:
+            job = waiting.get(block=not batch)
+        except queue.Empty:
+            yield batch
+            batch = []
+            continue
+        together = batch if job is None else [*batch, job]
+        longest = max((len(one.token_ids) for one in together), default=0)
+        if batch and (job is None or longest * len(together) > ENCODE_BATCH_TOKENS):
+            yield batch
+            batch = []
+        if job is None:
+            return
+        batch.append(job)
