@@ -1,0 +1,200 @@
+"""The store between threads, and between stores of one folder."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from comb.cache.picache import TokenPICache
+from comb.cache.store import PICacheStore
+from tests.helpers.stores import NBYTES, Compiler, files, hold, pic, use
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Runs `work(0..count-1)` at once; raises the first error; fails if a thread hangs."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait(10)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_sixteen_threads_compile_each_key_once() -> None:
+    store, compiler = PICacheStore(), Compiler()
+    names = [f"k{index}" for index in range(8)]
+
+    def work(index: int) -> None:
+        keys = names[index % 8 :] + names[: index % 8]  # everyone starts elsewhere
+        with store.acquire(keys, compiler(keys)) as handles:
+            for key, handle in zip(keys, handles, strict=True):
+                assert handle.picache.token_ids[0] == int(key[1:])
+
+    in_threads(16, work)
+    assert sorted(compiler.compiled) == names
+    assert store.stats().in_use == 0
+    assert (store.stats().misses, store.stats().hits) == (8, 16 * 8 - 8)
+    store.check_integrity()
+
+
+def test_overlapping_requests_that_each_compile_a_part_do_not_deadlock() -> None:
+    store = PICacheStore(wait_s=10)
+    started = [threading.Event(), threading.Event()]
+
+    def work(index: int) -> None:
+        keys = ["k0", "k1"] if index == 0 else ["k1", "k0"]
+
+        def compile(indices: list[int]) -> list[TokenPICache]:
+            started[index].set()
+            started[1 - index].wait(0.3)
+            return [pic(keys[i]) for i in indices]
+
+        store.acquire(keys, compile).release()
+
+    in_threads(2, work)
+    store.check_integrity()
+
+
+def test_a_failing_thread_hands_over_to_a_waiting_one() -> None:
+    store, compiler = PICacheStore(), Compiler()
+    compiling, go = threading.Event(), threading.Event()
+
+    def slow_and_failing(indices: list[int]) -> list[TokenPICache]:
+        compiling.set()
+        assert go.wait(10)
+        raise RuntimeError("compile failed")
+
+    def work(index: int) -> None:
+        if index == 0:
+            with pytest.raises(RuntimeError, match="compile failed"):
+                store.acquire(["k1"], slow_and_failing)
+            return
+        assert compiling.wait(10)
+        threading.Timer(0.05, go.set).start()
+        with store.acquire(["k1"], compiler(["k1"])) as handles:
+            assert handles[0].picache.token_ids[0] == 1
+
+    in_threads(5, work)
+    assert compiler.compiled == ["k1"]
+    store.check_integrity()
+
+
+def test_waiting_is_bounded() -> None:
+    store = PICacheStore(wait_s=0.05)
+    compiling, go = threading.Event(), threading.Event()
+
+    def slow(indices: list[int]) -> list[TokenPICache]:
+        compiling.set()
+        assert go.wait(10)
+        return [pic("k1")]
+
+    def work(index: int) -> None:
+        if index == 0:
+            store.acquire(["k1"], slow).release()
+            return
+        assert compiling.wait(10)
+        try:
+            with pytest.raises(TimeoutError, match=r"k1 for over 0\.05 s"):
+                store.acquire(["k0", "k1"], Compiler()(["k0", "k1"]))
+            assert store.stats().in_use == 0
+        finally:
+            go.set()
+
+    in_threads(2, work)
+    assert use(store, "k0", "k1") == ["device", "device"]
+
+
+@pytest.mark.parametrize("forget", ["remove", "clear"])
+def test_removed_while_being_compiled_is_not_stored(forget: str) -> None:
+    store = PICacheStore()
+
+    def compile(indices: list[int]) -> list[TokenPICache]:
+        if forget == "clear":
+            store.clear()
+        else:
+            assert store.remove("k1")
+        return [pic("k1")]
+
+    with store.acquire(["k1"], compile) as handles:
+        assert handles[0].picache.token_ids[0] == 1
+        assert store.lookup("k1") is None
+        store.check_integrity()
+    assert store.stats().tiers["device"].bytes == 0
+
+
+def test_removed_while_being_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PICacheStore(device_bytes=NBYTES, disk_path=tmp_path)
+    use(store, "k1")
+    sync = os.fsync
+    monkeypatch.setattr("os.fsync", lambda descriptor: (store.remove("k1"), sync(descriptor)))
+    use(store, "k2")
+    assert files(tmp_path) == []
+    assert store.lookup("k1") is None
+
+
+def test_many_threads_with_small_budgets_stay_consistent(tmp_path: Path) -> None:
+    store = PICacheStore(
+        device_bytes=12 * NBYTES, host_bytes=2 * NBYTES, disk_path=tmp_path, disk_bytes=2000, wait_s=10
+    )
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(40):
+            keys = [f"k{i}" for i in torch.randperm(16, generator=generator)[:2].tolist()]
+            if step % 7 == 6:
+                store.remove(keys[0])
+            if step % 11 == 10:
+                store.flush()
+            if step % 13 == 12:
+                store.sweep()
+            with store.acquire(keys, Compiler()(keys), ttl_s=0.02 if step % 5 == 0 else None) as handles:
+                for key, handle in zip(keys, handles, strict=True):
+                    assert set(handle.picache.token_ids.tolist()) == {int(key[1:])}
+                store.check_integrity()
+
+    in_threads(6, work)
+    store.check_integrity()
+    assert store.stats().in_use == store.stats().removed_in_use == 0
+    assert store.stats().tiers["disk"].damaged == store.stats().tiers["disk"].write_errors == 0
+    assert not store._index.claims
+
+
+def test_stores_fighting_over_one_folder_never_answer_wrongly(tmp_path: Path) -> None:
+    stores = [PICacheStore(device_bytes=3 * NBYTES, disk_path=tmp_path, disk_bytes=2000, wait_s=10) for _ in range(4)]
+
+    def work(index: int) -> None:
+        generator = torch.Generator().manual_seed(index)
+        for step in range(60):
+            key = f"k{torch.randint(12, (), generator=generator)}"
+            with hold(stores[index], key) as handles:
+                assert handles[0].picache.token_ids.tolist() == pic(key).token_ids.tolist()
+            if step % 9 == 8:
+                stores[index].remove(key)
+            if step % 10 == 9:
+                stores[index].sweep()
+            stores[index].check_integrity(shared_folder=True)
+
+    in_threads(len(stores), work)
+    for store in stores:
+        store.sweep()
+        store.check_integrity()
+        disk = store.stats().tiers["disk"]
+        assert disk.damaged == disk.write_errors == 0
+    assert sum(store.stats().tiers["disk"].hits for store in stores) > 0
