@@ -12,61 +12,50 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from comb_serving.pool import cuda_ipc
 
-HOST, CUDA = "host", "cuda"
-
-
-class PoolMemory(Protocol):
-    """Bytes [nbytes] uint8 that several processes see, and in which order they see what is written."""
-
-    flat: Tensor
-
-    def writing(self, source: torch.device) -> AbstractContextManager[None]:
-        """Everything written inside comes after what has been computed on `source`."""
-
-    def finish(self) -> None:
-        """Waits until all that was written is there for every process."""
-
 
 class HostMemory:
-    """A mapped file; what is written is there."""
+    """A mapped file that several processes see; what is written is there.
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self.flat = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+    Attributes:
+        flat: [nbytes] uint8.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
 
     @classmethod
-    def create(cls, path: Path, nbytes: int) -> HostMemory:
+    def create(cls, path: Path, nbytes: int, device: torch.device) -> HostMemory:
         """Raises FileExistsError for a path that is taken, OSError if there is no room."""
         with _new_file(path) as descriptor:
             try:
                 os.posix_fallocate(descriptor, 0, nbytes)  # now, not as a bus error when a page is touched
             except OSError as error:
                 raise OSError(f"no room for a pool of {nbytes / 2**20:.0f} MiB in {path.parent}: {error}") from error
-        return cls(path, nbytes)
+        return cls.attach(path, nbytes)
 
     @classmethod
     def attach(cls, path: Path, nbytes: int) -> HostMemory:
-        return cls(path, nbytes)
+        """Memory that another process has made."""
+        return cls(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8))
 
     def writing(self, source: torch.device) -> AbstractContextManager[None]:
+        """Everything written inside comes after what has been computed on `source`."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:
-        pass
+        """Waits until all that was written is there for every process."""
 
 
-class DeviceMemory:
+class DeviceMemory(HostMemory):
     """Memory of a GPU. Who attaches writes on a stream of its own, beside what the GPU is computing for it."""
 
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self._stream: torch.cuda.Stream | None = None
+    _stream: torch.cuda.Stream | None = None
 
     @classmethod
     def create(cls, path: Path, nbytes: int, device: torch.device) -> DeviceMemory:
@@ -105,15 +94,7 @@ class DeviceMemory:
             done.synchronize()
 
 
-def create(path: Path, nbytes: int, device: torch.device) -> PoolMemory:
-    """New memory on `device`. Raises FileExistsError, OSError, `cuda_ipc.CannotShareError`."""
-    return DeviceMemory.create(path, nbytes, device) if device.type == "cuda" else HostMemory.create(path, nbytes)
-
-
-def attach(kind: str, path: Path, nbytes: int) -> PoolMemory:
-    """Memory that another process has made."""
-    kinds: dict[str, type[HostMemory] | type[DeviceMemory]] = {HOST: HostMemory, CUDA: DeviceMemory}
-    return kinds[kind].attach(path, nbytes)
+MEMORIES: dict[str, type[HostMemory]] = {"host": HostMemory, "cuda": DeviceMemory}
 
 
 @contextmanager

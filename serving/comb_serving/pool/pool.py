@@ -22,8 +22,8 @@ from comb.cache.atomic import write_temporary
 from comb.cache.quantization import quantize
 from comb.kernels.paged.layout import FP8, BlockTable, PagedLayer, take
 from comb_serving.config.options import POOL_DTYPES
-from comb_serving.pool import memory as memories
 from comb_serving.pool.handles import PoolHandle
+from comb_serving.pool.memory import MEMORIES, HostMemory
 
 MANIFEST = ".json"
 
@@ -46,7 +46,7 @@ class PoolLayout:
     block_size: int = 16
     dtype: str = "float32"
     stored: str = "auto"
-    memory: str = memories.HOST
+    memory: str = "host"
 
     def __post_init__(self) -> None:
         for name in ("cross_layers", "kv_heads", "head_dim", "num_blocks", "block_size"):
@@ -99,7 +99,7 @@ class SharedPool:
         scales: [C, 2, S, H] float32 in fp8, else None.
     """
 
-    def __init__(self, path: Path, layout: PoolLayout, memory: memories.PoolMemory, *, owner: bool) -> None:
+    def __init__(self, path: Path, layout: PoolLayout, memory: HostMemory, *, owner: bool) -> None:
         self.path, self.layout, self.memory, self.owner = path, layout, memory, owner
         scales, data = memory.flat.split([layout.scale_bytes, layout.nbytes - layout.scale_bytes])
         self.tensor: Tensor = data.view(layout.stored_dtype).view(layout.shape)
@@ -120,8 +120,8 @@ class SharedPool:
             cuda_ipc.CannotShareError: if it is on a GPU and can't be handed to other processes.
         """
         path, device = Path(path), torch.device(device)
-        layout = replace(layout, memory=memories.CUDA if device.type == "cuda" else memories.HOST)
-        pool = cls(path, layout, memories.create(path, layout.nbytes, device), owner=True)
+        layout = replace(layout, memory="cuda" if device.type == "cuda" else "host")
+        pool = cls(path, layout, MEMORIES[layout.memory].create(path, layout.nbytes, device), owner=True)
         write_temporary(path.parent, json.dumps(asdict(layout)).encode()).rename(manifest_of(path))
         return pool
 
@@ -135,7 +135,7 @@ class SharedPool:
         """
         path = Path(path)
         layout = PoolLayout(**json.loads(manifest_of(path).read_text()))
-        return cls(path, layout, memories.attach(layout.memory, path, layout.nbytes), owner=False)
+        return cls(path, layout, MEMORIES[layout.memory].attach(path, layout.nbytes), owner=False)
 
     def close(self) -> None:
         """Removes the files, if this process owns them; mappings stay valid until their processes drop them.
