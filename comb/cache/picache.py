@@ -9,8 +9,8 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,14 +38,15 @@ class PICache(ABC):
     def num_tokens(self) -> int:
         """Tokens of the segment, at least 1."""
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name; `from_tensors` takes it back."""
+        """Every tensor by name, here one for each field; `from_tensors` takes it back."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "fingerprint"}
 
     @classmethod
-    @abstractmethod
     def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
         """The inverse of `tensors`. Raises KeyError or ValueError if `tensors` isn't what this kind holds."""
+        own: Any = {field.name: tensors[field.name] for field in fields(cls) if field.name != "fingerprint"}
+        return cls(fingerprint, **own)
 
     @property
     def nbytes(self) -> int:
@@ -114,13 +115,6 @@ class CrossPICache(PICache):
     def num_tokens(self) -> int:
         return self.keys.shape[1]
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"keys": self.keys, "values": self.values}
-
-    @classmethod
-    def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
-        return cls(fingerprint, keys=tensors["keys"], values=tensors["values"])
-
 
 @register_kind
 @dataclass(frozen=True, eq=False, repr=False)
@@ -140,13 +134,6 @@ class TokenPICache(PICache):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"token_ids": self.token_ids}
-
-    @classmethod
-    def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
-        return cls(fingerprint, token_ids=tensors["token_ids"])
 
 
 @register_kind

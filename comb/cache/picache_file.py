@@ -27,13 +27,17 @@ class PICacheError(ValueError):
 
 @dataclass(frozen=True)
 class PICacheHeader:
-    """A file's metadata. `expires_at` is in seconds since the epoch, so that it holds across restarts; None: never."""
+    """A file's metadata, as it stands and taken apart.
+
+    `expires_at` is in seconds since the epoch, so that it holds across restarts; None: never.
+    """
 
     kind: str
     fingerprint: str
     key: str
     checksum: str
     expires_at: float | None
+    metadata: Mapping[str, str]
 
 
 def serialize(pic: PICache, key: str, *, expires_at: float | None = None) -> bytes:
@@ -78,37 +82,24 @@ def parse_header(data: bytes) -> PICacheHeader:
     Raises:
         PICacheError: no safetensors file, no PICache, or one of another format version.
     """
-    return _header(_metadata(data))
-
-
-def _metadata(data: bytes) -> dict[str, str]:
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise PICacheError(f"truncated: {len(data)} bytes don't hold the file's header")
     try:
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        metadata = dict(json.loads(data[8 : 8 + length])["__metadata__"])
         if not all(isinstance(value, str) for value in metadata.values()):
             raise TypeError("metadata values are not all strings")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PICacheError(f"not a PICache file: unreadable header ({type(error).__name__}: {error})") from error
-    return dict(metadata)
-
-
-def _header(metadata: Mapping[str, str]) -> PICacheHeader:
     version = metadata.get("format_version")
     if version != str(FORMAT_VERSION):
         raise PICacheError(f"format version {FORMAT_VERSION} expected, got {version}; compile the document again")
     try:
-        expires_at = metadata.get("expires_at")
-        return PICacheHeader(
-            kind=metadata["kind"],
-            fingerprint=metadata["fingerprint"],
-            key=metadata["key"],
-            checksum=metadata["checksum"],
-            expires_at=None if expires_at is None else float(expires_at),
-        )
+        named = {name: metadata[name] for name in ("kind", "fingerprint", "key", "checksum")}
+        expires_at = float(metadata["expires_at"]) if "expires_at" in metadata else None
     except (KeyError, ValueError) as error:
         raise PICacheError(f"not a PICache file: metadata without a usable {error}") from error
+    return PICacheHeader(**named, expires_at=expires_at, metadata=metadata)
 
 
 def deserialize(data: bytes, key: str, device: torch.device | str = "cpu") -> PICache:
@@ -117,8 +108,7 @@ def deserialize(data: bytes, key: str, device: torch.device | str = "cpu") -> PI
     Raises:
         PICacheError: truncated, damaged (checksum), or of another format version, key or kind.
     """
-    metadata = _metadata(data)
-    header = _header(metadata)
+    header = parse_header(data)
     if header.key != key:
         raise PICacheError(f"key {key!r} expected, the file holds {header.key!r}")
     if header.kind not in PICACHE_KINDS:
@@ -128,7 +118,7 @@ def deserialize(data: bytes, key: str, device: torch.device | str = "cpu") -> PI
         tensors = safetensors.torch.load(data)
     except Exception as error:  # SafetensorError on a bad layout, but KeyError and others on a bad dtype or shape
         raise PICacheError(f"truncated or damaged: {type(error).__name__}: {error}") from error
-    if _checksum(metadata, tensors) != header.checksum:
+    if _checksum(header.metadata, tensors) != header.checksum:
         raise PICacheError("damaged: the checksum does not match the content")
     try:
         return PICACHE_KINDS.get(header.kind).from_tensors(header.fingerprint, tensors).to(device)
