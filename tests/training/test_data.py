@@ -346,6 +346,8 @@ import comb
 before = set(sys.modules)
 from comb_training.plugin import register
 register()
+from comb.documents.datasets import datasets
+assert "squad" in datasets.names()
 added = set(sys.modules) - before
 print(sorted(name for name in added if not name.startswith(("comb", "yaml"))))
 """
