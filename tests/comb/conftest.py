@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from comb import CombForCausalLM
+from comb import CombForCausalLM, PICEngine
 from tests.helpers.families import open_gates, tiny
+from tests.helpers.tiny_engine import idle, make_backbone, make_comb, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +33,26 @@ def model() -> CombForCausalLM:
 def query() -> torch.Tensor:
     """Two rows of nine random tokens."""
     return torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def backbone() -> LlamaForCausalLM:
+    return make_backbone()
+
+
+@pytest.fixture(scope="module")
+def comb_model() -> CombForCausalLM:
+    return make_comb()
+
+
+@pytest.fixture
+def engine(comb_model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterator[PICEngine]:
+    """With method comb; every test ends with nothing referenced."""
+    engine = PICEngine(comb_model, tokenizer)
+    yield engine
+    idle(engine.store)

@@ -13,8 +13,8 @@ from comb import PICEngine, methods
 from comb.backbones import identity
 from comb.backbones.identity import identity_of, one_walk, weights_fingerprint
 from comb.linking.support import find_support
-from tests.comb.test_engine import CITY, LAKE, QUESTION, TEMPLATE, make_backbone, make_comb, make_tokenizer
 from tests.helpers.families import tiny
+from tests.helpers.tiny_engine import CITY, LAKE, QUESTION, TEMPLATE, make_backbone, make_comb, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

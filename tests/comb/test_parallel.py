@@ -31,9 +31,9 @@ from comb.engine.workers.worker import Compiler, Reply
 from comb.methods.base import Method
 from comb.methods.naive import Naive
 from comb.model.source import ModelSource
-from tests.comb.test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
 from tests.helpers.parallel_faults import FAULT_TOKEN, Fragile
 from tests.helpers.processes import gone, wait_until_gone
+from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
 
 # sums are taken in the order of a worker, which has one thread
 pytestmark = pytest.mark.usefixtures("one_thread")

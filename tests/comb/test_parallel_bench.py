@@ -21,7 +21,7 @@ from comb.engine.workers.scheduling import lpt
 from comb.engine.workers.worker import Compiler, Reply
 from comb.evaluation.plot import draw
 from comb.model.source import ModelSource
-from tests.comb.test_engine import make_backbone, make_tokenizer
+from tests.helpers.tiny_engine import make_backbone, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,8 +15,8 @@ from comb import methods
 from comb.engine.engine import PICEngine
 from comb.engine.workers import CompileExecutor, Deadline
 from comb.model.source import ModelSource
-from tests.comb.test_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
 from tests.comb.test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, same, wait_until_ready
+from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
