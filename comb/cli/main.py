@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from comb.bench.harness import bench
+from comb.engine.decoding import DEFAULT_MAX_NEW_TOKENS
 
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",
@@ -162,7 +163,7 @@ def ask(
     ] = "",
     splitter: Annotated[str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")] = "whole",
     encoder: Annotated[str, typer.Option(help="on or off; off puts the documents into the prompt")] = "on",
-    max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = DEFAULT_MAX_NEW_TOKENS,
     repeat: Annotated[int, typer.Option(min=1, help="ask again: the second time documents come from the cache")] = 1,
     cache: Annotated[Path | None, typer.Option(help="folder that keeps compiled documents between runs")] = None,
     mac: Annotated[
