@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -29,11 +28,11 @@ from comb.bench.context_length import ContextLengthOptions, growth_exponent, mea
 from comb.bench.context_length import tables as length_tables
 from comb.bench.drift import measure_drift
 from comb.bench.drift import tables as drift_tables
-from comb.bench.harness import BenchmarkReport
-from comb.bench.haystack import ExampleHaystack, TextHaystack, place, read_text, supporting
+from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, benchmarks
+from comb.bench.haystack import TextHaystack
 from comb.bench.memory import peak_memory, running_maximum
 from comb.bench.methods import MethodsOptions, compare, kl_divergence
-from comb.bench.needle import NeedleOptions, contains, measure_needles
+from comb.bench.needle import NeedleOptions, measure_needles
 from comb.bench.needle import panels as needle_panels
 from comb.bench.needle import tables as needle_tables
 from comb.bench.options import drop_too_long, integers, numbers, split_methods
@@ -44,7 +43,7 @@ from comb.documents.document import PromptBuilder
 from comb.evaluation.plot import Quality, draw, styles
 from comb.evaluation.record import write_results
 from comb.evaluation.run import MethodResult, Setting, Timing
-from comb.evaluation.table import Row, result_table
+from comb.evaluation.table import Column, Row, TextTable, result_table
 from tests.comb.test_documents import byte_tokenizer
 from tests.comb.test_hybrid_methods import text_model
 from tests.helpers.families import open_gates
@@ -153,6 +152,32 @@ def test_a_linked_request_is_what_the_engine_answers_from(setting: Setting, exam
         with linked(engine, *request) as state:
             assert int(state.logits.argmax()) == token
         assert engine.store.stats().in_use == 0
+
+
+# --- the harness ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_broken_off_keeps_what_it_has(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "b.json"
+    seen: list[Any] = []
+
+    @benchmark("broken", lambda rows: [TextTable("T", [Column("name", "name", names=True), Column("n", "n")], rows)])
+    def broken(options: OutOptions, report: BenchmarkReport) -> None:
+        report.add({"name": "a", "n": 1})
+        seen.append(json.loads(out.read_text())["results"])
+        report.add({"name": "b", "refused": "too long"})
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            benchmarks.get("broken")(out=out)
+    finally:
+        del benchmarks._entries["broken"]
+    assert seen == [[{"name": "a", "n": 1}]]  # after every row
+    content = json.loads(out.read_text())
+    assert (content["benchmark"], len(content["results"])) == ("broken", 2)
+    assert "| b | refused |" in out.with_suffix(".md").read_text()
+    assert "b refused: too long" in out.with_suffix(".md").read_text()
 
 
 # --- comb bench methods ---------------------------------------------------------------------------------------------
@@ -395,76 +420,6 @@ def test_random_models_are_seeded_and_checked() -> None:
 # --- comb bench needle ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tokens", "depth", "needle", "chunk", "start"),
-    [
-        (100, 0, 10, 50, 0),
-        (100, 100, 10, 50, 90),
-        (100, 25, 10, 50, 22),  # round(90 * 0.25)
-        (100, 50, 10, 50, 40),  # 45 would end at 55: as far to either side, so in front
-        (100, 48, 10, 50, 40),  # 43 would end at 53, three over: back to 40
-        (100, 52, 10, 50, 50),  # 47 would end at 57, seven over: on to 50
-        (100, 50, 10, 200, 45),  # one chunk
-    ],
-)
-def test_a_needle_never_lies_across_chunks(tokens: int, depth: float, needle: int, chunk: int, start: int) -> None:
-    found = place(tokens, depth, needle, chunk)
-    assert found // chunk == (found + needle - 1) // chunk
-    assert found == start
-    with pytest.raises(ValueError, match="a needle of 60"):
-        place(tokens, depth, 60, 50)
-
-
-def test_a_text_haystack_has_its_needle_at_the_exact_token() -> None:
-    tokenizer = byte_tokenizer()
-    haystack = TextHaystack(tokenizer, 100)
-    for depth in (0, 25, 50, 75, 100):
-        case = haystack.case(430, depth, 1)
-        ids = [token for document in case.documents for token in document.token_ids or ()]
-        assert len(ids) == case.tokens == 430
-        assert [len(document.token_ids or ()) for document in case.documents] == [100, 100, 100, 100, 30]
-        needle = tokenizer.decode(ids[case.needle_token : case.needle_token + case.needle_tokens])
-        assert needle.startswith(" The secret code")
-        assert needle.endswith(f"{case.answer}.")
-        assert abs(case.depth - depth) < 15
-        assert not any(character.isdigit() for character in tokenizer.decode(ids).replace(needle, ""))
-    assert haystack.case(430, 50, 1) == TextHaystack(tokenizer, 100).case(430, 50, 1)
-    assert haystack.case(430, 50, 1).question != haystack.case(430, 50, 2).question
-
-
-def test_the_supporting_document_is_the_only_one_with_all_words() -> None:
-    right, other = Document("Hannah went to the station."), Document("Felix went to the park.")
-    example = Example((other, right), "Where is Hannah?", "Hannah is in the station.")
-    assert supporting(example) == right
-    two = Example((Document("Ann works at Acme."), Document("Acme is in Rome.")), "Ann's city?", "Acme is in Rome.")
-    assert supporting(two) is None
-    assert supporting(Example((right, right), "Where is Hannah?", "station")) is None
-
-
-def test_a_dataset_haystack_keeps_documents_whole() -> None:
-    builder = PromptBuilder(byte_tokenizer())
-    examples = [
-        Example(
-            (Document(f"name{n} went to room{n}."), Document(f"person{n} sat down.")),
-            f"Where is name{n}?", f"name{n} is in room{n}.", group=str(n),
-        )
-        for n in range(9)
-    ]  # fmt: skip
-    haystack = ExampleHaystack(examples, builder)
-    for depth in (0, 50, 100):
-        case = haystack.case(150, depth, 0)
-        texts = [document.text for document in case.documents]
-        place_of_needle = texts.index("name0 went to room0.")
-        assert case.needle_token == sum(len(f"{text}\n") for text in texts[:place_of_needle])
-        assert case.tokens == sum(len(f"{text}\n") for text in texts) <= 150
-        assert abs(case.depth - depth) < 15
-        assert "person0 sat down." not in texts  # of the same group
-    with pytest.raises(ValueError, match="not 100000"):
-        haystack.case(100_000, 50, 0)
-    with pytest.raises(ValueError, match="answers it alone"):
-        ExampleHaystack([Example((Document("a"),), "why?", "so")], builder)
-
-
 def test_needles_are_scored_by_cell(setting: Setting, tmp_path: Path) -> None:
     haystack = TextHaystack(setting.tokenizer, 64)
     plain = Setting(setting.model.backbone, setting.tokenizer, setting.builder)
@@ -482,29 +437,6 @@ def test_needles_are_scored_by_cell(setting: Setting, tmp_path: Path) -> None:
     assert table.lines()[0][2] == "0 (0)"
     pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
     assert draw(needle_panels(cells), tmp_path / "needles.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_containment_is_of_whole_words() -> None:
-    assert contains("The code is 4711.", "4711")
-    assert not contains("14711", "4711")
-    assert contains("It's the  Old Library!", "old library")
-
-
-def test_haystack_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "zipped"}'))
-    assert read_text(tmp_path / "a.txt") == "some text"
-    assert read_text(tmp_path / "b.jsonl") == "one\ntwo"
-    assert read_text(tmp_path / "c.jsonl.gz") == "zipped"
-    (tmp_path / "bad.jsonl").write_text('{"body": "one"}')
-    (tmp_path / "bad.gz").write_text("not zipped")
-    (tmp_path / "empty.txt").write_text(" \n")
-    for name in ("bad.jsonl", "bad.gz", "empty.txt", "missing.txt", "a.pdf"):
-        if name == "a.pdf":
-            (tmp_path / name).write_text("x")
-        with pytest.raises(ValueError, match="--haystack"):
-            read_text(tmp_path / name)
 
 
 # --- comb bench drift -----------------------------------------------------------------------------------------------
