@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from comb.bench.harness import BenchmarkReport
+from comb.documents.document import Document
 from comb.evaluation.plot import draw
 from comb_serving.bench.client import GIVE_UP, RequestRecord, StreamReading, Target
 from comb_serving.bench.figures import growth, percentile, ratio, summarize, sustained
@@ -25,7 +26,7 @@ from comb_serving.bench.options import ServeBenchOptions
 from comb_serving.bench.serve import ServeRun, auto_rates
 from comb_serving.bench.servers import COMB, PLAIN, decoder_token_bytes, plans, pool_token_bytes
 from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
-from comb_serving.bench.workload import Ask, BenchDocument, Workload, linked_messages, plain_messages
+from comb_serving.bench.workload import Ask, Workload, linked_messages, plain_messages
 
 OPTIONS = ServeBenchOptions(pool=11, documents=4, document_tokens="20-60", query_tokens=12)
 
@@ -51,7 +52,7 @@ def test_requests_are_the_same_for_a_seed_and_differ_between_phases(workload: Wo
 
 
 def test_documents_keep_their_lengths_and_no_two_are_alike(workload: Workload) -> None:
-    lengths = [words(document.text) for document in workload.pool]
+    lengths = [words(document.text or "") for document in workload.pool]
     assert all(2 <= length <= 60 for length in lengths)
     assert statistics.mean(lengths) > 20
     assert len({document.text for document in workload.pool}) == len({d.id for d in workload.pool}) == OPTIONS.pool
@@ -140,7 +141,7 @@ def test_impossible_workloads_are_refused(given: dict[str, Any], message: str) -
 
 # ---- one stream ----
 
-ASK = Ask(3, (BenchDocument("d1", "one"), BenchDocument("d2", "two")), "which?")
+ASK = Ask(3, (Document("one", id="d1"), Document("two", id="d2")), "which?")
 LINKED = Target(COMB, "http://x", linked=True, tokens=3)
 
 

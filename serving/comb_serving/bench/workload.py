@@ -7,23 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from comb.bench.haystack import sentence
+from comb.documents.document import Document
 from comb_serving.bench.options import ServeBenchOptions
 
 
 @dataclass(frozen=True)
-class BenchDocument:
-    """A text with the id under which the answer's report must name it."""
-
-    id: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Ask:
-    """One request. number: of it in its phase."""
+    """One request; number: of it in its phase. The answer's report must name its documents by their ids."""
 
     number: int
-    documents: tuple[BenchDocument, ...]
+    documents: tuple[Document, ...]
     query: str
 
 
@@ -37,7 +30,7 @@ class Workload:
 
     options: ServeBenchOptions
     count: Callable[[str], int]
-    pool: tuple[BenchDocument, ...] = field(init=False)
+    pool: tuple[Document, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = tuple(self._document(f"d{number}") for number in range(self.options.pool))
@@ -87,18 +80,18 @@ class Workload:
         rng = self._random(f"arrivals {rate:g}")
         return sorted(rng.uniform(0, seconds) for _ in range(max(1, round(rate * seconds))))
 
-    def _draw(self, rng: random.Random) -> tuple[BenchDocument, ...]:
+    def _draw(self, rng: random.Random) -> tuple[Document, ...]:
         # Efraimidis and Spirakis 2006: the largest of u^(1/w) are a weighted sample without replacement
         weights = [1.0 if self.options.draw == "uniform" else 1 / (rank + 1) for rank in range(len(self.pool))]
         keys = {document: rng.random() ** (1 / weight) for document, weight in zip(self.pool, weights, strict=True)}
         chosen = sorted(self.pool, key=keys.__getitem__)[-self.options.documents :]
         return tuple(rng.sample(chosen, len(chosen)))
 
-    def _document(self, name: str) -> BenchDocument:
+    def _document(self, name: str) -> Document:
         rng = self._random(f"document {name}")
-        return BenchDocument(name, self._text(f"Report {name}.", rng.randint(*self.options.lengths), rng))
+        return Document(self._text(f"Report {name}.", rng.randint(*self.options.lengths), rng), id=name)
 
-    def _ask(self, phase: str, number: int, documents: Sequence[BenchDocument]) -> Ask:
+    def _ask(self, phase: str, number: int, documents: Sequence[Document]) -> Ask:
         name = f"{phase} {number}"
         query = self._text(f"Question {name}:", self.options.query_tokens, self._random(f"query {name}"))
         return Ask(number, tuple(documents), query)
@@ -119,12 +112,12 @@ class Workload:
 
 def plain_messages(ask: Ask) -> list[dict[str, str]]:
     """Documents and query in one message, in the request's order: what a server without `documents` is sent."""
-    return [{"role": "user", "content": "\n".join([*(d.text for d in ask.documents), ask.query])}]
+    return [{"role": "user", "content": "\n".join([*(str(d.text) for d in ask.documents), ask.query])}]
 
 
 def linked_messages(ask: Ask) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The query as messages, and the body's `documents`."""
     return (
         [{"role": "user", "content": ask.query}],
-        [{"id": document.id, "text": document.text} for document in ask.documents],
+        [{"id": str(document.id), "text": str(document.text)} for document in ask.documents],
     )
