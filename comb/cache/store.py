@@ -26,20 +26,10 @@ from pathlib import Path
 
 import torch
 
-from comb.cache.index import Claim, IndexEntry, IntegrityError
+from comb.cache.index import Claim, IndexEntry
 from comb.cache.picache import PICache
 from comb.cache.picache_file import PICacheError
-from comb.cache.tiers import Evicted, StoreEntry, StoreStats, StoreTiers, checked_key
-
-__all__ = [
-    "IntegrityError",
-    "PICacheRef",
-    "PICacheRefs",
-    "PICacheStore",
-    "PICacheTooLargeError",
-    "StoreFullError",
-    "StoreStats",
-]
+from comb.cache.tiers import Evicted, StoreEntry, StoreTiers, checked_key
 
 
 class PICacheTooLargeError(ValueError):
@@ -144,11 +134,7 @@ class PICacheStore(StoreTiers):
         self._wait_s = wait_s
 
     def acquire(
-        self,
-        keys: Sequence[str],
-        compile: Callable[[list[int]], Sequence[PICache]],
-        *,
-        ttl_s: float | None = None,
+        self, keys: Sequence[str], compile: Callable[[list[int]], Sequence[PICache]], *, ttl_s: float | None = None
     ) -> PICacheRefs:
         """References to the PICaches of `keys`, all or none, each on the device.
 

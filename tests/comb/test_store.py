@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from comb.cache.disk import SUFFIX
+from comb.cache.index import IntegrityError
 from comb.cache.picache import TokenPICache
 from comb.cache.picache_file import serialize
-from comb.cache.store import IntegrityError, PICacheStore, PICacheTooLargeError, StoreFullError
+from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from tests.helpers.stores import NBYTES, TOKENS, Clock, Compiler, fail, files, hold, pic, use
 
 # ---- lookup, references, pins ----

@@ -15,8 +15,9 @@ import pytest
 import comb.cache.atomic
 import comb.cache.store
 from comb.cache.disk import SUFFIX
+from comb.cache.index import IntegrityError
 from comb.cache.picache_file import serialize
-from comb.cache.store import IntegrityError, PICacheStore
+from comb.cache.store import PICacheStore
 from tests.helpers.stores import NBYTES, Compiler, files, hold, pic, use
 
 

@@ -96,7 +96,7 @@ def test_the_pool_holds_what_encode_gives_bit_for_bit(
 
     async def work() -> None:
         async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
-            assert (await manager.identity()).fingerprint == adapter.fingerprint
+            assert (await encoders.identity()).fingerprint == adapter.fingerprint
             while any(slot.writer is None for slot in encoders.slots):
                 await asyncio.sleep(0.05)
             for number in range(3):

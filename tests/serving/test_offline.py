@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,7 +47,8 @@ def idle(llm: LLM) -> None:
     assert manager is not None
 
     async def check() -> None:
-        await manager.settle()
+        while manager._encoding:
+            await asyncio.sleep(0.001)
         assert manager.references == manager.waiting == len(manager.queue) == 0
         manager.check_integrity()
 

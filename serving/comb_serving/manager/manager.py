@@ -17,7 +17,7 @@ from functools import partial
 
 from comb.cache.index import CacheIndex, IndexEntry, check
 from comb.cache.picache import content_key
-from comb_serving.encoding.protocol import Encoded, EncoderIdentity, Encoders
+from comb_serving.encoding.protocol import Encoded, Encoders
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import (
     DocumentsTooLargeError,
@@ -51,17 +51,12 @@ class PICManager:
     waiting: int = 0
 
     def __post_init__(self) -> None:
-        self.index: CacheIndex[PoolHandle] = CacheIndex(
-            {"pool": self.layout.num_blocks}, clock=self.clock, freed=self._freed
-        )
+        budgets = {"pool": self.layout.num_blocks}
+        self.index: CacheIndex[PoolHandle] = CacheIndex(budgets, clock=self.clock, freed=self._freed)
         self.pool = self.index.tiers["pool"]
         self.free_blocks = list(range(self.layout.num_blocks))
         self.queue = WaitQueue()
         self._encoding: dict[PoolEntry, asyncio.Future[Encoded]] = {}
-
-    async def identity(self) -> EncoderIdentity:
-        """What the encoder says about its weights. Raises EncoderError if there is none."""
-        return await self.encoders.identity()
 
     async def keys(self, segments: Sequence[Sequence[int]], tenant: str) -> list[str]:
         """Content keys, different for every tenant.
@@ -71,7 +66,7 @@ class PICManager:
             ValueError: for ids that the model doesn't know.
             EncoderError: if there is no encoder.
         """
-        identity = await self.identity()
+        identity = await self.encoders.identity()
         for ids in segments:
             if len(ids) > identity.max_document_tokens:
                 raise DocumentsTooLargeError(
@@ -118,9 +113,8 @@ class PICManager:
             self._release(entries.values())
             raise
         # a document named twice is one reference and two handles
-        documents = [
-            LeasedDocument(d.key, entries[d.key].value, "pool" if d.key in found else tiers[d.key]) for d in wanted
-        ]
+        tiers |= dict.fromkeys(found, "pool")
+        documents = [LeasedDocument(d.key, entries[d.key].value, tiers[d.key]) for d in wanted]
         times = {"room_seconds": entered - start, "encode_seconds": time.monotonic() - entered}
         return Lease(documents, partial(self._release, tuple(entries.values())), **times)
 
@@ -295,12 +289,6 @@ class PICManager:
     def used_bytes(self) -> int:
         """Bytes of the blocks that are taken, of all of one rank's pool."""
         return self.pool.used * self.layout.block_size * self.layout.bytes_per_token
-
-    async def settle(self) -> None:
-        """Waits until nothing is being encoded; for tests and orderly ends."""
-        while self._encoding:
-            await asyncio.wait(self._encoding.values())
-            await asyncio.sleep(0)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError naming the first broken invariant."""
