@@ -107,7 +107,7 @@ class Served:
         return next((pid for pid, words, _ in self.processes() if b"comb_serving.encoding.process" in words), None)
 
     def instance(self) -> Path:
-        """The folder of its pools and sockets."""
+        """The folder of its pools."""
         start = f"{INSTANCE_DIR}=".encode()
         entries = (entry for _, _, environment in self.processes() for entry in environment)
         return Path(next(entry for entry in entries if entry.startswith(start)).removeprefix(start).decode())

@@ -97,7 +97,7 @@ def test_the_pool_holds_what_encode_gives_bit_for_bit(
     async def work() -> None:
         async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
             assert (await encoders.identity()).fingerprint == adapter.fingerprint
-            while any(slot.writer is None for slot in encoders.slots):
+            while any(encoder.writer is None for encoder in encoders.watched):
                 await asyncio.sleep(0.05)
             for number in range(3):
                 (one,) = await wanted(manager, range(number, number + 1), 13 + number)
@@ -136,18 +136,18 @@ def test_killing_encoders_under_load_ends_every_waiter_right(
         async with running(nano_adapter, folder, pool) as (manager, encoders):
             everything = await wanted(manager, range(16))
             await asyncio.sleep(0)
-            while any(slot.writer is None for slot in encoders.slots):
+            while any(encoder.writer is None for encoder in encoders.watched):
                 await asyncio.sleep(0.05)
-            for slot in encoders.slots:  # stopped, so that the documents are under way when they die
-                os.kill(slot.process.pid, signal.SIGSTOP)
+            for encoder in encoders.watched:  # stopped, so that the documents are under way when they die
+                os.kill(encoder.process.pid, signal.SIGSTOP)
             pairs = list(itertools.pairwise(everything))
             tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
             while encoders.waiting < len(everything):
                 await asyncio.sleep(0.01)
             assert manager.waiting == len(tasks)
             pool.tensor.fill_(float("nan"))
-            for slot in encoders.slots:
-                os.kill(slot.process.pid, signal.SIGKILL)
+            for encoder in encoders.watched:
+                os.kill(encoder.process.pid, signal.SIGKILL)
             leases = await asyncio.gather(*tasks)
             assert encoders.restarts == 1
             for lease, pair in zip(leases, pairs, strict=True):

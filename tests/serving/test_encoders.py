@@ -131,13 +131,13 @@ def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
         while encoders.fault() is not None:
             await asyncio.sleep(0.01)
         assert (await encoders.submit("b" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
-        process = encoders.slots[0].process
+        process = encoders.watched[0].process
         assert process is not None
         process.kill()
         while encoders.restarts < 5:
             assert encoders.fault() is None  # being started again is none
             await asyncio.sleep(0.001)
-            if encoders.slots[0].process not in (None, process):
+            if encoders.watched[0].process not in (None, process):
                 break
         await encoders.stop()
 
@@ -153,7 +153,7 @@ def test_an_encoder_that_starts_after_all_is_used(folder: Path) -> None:
         with pytest.raises(EncoderError, match="at their start"):
             await encoders.identity()
         (folder / "ready").touch()
-        while encoders.slots[0].writer is None:
+        while encoders.watched[0].writer is None:
             await asyncio.sleep(0.02)
         assert (await encoders.identity()).fingerprint == "same"
         assert (await encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
@@ -166,7 +166,7 @@ def test_nothing_runs_after_the_end(folder: Path) -> None:
     async def work() -> None:
         encoders = start(folder)
         await encoders.identity()
-        process = encoders.slots[0].process
+        process = encoders.watched[0].process
         assert process is not None
         hanging = encoders.submit("a" * 64, [HANGS], PoolHandle(1, (0,)))
         await encoders.stop()

@@ -39,7 +39,7 @@ class PendingJob:
 
 
 @dataclass(eq=False)
-class EncoderSlot:
+class WatchedEncoder:
     """One encoder process after the other, and the documents that wait for an answer."""
 
     index: int
@@ -79,7 +79,7 @@ class EncoderProcesses:
     ) -> None:
         self.command, self.environment = tuple(command), environment
         self.stall_seconds, self.start_seconds = stall_seconds, start_seconds
-        self.slots = [EncoderSlot(index) for index in range(count)]
+        self.watched = [WatchedEncoder(index) for index in range(count)]
         self.restarts = 0
         self._known: EncoderIdentity | None = None
         self._arrived = asyncio.Event()
@@ -89,7 +89,7 @@ class EncoderProcesses:
 
     def start(self) -> None:
         """Starts the processes and what watches them; returns at once."""
-        self._tasks = [asyncio.create_task(self._keep(slot)) for slot in self.slots]
+        self._tasks = [asyncio.create_task(self._keep(encoder)) for encoder in self.watched]
 
     async def stop(self) -> None:
         """Ends the processes; documents under way fail."""
@@ -97,8 +97,8 @@ class EncoderProcesses:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for slot in self.slots:
-            self._fail(slot, list(slot.jobs), self._refused)
+        for encoder in self.watched:
+            self._fail(encoder, list(encoder.jobs), self._refused)
 
     async def identity(self) -> EncoderIdentity:
         """What the encoders say of their weights. Raises EncoderError if none is ready within `start_seconds`."""
@@ -114,133 +114,135 @@ class EncoderProcesses:
     def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
         """Asks for one document; should its encoder end, the next one is asked."""
         # the same document always goes to the same process, which may still have it in its host tier
-        slots = [slot for slot in self.slots if not slot.down] or self.slots
-        slot = slots[int(key[:8], 16) % len(slots)]
+        watched = [encoder for encoder in self.watched if not encoder.down] or self.watched
+        encoder = watched[int(key[:8], 16) % len(watched)]
         job = EncodeJob(next(self._numbers), key, tuple(token_ids), handle)
-        pending = slot.jobs[job.number] = PendingJob(job, asyncio.get_running_loop().create_future())
-        if self._refused is not None or slot.down:
-            self._fail(slot, [job.number], self.fault())
-        self._send_waiting(slot)
+        pending = encoder.jobs[job.number] = PendingJob(job, asyncio.get_running_loop().create_future())
+        if self._refused is not None or encoder.down:
+            self._fail(encoder, [job.number], self.fault())
+        self._send_waiting(encoder)
         return pending.future
 
     def fault(self) -> str | None:
         """Why no encoder is there and none is about to be; None while one works, or is just being started again."""
         if self._refused is not None:
             return self._refused
-        if all(slot.down for slot in self.slots):
-            return f"encoder processes ended {self.slots[0].failed_starts} times at their start; see the log"
+        if all(encoder.down for encoder in self.watched):
+            return f"encoder processes ended {self.watched[0].failed_starts} times at their start; see the log"
         return "no encoder is ready yet" if self._known is None else None
 
     @property
     def waiting(self) -> int:
         """Documents without an answer yet."""
-        return sum(len(slot.jobs) for slot in self.slots)
+        return sum(len(encoder.jobs) for encoder in self.watched)
 
     @property
     def kept_bytes(self) -> dict[str, int]:
         """Bytes in the encoders' own tiers, as they last said; of the disk folder, which they share, the most."""
-        slots = [slot.kept for slot in self.slots]
+        kept = [encoder.kept for encoder in self.watched]
         return {
-            "host": sum(kept.get("host", 0) for kept in slots),
-            "disk": max(kept.get("disk", 0) for kept in slots),
+            "host": sum(one.get("host", 0) for one in kept),
+            "disk": max(one.get("disk", 0) for one in kept),
         }
 
-    # ---- one slot ----
+    # ---- one of them ----
 
-    async def _keep(self, slot: EncoderSlot) -> None:
+    async def _keep(self, encoder: WatchedEncoder) -> None:
         """Runs a process until it ends, over and over; what it left is sent to the next one."""
         while self._refused is None:
-            started, slot.greeted = time.monotonic(), False
+            started, encoder.greeted = time.monotonic(), False
             try:
-                await self._run(slot)
+                await self._run(encoder)
             except (OSError, KeyError, ValueError) as error:
-                logger.warning("encoder %d: %s: %s", slot.index, type(error).__name__, error)
+                logger.warning("encoder %d: %s: %s", encoder.index, type(error).__name__, error)
             finally:
-                await self._end(slot)
-            slot.failures = 1 if time.monotonic() - started > 60 else slot.failures + 1
-            slot.failed_starts += not slot.greeted
+                await self._end(encoder)
+            encoder.failures = 1 if time.monotonic() - started > 60 else encoder.failures + 1
+            encoder.failed_starts += not encoder.greeted
             self.restarts += 1
-            if slot.down:
+            if encoder.down:
                 # nobody waits for it, but it is tried again: a process may have been killed, or be short of memory
-                self._fail(slot, list(slot.jobs), self.fault() or f"encoder {slot.index} doesn't start; see the log")
+                self._fail(
+                    encoder, list(encoder.jobs), self.fault() or f"encoder {encoder.index} doesn't start; see the log"
+                )
                 self._arrived.set()
-            worn = [number for number, job in slot.jobs.items() if job.attempts >= MAX_ATTEMPTS]
-            self._fail(slot, worn, f"{MAX_ATTEMPTS} encoder processes ended over this document")
-            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** min(slot.failures - 1, 20), LAST_BACKOFF_S))
-        self._fail(slot, list(slot.jobs), self._refused)
+            worn = [number for number, job in encoder.jobs.items() if job.attempts >= MAX_ATTEMPTS]
+            self._fail(encoder, worn, f"{MAX_ATTEMPTS} encoder processes ended over this document")
+            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** min(encoder.failures - 1, 20), LAST_BACKOFF_S))
+        self._fail(encoder, list(encoder.jobs), self._refused)
 
-    async def _run(self, slot: EncoderSlot) -> None:
+    async def _run(self, encoder: WatchedEncoder) -> None:
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
             with theirs:
-                arguments = [*self.command, "--index", str(slot.index), "--socket", str(theirs.fileno())]
-                slot.process = await asyncio.create_subprocess_exec(
+                arguments = [*self.command, "--index", str(encoder.index), "--socket", str(theirs.fileno())]
+                encoder.process = await asyncio.create_subprocess_exec(
                     *arguments, env=self.environment, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
                 )
             first = decode_message(await asyncio.wait_for(reader.readline(), self.start_seconds))
-            hello, slot.kept = EncoderIdentity.parse(first), first.get("kept", {})
+            hello, encoder.kept = EncoderIdentity.parse(first), first.get("kept", {})
             if self._known is not None and hello != self._known:
                 # keys were made with the old weights: documents of both would be mixed
                 self._refused = f"the checkpoint changed while serving ({hello} instead of {self._known}): restart"
                 raise ValueError(self._refused)
             self._known = hello
             self._arrived.set()
-            slot.greeted, slot.failed_starts = True, 0
-            slot.writer = writer
-            slot.sent.clear()
-            self._send_waiting(slot)
-            await self._answers(slot, reader)
+            encoder.greeted, encoder.failed_starts = True, 0
+            encoder.writer = writer
+            encoder.sent.clear()
+            self._send_waiting(encoder)
+            await self._answers(encoder, reader)
         finally:
-            slot.writer = None
+            encoder.writer = None
             writer.close()
 
-    async def _answers(self, slot: EncoderSlot, reader: asyncio.StreamReader) -> None:
+    async def _answers(self, encoder: WatchedEncoder, reader: asyncio.StreamReader) -> None:
         quiet_since = time.monotonic()
         while True:
             try:
                 line = await asyncio.wait_for(reader.readline(), min(1.0, self.stall_seconds / 4))
             except TimeoutError:
                 now = time.monotonic()
-                quiet_since = quiet_since if slot.jobs else now
+                quiet_since = quiet_since if encoder.jobs else now
                 if now - quiet_since > self.stall_seconds:
-                    raise TimeoutError(f"no answer for {self.stall_seconds:.0f} s, {len(slot.jobs)} wait") from None
+                    raise TimeoutError(f"no answer for {self.stall_seconds:.0f} s, {len(encoder.jobs)} wait") from None
                 continue
-            quiet_since, slot.failures = time.monotonic(), 0
-            self._settle(slot, decode_message(line))
-            self._send_waiting(slot)
+            quiet_since, encoder.failures = time.monotonic(), 0
+            self._settle(encoder, decode_message(line))
+            self._send_waiting(encoder)
 
-    def _settle(self, slot: EncoderSlot, answer: dict[str, Any]) -> None:
-        slot.kept = answer.get("kept", slot.kept)
-        pending = slot.jobs.pop(answer["job"], None)
+    def _settle(self, encoder: WatchedEncoder, answer: dict[str, Any]) -> None:
+        encoder.kept = answer.get("kept", encoder.kept)
+        pending = encoder.jobs.pop(answer["job"], None)
         if pending is not None and not pending.future.done():
             settle(pending.future, answer)
 
-    def _send_waiting(self, slot: EncoderSlot) -> None:
+    def _send_waiting(self, encoder: WatchedEncoder) -> None:
         """Sends what hasn't been sent to this process. What was with one that died goes alone, to find the culprit."""
-        under_way = slot.sent & slot.jobs.keys()
-        for number, pending in list(slot.jobs.items()):
+        under_way = encoder.sent & encoder.jobs.keys()
+        for number, pending in list(encoder.jobs.items()):
             suspect = pending.attempts > (number in under_way)
-            if slot.writer is None or (suspect and under_way):
+            if encoder.writer is None or (suspect and under_way):
                 return
             if number in under_way:
                 continue
-            slot.sent.add(number)
+            encoder.sent.add(number)
             under_way.add(number)
             pending.attempts += 1
-            slot.writer.write(encode_message(pending.job.message()))
+            encoder.writer.write(encode_message(pending.job.message()))
             if suspect:
                 return
 
-    async def _end(self, slot: EncoderSlot) -> None:
+    async def _end(self, encoder: WatchedEncoder) -> None:
         """The process is gone for certain afterwards: its blocks can be written by another one."""
-        process, slot.process = slot.process, None
+        process, encoder.process = encoder.process, None
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        logger.info("encoder %d ended with status %d", encoder.index, await process.wait())
 
-    def _fail(self, slot: EncoderSlot, numbers: Iterable[int], reason: str | None) -> None:
+    def _fail(self, encoder: WatchedEncoder, numbers: Iterable[int], reason: str | None) -> None:
         for number in numbers:
-            self._settle(slot, {"job": number, "error": reason})
+            self._settle(encoder, {"job": number, "error": reason})
