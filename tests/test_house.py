@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -56,3 +57,18 @@ def test_every_room_has_a_door() -> None:
     """A room's ``__init__.py`` says what the room is for."""
     rooms = [path for path in product_files() if path.name == "__init__.py"]
     assert [str(path) for path in rooms if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+
+
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    """Files in backquotes, from the root, a package or the room they are shown in, and relative links."""
+    text = page.read_text(encoding="utf-8")
+    packages = [ROOT, *(ROOT / folder for folder in (*PRODUCT, "training", "serving", "serving/deploy"))]
+    named = re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|yaml|json|jinja))`", text)
+    missing = [name for name in named if "mine" not in name and not any((place / name).exists() for place in packages)]
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[\w-]+)?\)", text)
+    missing += [link for link in links if not (page.parent / link).exists()]
+    assert missing == []
