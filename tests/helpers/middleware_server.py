@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -44,10 +42,6 @@ class Server:
         assert self.manager is not None
         assert self.manager.references == self.manager.waiting == 0
         self.manager.check_integrity()
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30))
 
 
 def chat(**more: Any) -> dict[str, Any]:

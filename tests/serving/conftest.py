@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,26 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+def in_a_loop(test: Callable[..., Any], seconds: float) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), seconds))
+
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that are coroutines, also under hypothesis' `given`, run in a loop of their own, and not for ever."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            seconds = 300 if item.get_closest_marker("slow") else 60
+            given = getattr(item.obj, "hypothesis", None)
+            if inspect.iscoroutinefunction(item.obj):
+                item.obj = in_a_loop(item.obj, seconds)
+            elif given is not None and inspect.iscoroutinefunction(given.inner_test):
+                given.inner_test = in_a_loop(given.inner_test, seconds)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from comb_serving.plugin import serve
-from tests.helpers.middleware_server import Server, run
+from tests.helpers.middleware_server import Server
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "serving" / "deploy"
@@ -26,7 +26,7 @@ def series(prefix: str) -> set[str]:
     return {name for text in expressions for name in re.findall(rf"{prefix}:[a-z_]+", text)}
 
 
-def test_the_dashboard_asks_for_our_series_as_they_are() -> None:
+async def test_the_dashboard_asks_for_our_series_as_they_are() -> None:
     pytest.importorskip("prometheus_client", reason="comes with vLLM")
     from types import SimpleNamespace
 
@@ -34,20 +34,17 @@ def test_the_dashboard_asks_for_our_series_as_they_are() -> None:
 
     from comb_serving.api.metrics import CombCollector
 
-    async def work() -> None:
-        server = Server()
-        registry = CollectorRegistry()
-        encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})
-        registry.register(CombCollector(server.app.preprocessor(), encoders, server.app.options))
-        there = set(re.findall(r"^(comb:[a-z_]+)", generate_latest(registry).decode(), re.M))
-        assert series("comb") <= there
-        # counters whose `_total` is forgotten are what this test is for
-        assert "comb:evictions" not in there
-        # whatever is counted is shown somewhere
-        shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in series("comb")}
-        assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in there} == shown
-
-    run(work())
+    server = Server()
+    registry = CollectorRegistry()
+    encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})
+    registry.register(CombCollector(server.app.preprocessor(), encoders, server.app.options))
+    there = set(re.findall(r"^(comb:[a-z_]+)", generate_latest(registry).decode(), re.M))
+    assert series("comb") <= there
+    # counters whose `_total` is forgotten are what this test is for
+    assert "comb:evictions" not in there
+    # whatever is counted is shown somewhere
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in series("comb")}
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in there} == shown
 
 
 def test_panels_do_not_overlap_and_have_one_id_each() -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,6 @@ async def running(
         await encoders.stop()
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 300))
-
-
 def document(number: int, tokens: int = 20) -> tuple[int, ...]:
     return tuple((7 * number + 3 * index) % 900 + 5 for index in range(tokens))
 
@@ -88,80 +84,72 @@ def check_content(adapter: CombForCausalLM, pool: SharedPool, handle: PoolHandle
 
 
 @pytest.mark.slow
-def test_the_pool_holds_what_encode_gives_bit_for_bit(
+async def test_the_pool_holds_what_encode_gives_bit_for_bit(
     nano_adapter: Path, adapter: CombForCausalLM, folder: Path, tmp_path: Path
 ) -> None:
     pools = make_pools(adapter, folder)
     pools[0].tensor.fill_(float("nan"))
-
-    async def work() -> None:
-        async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
-            assert (await encoders.identity()).fingerprint == adapter.fingerprint
-            while any(encoder.writer is None for encoder in encoders.watched):
-                await asyncio.sleep(0.05)
-            for number in range(3):
-                (one,) = await wanted(manager, range(number, number + 1), 13 + number)
-                lease = await manager.acquire([one])
-                (expected,) = adapter.encode([one.token_ids])
-                for layer in range(pools[0].layout.cross_layers):
-                    keys, values = pools[0].read(layer, lease.handles)
-                    assert torch.equal(keys, expected.keys[layer])
-                    assert torch.equal(values, expected.values[layer])
-                    assert not torch.equal(keys, adapter.encode([one.token_ids[::-1]])[0].keys[layer])
-                lease.release()
-            # what has left the pool comes back by copy, the same bits
-            before = pools[0].read(0, lease.handles)[0].clone()
-            assert manager.remove(one.key)
-            pools[0].tensor.fill_(float("nan"))
+    async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
+        assert (await encoders.identity()).fingerprint == adapter.fingerprint
+        while any(encoder.writer is None for encoder in encoders.watched):
+            await asyncio.sleep(0.05)
+        for number in range(3):
+            (one,) = await wanted(manager, range(number, number + 1), 13 + number)
             lease = await manager.acquire([one])
-            assert lease.documents[0].tier == "host"
-            assert torch.equal(pools[0].read(0, lease.handles)[0], before)
-            with pytest.raises(ValueError, match="another model's tokenizer"):
-                await manager.keys([(10**6,)], "")
-            with pytest.raises(ValueError, match="split it"):
-                await manager.keys([(5,) * 10**6], "")
+            (expected,) = adapter.encode([one.token_ids])
+            for layer in range(pools[0].layout.cross_layers):
+                keys, values = pools[0].read(layer, lease.handles)
+                assert torch.equal(keys, expected.keys[layer])
+                assert torch.equal(values, expected.values[layer])
+                assert not torch.equal(keys, adapter.encode([one.token_ids[::-1]])[0].keys[layer])
             lease.release()
-            manager.check_integrity()
-
-    run(work())
+        # what has left the pool comes back by copy, the same bits
+        before = pools[0].read(0, lease.handles)[0].clone()
+        assert manager.remove(one.key)
+        pools[0].tensor.fill_(float("nan"))
+        lease = await manager.acquire([one])
+        assert lease.documents[0].tier == "host"
+        assert torch.equal(pools[0].read(0, lease.handles)[0], before)
+        with pytest.raises(ValueError, match="another model's tokenizer"):
+            await manager.keys([(10**6,)], "")
+        with pytest.raises(ValueError, match="split it"):
+            await manager.keys([(5,) * 10**6], "")
+        lease.release()
+        manager.check_integrity()
 
 
 @pytest.mark.slow
-def test_killing_encoders_under_load_ends_every_waiter_right(
+async def test_killing_encoders_under_load_ends_every_waiter_right(
     nano_adapter: Path, adapter: CombForCausalLM, folder: Path
 ) -> None:
     (pool,) = make_pools(adapter, folder)
-
-    async def work() -> None:
-        async with running(nano_adapter, folder, pool) as (manager, encoders):
-            everything = await wanted(manager, range(16))
-            await asyncio.sleep(0)
-            while any(encoder.writer is None for encoder in encoders.watched):
-                await asyncio.sleep(0.05)
-            for encoder in encoders.watched:  # stopped, so that the documents are under way when they die
-                os.kill(encoder.process.pid, signal.SIGSTOP)
-            pairs = list(itertools.pairwise(everything))
-            tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
-            while encoders.waiting < len(everything):
-                await asyncio.sleep(0.01)
-            assert manager.waiting == len(tasks)
-            pool.tensor.fill_(float("nan"))
-            for encoder in encoders.watched:
-                os.kill(encoder.process.pid, signal.SIGKILL)
-            leases = await asyncio.gather(*tasks)
-            assert encoders.restarts == 1
-            for lease, pair in zip(leases, pairs, strict=True):
-                for handle, one in zip(lease.handles, pair, strict=True):
-                    check_content(adapter, pool, handle, one.token_ids)
-                lease.release()
-            assert manager.references == manager.waiting == encoders.waiting == 0
-            manager.check_integrity()
-
-    run(work())
+    async with running(nano_adapter, folder, pool) as (manager, encoders):
+        everything = await wanted(manager, range(16))
+        await asyncio.sleep(0)
+        while any(encoder.writer is None for encoder in encoders.watched):
+            await asyncio.sleep(0.05)
+        for encoder in encoders.watched:  # stopped, so that the documents are under way when they die
+            os.kill(encoder.process.pid, signal.SIGSTOP)
+        pairs = list(itertools.pairwise(everything))
+        tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
+        while encoders.waiting < len(everything):
+            await asyncio.sleep(0.01)
+        assert manager.waiting == len(tasks)
+        pool.tensor.fill_(float("nan"))
+        for encoder in encoders.watched:
+            os.kill(encoder.process.pid, signal.SIGKILL)
+        leases = await asyncio.gather(*tasks)
+        assert encoders.restarts == 1
+        for lease, pair in zip(leases, pairs, strict=True):
+            for handle, one in zip(lease.handles, pair, strict=True):
+                check_content(adapter, pool, handle, one.token_ids)
+            lease.release()
+        assert manager.references == manager.waiting == encoders.waiting == 0
+        manager.check_integrity()
 
 
 @pytest.mark.slow
-def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
+async def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
     nano_adapter: Path, adapter: CombForCausalLM, folder: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(8)
@@ -187,13 +175,10 @@ def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
         pool.path.unlink()
         return [document.tier for document in lease.documents]
 
-    async def work() -> None:
-        assert await tiers(nano_adapter, adapter) == ["encoded"] * 5
-        assert await tiers(tmp_path / "other", other) == ["encoded"] * 5
-        assert await tiers(nano_adapter, adapter) == ["disk"] * 5
-        assert len(list(disk.iterdir())) == 10
-
-    run(work())
+    assert await tiers(nano_adapter, adapter) == ["encoded"] * 5
+    assert await tiers(tmp_path / "other", other) == ["encoded"] * 5
+    assert await tiers(nano_adapter, adapter) == ["disk"] * 5
+    assert len(list(disk.iterdir())) == 10
 
 
 def test_what_does_not_fit_the_store_is_encoded_once_all_the_same(adapter: CombForCausalLM, folder: Path) -> None:

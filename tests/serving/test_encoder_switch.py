@@ -12,80 +12,68 @@ from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import key_hash
 from comb_serving.launch.launcher import launch
 from comb_serving.pool.handles import KEY
-from tests.helpers.middleware_server import DOCUMENTS, Server, chat, run
+from tests.helpers.middleware_server import DOCUMENTS, Server, chat
 
 ADMIN = key_hash("admin")
 
 
-def test_off_inlines_from_the_next_request_on_and_on_finds_the_pool_as_it_was() -> None:
-    async def work() -> None:
-        server = Server(admin_hash=ADMIN)
-        assert server.manager is not None
-        client, admin = server.client(), server.client("admin")
-        server.echo.gate = asyncio.Event()
-        under_way = asyncio.create_task(client.post(CHAT, chat(stream=True)))
-        while not server.echo.bodies:
-            await asyncio.sleep(0)
-        assert (await admin.post(SWITCH, {"encoder": False})).json["encoder"] is False
-        assert KEY in server.echo.bodies[0]["vllm_xargs"]
-        assert server.manager.references == 2
-        server.echo.gate.set()
-        assert (await under_way).events[0]["comb"]["encoder"] is True
-        server.echo.gate = None
-        off = await client.post(CHAT, chat())
-        assert [document["state"] for document in off.json["comb"]["documents"]] == ["inlined", "inlined"]
-        asked = await client.post(CHAT, chat(comb={"encoder": True}))  # a request can't switch it on
-        assert asked.json["comb"]["encoder"] is False
-        made = await client.post("/v1/documents", {"text": "Cy sleeps.", "id": "cy"})
-        assert (made.status, made.json["state"]) == (200, "inlined")
-        assert len(server.encoders.asked) == 2
-        assert (await admin.post(SWITCH, {"encoder": True})).json["encoder"] is True
-        on = await client.post(CHAT, chat(documents=[*DOCUMENTS, {"id": "cy"}]))
-        assert [document["state"] for document in on.json["comb"]["documents"]] == ["hit", "hit", "encoded"]
-        server.check_idle()
-
-    run(work())
+async def test_off_inlines_from_the_next_request_on_and_on_finds_the_pool_as_it_was() -> None:
+    server = Server(admin_hash=ADMIN)
+    assert server.manager is not None
+    client, admin = server.client(), server.client("admin")
+    server.echo.gate = asyncio.Event()
+    under_way = asyncio.create_task(client.post(CHAT, chat(stream=True)))
+    while not server.echo.bodies:
+        await asyncio.sleep(0)
+    assert (await admin.post(SWITCH, {"encoder": False})).json["encoder"] is False
+    assert KEY in server.echo.bodies[0]["vllm_xargs"]
+    assert server.manager.references == 2
+    server.echo.gate.set()
+    assert (await under_way).events[0]["comb"]["encoder"] is True
+    server.echo.gate = None
+    off = await client.post(CHAT, chat())
+    assert [document["state"] for document in off.json["comb"]["documents"]] == ["inlined", "inlined"]
+    asked = await client.post(CHAT, chat(comb={"encoder": True}))  # a request can't switch it on
+    assert asked.json["comb"]["encoder"] is False
+    made = await client.post("/v1/documents", {"text": "Cy sleeps.", "id": "cy"})
+    assert (made.status, made.json["state"]) == (200, "inlined")
+    assert len(server.encoders.asked) == 2
+    assert (await admin.post(SWITCH, {"encoder": True})).json["encoder"] is True
+    on = await client.post(CHAT, chat(documents=[*DOCUMENTS, {"id": "cy"}]))
+    assert [document["state"] for document in on.json["comb"]["documents"]] == ["hit", "hit", "encoded"]
+    server.check_idle()
 
 
 @pytest.mark.parametrize("api_keys", [(), (key_hash("user"),)])
-def test_only_the_admin_key_switches(api_keys: tuple[str, ...]) -> None:
-    async def work() -> None:
-        server = Server(admin_hash=ADMIN, key_hashes=api_keys)
-        for key, status in (("user", 401), (None, 401), ("admin", 200)):
-            assert (await server.client(key).post(SWITCH, {"encoder": False})).status == status
-            assert server.app.preprocessor().linking == (status != 200)
-        assert (await server.client("admin").send("GET", SWITCH)).status == 200
-        assert (await server.client("user").send("GET", SWITCH)).status == 200
-        assert (await server.client("other").send("GET", SWITCH)).status == (401 if api_keys else 200)
-        if api_keys:  # the admin key is no API key
-            assert (await server.client("admin").post(CHAT, chat())).status == 401
-        without = Server(key_hashes=api_keys)
-        for key in ("user", "admin", None):
-            assert (await without.client(key).post(SWITCH, {"encoder": False})).status == 403
-        assert without.app.preprocessor().linking
-
-    run(work())
+async def test_only_the_admin_key_switches(api_keys: tuple[str, ...]) -> None:
+    server = Server(admin_hash=ADMIN, key_hashes=api_keys)
+    for key, status in (("user", 401), (None, 401), ("admin", 200)):
+        assert (await server.client(key).post(SWITCH, {"encoder": False})).status == status
+        assert server.app.preprocessor().linking == (status != 200)
+    assert (await server.client("admin").send("GET", SWITCH)).status == 200
+    assert (await server.client("user").send("GET", SWITCH)).status == 200
+    assert (await server.client("other").send("GET", SWITCH)).status == (401 if api_keys else 200)
+    if api_keys:  # the admin key is no API key
+        assert (await server.client("admin").post(CHAT, chat())).status == 401
+    without = Server(key_hashes=api_keys)
+    for key in ("user", "admin", None):
+        assert (await without.client(key).post(SWITCH, {"encoder": False})).status == 403
+    assert without.app.preprocessor().linking
 
 
 @pytest.mark.parametrize("body", [{}, {"encoder": 1}, {"encoder": True, "more": 1}, [], b"{"])
-def test_bad_bodies_change_nothing(body: object) -> None:
-    async def work() -> None:
-        server = Server(admin_hash=ADMIN)
-        assert (await server.client("admin").post(SWITCH, body)).status == 400
-        assert server.app.preprocessor().linking
-        assert (await server.client("admin").send("DELETE", SWITCH)).status == 405
-
-    run(work())
+async def test_bad_bodies_change_nothing(body: object) -> None:
+    server = Server(admin_hash=ADMIN)
+    assert (await server.client("admin").post(SWITCH, body)).status == 400
+    assert server.app.preprocessor().linking
+    assert (await server.client("admin").send("DELETE", SWITCH)).status == 405
 
 
-def test_a_server_without_an_encoder_cannot_get_one() -> None:
-    async def work() -> None:
-        server = Server(encoder=False, admin_hash=ADMIN)
-        assert (await server.client("admin").post(SWITCH, {"encoder": True})).status == 409
-        state = (await server.client("admin").post(SWITCH, {"encoder": False})).json
-        assert state == {"object": "comb", "encoder": False, "switchable": False}
-
-    run(work())
+async def test_a_server_without_an_encoder_cannot_get_one() -> None:
+    server = Server(encoder=False, admin_hash=ADMIN)
+    assert (await server.client("admin").post(SWITCH, {"encoder": True})).status == 409
+    state = (await server.client("admin").post(SWITCH, {"encoder": False})).json
+    assert state == {"object": "comb", "encoder": False, "switchable": False}
 
 
 def test_an_admin_key_that_clients_have_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -20,214 +19,177 @@ from tests.helpers.fakes import FakeEncoders
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 20))
-
-
 def wanted(name: str, tokens: int = 4) -> WantedDocument:
     return WantedDocument(name, tuple(range(tokens)))
 
 
-def test_a_document_is_encoded_once_for_all_who_want_it() -> None:
-    async def work() -> None:
-        encoders = FakeEncoders(at_once=False)
-        manager = PICManager(LAYOUT, encoders)
-        tasks = [asyncio.create_task(manager.acquire([wanted("a", 5), wanted("b")])) for _ in range(5)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert encoders.asked == ["a", "b"]
-        assert manager.waiting == 5
-        for _ in range(2):
-            encoders.answer()
-        leases = await asyncio.gather(*tasks)
-        assert len({lease.documents[0].handle for lease in leases}) == 1
-        assert [lease.documents[0].tier for lease in leases] == ["encoded"] + ["pool"] * 4
-        assert manager.references == 10
-        for lease in leases:
-            lease.release()
-            lease.release()
-        assert manager.references == manager.waiting == 0
-        again = await manager.acquire([wanted("b"), wanted("a", 5), wanted("b")])
-        assert encoders.asked == ["a", "b"]
-        assert [document.hit for document in again.documents] == [True] * 3
-        assert again.documents[0].handle == again.documents[2].handle
-        assert manager.references == 2
-        manager.check_integrity()
-
-    run(work())
-
-
-def test_only_requests_that_miss_wait() -> None:
-    async def work() -> None:
-        encoders = FakeEncoders()
-        manager = PICManager(LAYOUT, encoders)
-        (await manager.acquire([wanted("a")])).release()
-        encoders.at_once = False
-        slow = asyncio.create_task(manager.acquire([wanted("b")]))
-        await asyncio.sleep(0)
-        (await manager.acquire([wanted("a")])).release()
-        assert not slow.done()
+async def test_a_document_is_encoded_once_for_all_who_want_it() -> None:
+    encoders = FakeEncoders(at_once=False)
+    manager = PICManager(LAYOUT, encoders)
+    tasks = [asyncio.create_task(manager.acquire([wanted("a", 5), wanted("b")])) for _ in range(5)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert encoders.asked == ["a", "b"]
+    assert manager.waiting == 5
+    for _ in range(2):
         encoders.answer()
-        (await slow).release()
-
-    run(work())
-
-
-def test_the_least_recently_used_goes_first_and_nothing_that_is_kept() -> None:
-    async def work() -> None:
-        encoders = FakeEncoders()
-        manager = PICManager(LAYOUT, encoders)
-        held = await manager.acquire([wanted("held", 8)])
-        for name in ("pinned", "old", "new"):
-            (await manager.acquire([wanted(name, 8)])).release()
-        assert manager.pin("pinned")
-        (await manager.acquire([wanted("old", 8)])).release()
-        (await manager.acquire([wanted("x", 8)])).release()
-        assert [manager.lookup(name) for name in ("held", "pinned", "old", "new", "x")] == [
-            True,
-            True,
-            True,
-            False,
-            True,
-        ]
-        with pytest.raises(PoolFullError, match="in use or pinned"):
-            await manager.acquire([wanted("y", 20)])
-        assert manager.lookup("old")  # refused without having evicted in vain
-        with pytest.raises(DocumentsTooLargeError, match="larger --comb-pool-bytes"):
-            await manager.acquire([wanted("z", 33)])
-        for times in (5, 10_000):  # 8 blocks, of 2 each
-            with pytest.raises(DocumentsTooLargeError, match="as often as it is given"):
-                await manager.acquire([wanted("old", 8)] * times)
-        (await manager.acquire([wanted("old", 8)] * 4)).release()
-        assert manager.unpin("pinned")
-        assert not manager.unpin("pinned")
-        held.release()
-        (await manager.acquire([wanted("z", 32)])).release()
-        assert len(manager.pool.entries) == 1
-        manager.check_integrity()
-
-    run(work())
-
-
-def test_a_failed_document_fails_its_waiters_and_nobody_else() -> None:
-    async def work() -> None:
-        encoders = FakeEncoders(at_once=False)
-        manager = PICManager(LAYOUT, encoders)
-        good = asyncio.create_task(manager.acquire([wanted("good")]))
-        await asyncio.sleep(0)
-        bad = [asyncio.create_task(manager.acquire([wanted("bad"), wanted("good")])) for _ in range(3)]
-        await asyncio.sleep(0)
-        encoders.answer()
-        encoders.answer(error="NaN")
-        results = await asyncio.gather(*bad, return_exceptions=True)
-        assert all(isinstance(result, EncoderError) and "NaN" in str(result) for result in results)
-        assert manager.references == 1
-        (await good).release()
-        assert not manager.lookup("bad")
-        assert manager.lookup("good")
-        assert manager.counters.documents["failed"] == 1
-        manager.check_integrity()
-
-    run(work())
-
-
-def test_a_client_that_leaves_while_waiting_gives_back_everything() -> None:
-    async def work() -> None:
-        encoders = FakeEncoders(at_once=False)
-        manager = PICManager(LAYOUT, encoders)
-        leaving = asyncio.create_task(manager.acquire([wanted("a", 32)]))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)
-        assert manager.references == 0
-        manager.remove("a")
-        assert len(manager.free_blocks) == 0  # the encoder still writes there
-        encoders.answer()
-        await asyncio.sleep(0)
-        assert len(manager.free_blocks) == LAYOUT.num_blocks
-        manager.check_integrity()
-
-    run(work())
-
-
-def test_removed_in_use_and_expired() -> None:
-    async def work() -> None:
-        now = 0.0
-        manager = PICManager(LAYOUT, FakeEncoders(), clock=lambda: now)
-        lease = await manager.acquire([wanted("a")])
-        assert manager.remove("a")
-        assert not manager.lookup("a")
-        assert len(manager.free_blocks) == LAYOUT.num_blocks - 1
+    leases = await asyncio.gather(*tasks)
+    assert len({lease.documents[0].handle for lease in leases}) == 1
+    assert [lease.documents[0].tier for lease in leases] == ["encoded"] + ["pool"] * 4
+    assert manager.references == 10
+    for lease in leases:
         lease.release()
-        assert len(manager.free_blocks) == LAYOUT.num_blocks
-        (await manager.acquire([wanted("b", 32)])).release()
-        manager.pin("b")
-        manager.set_expiry("b", 5.0)
-        now = 4.9
-        assert manager.lookup("b")
-        now = 5.0
-        (await manager.acquire([wanted("c", 32)])).release()  # a pin doesn't outlive its document
-        assert manager.index.expired == 1
-        manager.check_integrity()
-
-    run(work())
-
-
-def test_a_failure_that_nobody_has_noticed_yet_is_no_hit() -> None:
-    async def work() -> None:
-        encoders = FakeEncoders(at_once=False)
-        manager = PICManager(LAYOUT, encoders)
-        failing = asyncio.create_task(manager.acquire([wanted("a")]))
-        await asyncio.sleep(0)
-        encoders.answer(error="NaN")
-        encoders.at_once = True  # and no step of the loop in between
-        lease = await manager.acquire([wanted("a"), wanted("b")])
-        assert [document.tier for document in lease.documents] == ["encoded"] * 2
-        assert isinstance((await asyncio.gather(failing, return_exceptions=True))[0], EncoderError)
-        manager.check_integrity()
         lease.release()
+    assert manager.references == manager.waiting == 0
+    again = await manager.acquire([wanted("b"), wanted("a", 5), wanted("b")])
+    assert encoders.asked == ["a", "b"]
+    assert [document.hit for document in again.documents] == [True] * 3
+    assert again.documents[0].handle == again.documents[2].handle
+    assert manager.references == 2
+    manager.check_integrity()
 
-    run(work())
+
+async def test_only_requests_that_miss_wait() -> None:
+    encoders = FakeEncoders()
+    manager = PICManager(LAYOUT, encoders)
+    (await manager.acquire([wanted("a")])).release()
+    encoders.at_once = False
+    slow = asyncio.create_task(manager.acquire([wanted("b")]))
+    await asyncio.sleep(0)
+    (await manager.acquire([wanted("a")])).release()
+    assert not slow.done()
+    encoders.answer()
+    (await slow).release()
 
 
-def test_a_hit_that_expires_while_room_is_made_stays_until_its_request_ends() -> None:
-    async def work() -> None:
-        now, step = 0.0, 0.0
+async def test_the_least_recently_used_goes_first_and_nothing_that_is_kept() -> None:
+    encoders = FakeEncoders()
+    manager = PICManager(LAYOUT, encoders)
+    held = await manager.acquire([wanted("held", 8)])
+    for name in ("pinned", "old", "new"):
+        (await manager.acquire([wanted(name, 8)])).release()
+    assert manager.pin("pinned")
+    (await manager.acquire([wanted("old", 8)])).release()
+    (await manager.acquire([wanted("x", 8)])).release()
+    assert [manager.lookup(name) for name in ("held", "pinned", "old", "new", "x")] == [True, True, True, False, True]
+    with pytest.raises(PoolFullError, match="in use or pinned"):
+        await manager.acquire([wanted("y", 20)])
+    assert manager.lookup("old")  # refused without having evicted in vain
+    with pytest.raises(DocumentsTooLargeError, match="larger --comb-pool-bytes"):
+        await manager.acquire([wanted("z", 33)])
+    for times in (5, 10_000):  # 8 blocks, of 2 each
+        with pytest.raises(DocumentsTooLargeError, match="as often as it is given"):
+            await manager.acquire([wanted("old", 8)] * times)
+    (await manager.acquire([wanted("old", 8)] * 4)).release()
+    assert manager.unpin("pinned")
+    assert not manager.unpin("pinned")
+    held.release()
+    (await manager.acquire([wanted("z", 32)])).release()
+    assert len(manager.pool.entries) == 1
+    manager.check_integrity()
 
-        def clock() -> float:
-            nonlocal now
-            now += step
-            return now
 
-        manager = PICManager(LAYOUT, FakeEncoders(), clock=clock)
-        (await manager.acquire([wanted("a", 8)])).release()
-        (await manager.acquire([wanted("b", 24)])).release()
-        manager.set_expiry("a", 2.5)
-        step = 1.0  # found in time, gone when room is made for the other one
-        lease = await manager.acquire([wanted("a", 8), wanted("c", 8)])
-        step = 0.0
-        assert lease.documents[0].hit
-        assert not manager.lookup("a")
-        blocks = [block for document in lease.documents for block in document.handle.blocks]
-        assert len(set(blocks)) == len(blocks) == 4
+async def test_a_failed_document_fails_its_waiters_and_nobody_else() -> None:
+    encoders = FakeEncoders(at_once=False)
+    manager = PICManager(LAYOUT, encoders)
+    good = asyncio.create_task(manager.acquire([wanted("good")]))
+    await asyncio.sleep(0)
+    bad = [asyncio.create_task(manager.acquire([wanted("bad"), wanted("good")])) for _ in range(3)]
+    await asyncio.sleep(0)
+    encoders.answer()
+    encoders.answer(error="NaN")
+    results = await asyncio.gather(*bad, return_exceptions=True)
+    assert all(isinstance(result, EncoderError) and "NaN" in str(result) for result in results)
+    assert manager.references == 1
+    (await good).release()
+    assert not manager.lookup("bad")
+    assert manager.lookup("good")
+    assert manager.counters.documents["failed"] == 1
+    manager.check_integrity()
+
+
+async def test_a_client_that_leaves_while_waiting_gives_back_everything() -> None:
+    encoders = FakeEncoders(at_once=False)
+    manager = PICManager(LAYOUT, encoders)
+    leaving = asyncio.create_task(manager.acquire([wanted("a", 32)]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert manager.references == 0
+    manager.remove("a")
+    assert len(manager.free_blocks) == 0  # the encoder still writes there
+    encoders.answer()
+    await asyncio.sleep(0)
+    assert len(manager.free_blocks) == LAYOUT.num_blocks
+    manager.check_integrity()
+
+
+async def test_removed_in_use_and_expired() -> None:
+    now = 0.0
+    manager = PICManager(LAYOUT, FakeEncoders(), clock=lambda: now)
+    lease = await manager.acquire([wanted("a")])
+    assert manager.remove("a")
+    assert not manager.lookup("a")
+    assert len(manager.free_blocks) == LAYOUT.num_blocks - 1
+    lease.release()
+    assert len(manager.free_blocks) == LAYOUT.num_blocks
+    (await manager.acquire([wanted("b", 32)])).release()
+    manager.pin("b")
+    manager.set_expiry("b", 5.0)
+    now = 4.9
+    assert manager.lookup("b")
+    now = 5.0
+    (await manager.acquire([wanted("c", 32)])).release()  # a pin doesn't outlive its document
+    assert manager.index.expired == 1
+    manager.check_integrity()
+
+
+async def test_a_failure_that_nobody_has_noticed_yet_is_no_hit() -> None:
+    encoders = FakeEncoders(at_once=False)
+    manager = PICManager(LAYOUT, encoders)
+    failing = asyncio.create_task(manager.acquire([wanted("a")]))
+    await asyncio.sleep(0)
+    encoders.answer(error="NaN")
+    encoders.at_once = True  # and no step of the loop in between
+    lease = await manager.acquire([wanted("a"), wanted("b")])
+    assert [document.tier for document in lease.documents] == ["encoded"] * 2
+    assert isinstance((await asyncio.gather(failing, return_exceptions=True))[0], EncoderError)
+    manager.check_integrity()
+    lease.release()
+
+
+async def test_a_hit_that_expires_while_room_is_made_stays_until_its_request_ends() -> None:
+    now, step = 0.0, 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += step
+        return now
+
+    manager = PICManager(LAYOUT, FakeEncoders(), clock=clock)
+    (await manager.acquire([wanted("a", 8)])).release()
+    (await manager.acquire([wanted("b", 24)])).release()
+    manager.set_expiry("a", 2.5)
+    step = 1.0  # found in time, gone when room is made for the other one
+    lease = await manager.acquire([wanted("a", 8), wanted("c", 8)])
+    step = 0.0
+    assert lease.documents[0].hit
+    assert not manager.lookup("a")
+    blocks = [block for document in lease.documents for block in document.handle.blocks]
+    assert len(set(blocks)) == len(blocks) == 4
+    manager.check_integrity()
+    lease.release()
+    manager.check_integrity()
+
+
+async def test_check_integrity_notices() -> None:
+    manager = PICManager(LAYOUT, FakeEncoders())
+    lease = await manager.acquire([wanted("a")])
+    manager.check_integrity()
+    manager.free_blocks.extend(lease.handles[0].blocks)
+    with pytest.raises(IntegrityError, match="each block is free or one document's"):
         manager.check_integrity()
-        lease.release()
-        manager.check_integrity()
-
-    run(work())
-
-
-def test_check_integrity_notices() -> None:
-    async def work() -> None:
-        manager = PICManager(LAYOUT, FakeEncoders())
-        lease = await manager.acquire([wanted("a")])
-        manager.check_integrity()
-        manager.free_blocks.extend(lease.handles[0].blocks)
-        with pytest.raises(IntegrityError, match="each block is free or one document's"):
-            manager.check_integrity()
-
-    run(work())
 
 
 SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}
@@ -246,11 +208,7 @@ STEPS = st.lists(
 
 @settings(max_examples=120, deadline=None)
 @given(STEPS, st.sampled_from([0.0, 1000.0]))
-def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
-    run(_play(steps, wait_seconds))
-
-
-async def _play(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
+async def test_any_sequence_keeps_the_invariants(steps: list[tuple[str, Any]], wait_seconds: float) -> None:
     now = 0.0
     encoders = FakeEncoders(at_once=False)
     manager = PICManager(LAYOUT, encoders, wait_seconds, clock=lambda: now)

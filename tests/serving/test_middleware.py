@@ -15,333 +15,285 @@ from hypothesis import strategies as st
 from comb_serving.api.preprocessor import CHAT, COMPLETIONS
 from comb_serving.pool.handles import KEY, unpack
 from tests.helpers.fakes import Client
-from tests.helpers.middleware_server import BUILDER, DOCUMENTS, MESSAGES, Server, chat, ids_of, run
+from tests.helpers.middleware_server import BUILDER, DOCUMENTS, MESSAGES, Server, chat, ids_of
 
 
-def test_documents_become_handles_and_the_prompt_is_the_builders() -> None:
-    async def work() -> None:
-        server = Server()
-        cold = await server.client().post(CHAT, chat())
-        warm = await server.client().post(CHAT, chat(documents=DOCUMENTS[::-1]))
-        first, second = server.echo.bodies
-        assert "documents" not in first
-        handles = unpack(first["vllm_xargs"][KEY], num_blocks=8, block_size=16)
-        assert [handle.tokens for handle in handles] == [
-            len(ids_of(DOCUMENTS[0]["text"], "A")),
-            len(ids_of(DOCUMENTS[1])),
-        ]
-        assert unpack(second["vllm_xargs"][KEY], num_blocks=8, block_size=16) == handles[::-1]
-        assert first["cache_salt"] != second["cache_salt"]
-        assert first["kv_transfer_params"] == {"prompt_token_ids": list(BUILDER.build(MESSAGES).query)}
-        states = [[document["state"] for document in answer.json["comb"]["documents"]] for answer in (cold, warm)]
-        assert states == [["encoded", "encoded"], ["hit", "hit"]]
-        documents = sum(handle.tokens for handle in handles)
-        usage = warm.json["usage"]
-        assert usage["prompt_tokens"] == documents + len(BUILDER.build(MESSAGES).query)
-        assert usage["prompt_tokens_details"]["cached_tokens"] == documents
-        server.check_idle()
-
-    run(work())
+async def test_documents_become_handles_and_the_prompt_is_the_builders() -> None:
+    server = Server()
+    cold = await server.client().post(CHAT, chat())
+    warm = await server.client().post(CHAT, chat(documents=DOCUMENTS[::-1]))
+    first, second = server.echo.bodies
+    assert "documents" not in first
+    handles = unpack(first["vllm_xargs"][KEY], num_blocks=8, block_size=16)
+    assert [handle.tokens for handle in handles] == [len(ids_of(DOCUMENTS[0]["text"], "A")), len(ids_of(DOCUMENTS[1]))]
+    assert unpack(second["vllm_xargs"][KEY], num_blocks=8, block_size=16) == handles[::-1]
+    assert first["cache_salt"] != second["cache_salt"]
+    assert first["kv_transfer_params"] == {"prompt_token_ids": list(BUILDER.build(MESSAGES).query)}
+    states = [[document["state"] for document in answer.json["comb"]["documents"]] for answer in (cold, warm)]
+    assert states == [["encoded", "encoded"], ["hit", "hit"]]
+    documents = sum(handle.tokens for handle in handles)
+    usage = warm.json["usage"]
+    assert usage["prompt_tokens"] == documents + len(BUILDER.build(MESSAGES).query)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == documents
+    server.check_idle()
 
 
 @pytest.mark.parametrize("per_request", [True, False])
-def test_encoder_off_puts_documents_into_the_prompt_as_method_full_does(per_request: bool) -> None:
-    async def work() -> None:
-        server = Server(encoder=per_request)
-        off = {"comb": {"encoder": False}} if per_request else {}
-        answer = await server.client().post(CHAT, chat(**off))
-        (got,) = server.echo.bodies
-        segments = [ids_of(DOCUMENTS[0]["text"], "A"), ids_of(DOCUMENTS[1])]
-        assert got["kv_transfer_params"]["prompt_token_ids"] == list(BUILDER.build(MESSAGES, segments).flat)
-        assert KEY not in (got.get("vllm_xargs") or {})
-        assert "cache_salt" not in got
-        assert [document["state"] for document in answer.json["comb"]["documents"]] == ["inlined", "inlined"]
-        assert answer.json["comb"]["encoder"] is False
-        assert server.encoders.asked == []
-        await server.client().post(COMPLETIONS, {"prompt": "Where?", "documents": DOCUMENTS, **off})
-        flat = [token for segment in segments for token in segment]
-        assert server.echo.bodies[1]["prompt"] == [list(BUILDER.complete("Where?", [flat]).flat)]
-
-    run(work())
+async def test_encoder_off_puts_documents_into_the_prompt_as_method_full_does(per_request: bool) -> None:
+    server = Server(encoder=per_request)
+    off = {"comb": {"encoder": False}} if per_request else {}
+    answer = await server.client().post(CHAT, chat(**off))
+    (got,) = server.echo.bodies
+    segments = [ids_of(DOCUMENTS[0]["text"], "A"), ids_of(DOCUMENTS[1])]
+    assert got["kv_transfer_params"]["prompt_token_ids"] == list(BUILDER.build(MESSAGES, segments).flat)
+    assert KEY not in (got.get("vllm_xargs") or {})
+    assert "cache_salt" not in got
+    assert [document["state"] for document in answer.json["comb"]["documents"]] == ["inlined", "inlined"]
+    assert answer.json["comb"]["encoder"] is False
+    assert server.encoders.asked == []
+    await server.client().post(COMPLETIONS, {"prompt": "Where?", "documents": DOCUMENTS, **off})
+    flat = [token for segment in segments for token in segment]
+    assert server.echo.bodies[1]["prompt"] == [list(BUILDER.complete("Where?", [flat]).flat)]
 
 
-def test_completions_take_texts_and_ids() -> None:
-    async def work() -> None:
-        server = Server()
-        for prompt in ("Where?", ["Where?", [5, 6]], [5, 6, 7]):
-            answer = await server.client().post(COMPLETIONS, {"prompt": prompt, "documents": DOCUMENTS[1:]})
-            assert answer.status == 200, answer.body
-        query = list(BUILDER.complete("Where?").query)
-        assert [body["prompt"] for body in server.echo.bodies] == [[query], [query, [5, 6]], [[5, 6, 7]]]
-        tokens = len(ids_of(DOCUMENTS[1]))
-        answer = await server.client().post(COMPLETIONS, {"prompt": [[5], [6]], "documents": DOCUMENTS[1:]})
-        assert answer.json["usage"]["prompt_tokens"] == 2 + 2 * tokens
-        server.check_idle()
-
-    run(work())
+async def test_completions_take_texts_and_ids() -> None:
+    server = Server()
+    for prompt in ("Where?", ["Where?", [5, 6]], [5, 6, 7]):
+        answer = await server.client().post(COMPLETIONS, {"prompt": prompt, "documents": DOCUMENTS[1:]})
+        assert answer.status == 200, answer.body
+    query = list(BUILDER.complete("Where?").query)
+    assert [body["prompt"] for body in server.echo.bodies] == [[query], [query, [5, 6]], [[5, 6, 7]]]
+    tokens = len(ids_of(DOCUMENTS[1]))
+    answer = await server.client().post(COMPLETIONS, {"prompt": [[5], [6]], "documents": DOCUMENTS[1:]})
+    assert answer.json["usage"]["prompt_tokens"] == 2 + 2 * tokens
+    server.check_idle()
 
 
-def test_without_documents_the_body_is_the_clients() -> None:
-    async def work() -> None:
-        server = Server()
-        body = {"messages": MESSAGES, "temperature": 0, "cache_salt": "mine"}
-        answer = await server.client().post(CHAT, body)
-        assert server.echo.bodies == [body]
-        assert "comb" not in answer.json
-        await server.client("key").post(CHAT, body)
-        assert server.echo.bodies[1]["cache_salt"] not in ("mine", "")  # a body's salt narrows the tenant's
-        await server.client().post("/v1/embeddings", {"input": "x"})
-        assert server.echo.bodies[2] == {"input": "x"}
-
-    run(work())
+async def test_without_documents_the_body_is_the_clients() -> None:
+    server = Server()
+    body = {"messages": MESSAGES, "temperature": 0, "cache_salt": "mine"}
+    answer = await server.client().post(CHAT, body)
+    assert server.echo.bodies == [body]
+    assert "comb" not in answer.json
+    await server.client("key").post(CHAT, body)
+    assert server.echo.bodies[1]["cache_salt"] not in ("mine", "")  # a body's salt narrows the tenant's
+    await server.client().post("/v1/embeddings", {"input": "x"})
+    assert server.echo.bodies[2] == {"input": "x"}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/invocations"])
-def test_a_clients_own_handles_are_stripped(path: str) -> None:
-    async def work() -> None:
-        server = Server()
-        forged = [4, 1, 0]
-        body = {
-            "messages": MESSAGES,
-            "prompt": "x",
-            "vllm_xargs": {KEY: forged, "kept": 1},
-            "kv_transfer_params": {KEY: forged, "kept": 2},
-            "nested": [{"vllm_xargs": {KEY: forged}}],
-        }
-        for data in (json.dumps(body), json.dumps(body).replace("comb_docs", "\\u0063omb_docs")):
-            await server.client().post(path, data.encode(), kind="text/plain" if path == "/invocations" else None)
-        for got in server.echo.bodies:
-            assert KEY not in json.dumps(got)
-            assert got["vllm_xargs"]["kept"] == 1
-            assert got["kv_transfer_params"]["kept"] == 2
-
-    run(work())
+async def test_a_clients_own_handles_are_stripped(path: str) -> None:
+    server = Server()
+    forged = [4, 1, 0]
+    body = {
+        "messages": MESSAGES,
+        "prompt": "x",
+        "vllm_xargs": {KEY: forged, "kept": 1},
+        "kv_transfer_params": {KEY: forged, "kept": 2},
+        "nested": [{"vllm_xargs": {KEY: forged}}],
+    }
+    for data in (json.dumps(body), json.dumps(body).replace("comb_docs", "\\u0063omb_docs")):
+        await server.client().post(path, data.encode(), kind="text/plain" if path == "/invocations" else None)
+    for got in server.echo.bodies:
+        assert KEY not in json.dumps(got)
+        assert got["vllm_xargs"]["kept"] == 1
+        assert got["kv_transfer_params"]["kept"] == 2
 
 
 @pytest.mark.parametrize("depth", [900, 5_000, 100_000])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/documents"])
-def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str, depth: int) -> None:
+async def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str, depth: int) -> None:
     # Python 3.12 takes no call for a comprehension, so that it looks through twice as much
     refused = sys.version_info < (3, 12) or depth > 900 or path == "/v1/documents"
-
-    async def work() -> None:
-        server = Server()
-        for key in (KEY, "\\u0063omb_docs"):
-            body = f'{{"prompt": "x", "vllm_xargs": {{"{key}": [4, 1, 0]}}, "text": {"[" * depth + "]" * depth}}}'
-            answer = await server.client().post(path, body.encode())
-            assert answer.status == (400 if refused else 200), answer.body[:200]
-        assert [body["vllm_xargs"] for body in server.echo.bodies] == ([] if refused else [{}, {}])
-
-    run(work())
+    server = Server()
+    for key in (KEY, "\\u0063omb_docs"):
+        body = f'{{"prompt": "x", "vllm_xargs": {{"{key}": [4, 1, 0]}}, "text": {"[" * depth + "]" * depth}}}'
+        answer = await server.client().post(path, body.encode())
+        assert answer.status == (400 if refused else 200), answer.body[:200]
+    assert [body["vllm_xargs"] for body in server.echo.bodies] == ([] if refused else [{}, {}])
 
 
-def test_two_tenants_share_no_hit() -> None:
-    async def work() -> None:
-        server = Server()
-        states = []
-        for key in ("alice", "bob", "alice", None):
-            answer = await server.client(key).post(CHAT, chat())
-            states.append(answer.json["comb"]["documents"][0]["state"])
-        assert states == ["encoded", "encoded", "hit", "encoded"]
-        salts = [body["cache_salt"] for body in server.echo.bodies]
-        assert salts[0] == salts[2]
-        assert len(set(salts)) == 3
-        blocks = [tuple(body["vllm_xargs"][KEY]) for body in server.echo.bodies]
-        assert blocks[0] == blocks[2] != blocks[1]
-        made = await server.client("alice").post("/v1/documents", {"text": "secret", "id": "s"})
-        assert made.status == 200
-        for key, status in (("alice", 200), ("bob", 404), (None, 404)):
-            assert (await server.client(key).send("GET", "/v1/documents/s")).status == status
-            assert (await server.client(key).post(CHAT, chat(documents=[{"id": "s"}]))).status == status
-
-    run(work())
+async def test_two_tenants_share_no_hit() -> None:
+    server = Server()
+    states = []
+    for key in ("alice", "bob", "alice", None):
+        answer = await server.client(key).post(CHAT, chat())
+        states.append(answer.json["comb"]["documents"][0]["state"])
+    assert states == ["encoded", "encoded", "hit", "encoded"]
+    salts = [body["cache_salt"] for body in server.echo.bodies]
+    assert salts[0] == salts[2]
+    assert len(set(salts)) == 3
+    blocks = [tuple(body["vllm_xargs"][KEY]) for body in server.echo.bodies]
+    assert blocks[0] == blocks[2] != blocks[1]
+    made = await server.client("alice").post("/v1/documents", {"text": "secret", "id": "s"})
+    assert made.status == 200
+    for key, status in (("alice", 200), ("bob", 404), (None, 404)):
+        assert (await server.client(key).send("GET", "/v1/documents/s")).status == status
+        assert (await server.client(key).post(CHAT, chat(documents=[{"id": "s"}]))).status == status
 
 
-def test_a_wrong_key_gets_nothing() -> None:
-    async def work() -> None:
-        import hashlib
+async def test_a_wrong_key_gets_nothing() -> None:
+    import hashlib
 
-        server = Server(key_hashes=(hashlib.sha256(b"right").hexdigest(),))
-        for key, status in (("right", 200), ("wrong", 401), (None, 401)):
-            assert (await server.client(key).post(CHAT, chat())).status == status
-            assert (await server.client(key).send("GET", "/v1/documents")).status == status
-        assert len(server.echo.bodies) == 1
-
-    run(work())
+    server = Server(key_hashes=(hashlib.sha256(b"right").hexdigest(),))
+    for key, status in (("right", 200), ("wrong", 401), (None, 401)):
+        assert (await server.client(key).post(CHAT, chat())).status == status
+        assert (await server.client(key).send("GET", "/v1/documents")).status == status
+    assert len(server.echo.bodies) == 1
 
 
-def test_registered_documents() -> None:
-    async def work() -> None:
-        server = Server()
-        client = server.client()
-        made = (await client.post("/v1/documents", {"text": "Ada is here.", "title": "T", "pin": True})).json
-        assert (made["state"], made["tokens"]) == ("encoded", len(ids_of("Ada is here.", "T")))
-        assert (await client.post("/v1/documents", {"text": "Ada is here.", "title": "T"})).json["state"] == "hit"
-        listed = (await client.send("GET", "/v1/documents")).json["data"]
-        assert [item["id"] for item in listed] == [made["id"]]
-        part = {"type": "document", "id": made["id"]}
-        asked = chat(messages=[{"role": "user", "content": [part, {"type": "text", "text": "Where?"}]}])
-        answer = await client.post(CHAT, asked)
-        assert [document["id"] for document in answer.json["comb"]["documents"]][-1] == made["id"]
-        assert len(answer.json["comb"]["documents"]) == 3
-        assert server.echo.bodies[-1]["messages"] == [{"role": "user", "content": "Where?"}]
-        for index in range(2):
-            assert (await client.post("/v1/documents", {"text": f"more {index}", "id": f"d{index}"})).status == 200
-        assert (await client.post("/v1/documents", {"text": "too many"})).status == 429
-        assert (await client.post("/v1/documents", {"text": "other", "id": "d0"})).status == 400
-        assert (await client.send("DELETE", f"/v1/documents/{made['id']}")).json["deleted"] is True
-        assert (await client.send("DELETE", f"/v1/documents/{made['id']}")).status == 404
-        gone = await client.post(CHAT, asked)
-        assert (gone.status, gone.json["error"]["code"]) == (404, 404)
-        server.check_idle()
-
-    run(work())
+async def test_registered_documents() -> None:
+    server = Server()
+    client = server.client()
+    made = (await client.post("/v1/documents", {"text": "Ada is here.", "title": "T", "pin": True})).json
+    assert (made["state"], made["tokens"]) == ("encoded", len(ids_of("Ada is here.", "T")))
+    assert (await client.post("/v1/documents", {"text": "Ada is here.", "title": "T"})).json["state"] == "hit"
+    listed = (await client.send("GET", "/v1/documents")).json["data"]
+    assert [item["id"] for item in listed] == [made["id"]]
+    part = {"type": "document", "id": made["id"]}
+    asked = chat(messages=[{"role": "user", "content": [part, {"type": "text", "text": "Where?"}]}])
+    answer = await client.post(CHAT, asked)
+    assert [document["id"] for document in answer.json["comb"]["documents"]][-1] == made["id"]
+    assert len(answer.json["comb"]["documents"]) == 3
+    assert server.echo.bodies[-1]["messages"] == [{"role": "user", "content": "Where?"}]
+    for index in range(2):
+        assert (await client.post("/v1/documents", {"text": f"more {index}", "id": f"d{index}"})).status == 200
+    assert (await client.post("/v1/documents", {"text": "too many"})).status == 429
+    assert (await client.post("/v1/documents", {"text": "other", "id": "d0"})).status == 400
+    assert (await client.send("DELETE", f"/v1/documents/{made['id']}")).json["deleted"] is True
+    assert (await client.send("DELETE", f"/v1/documents/{made['id']}")).status == 404
+    gone = await client.post(CHAT, asked)
+    assert (gone.status, gone.json["error"]["code"]) == (404, 404)
+    server.check_idle()
 
 
-def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vllm_puts_it() -> None:
-    async def work() -> None:
-        server = Server()
-        events = (await server.client().post(CHAT, chat(stream=True))).events
-        assert events[-1] == "[DONE]"
-        assert [("comb" in event) for event in events[:-1]] == [True, False, False]
-        assert events[0]["choices"][0]["delta"]["content"] == "a"
-        assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(MESSAGES).query)
-        assert [("usage" in event) for event in events[:-1]] == [False, False, True]
-        plain = (await server.client().post(CHAT, {"messages": MESSAGES, "stream": True})).events
-        assert "comb" not in json.dumps(plain)
-        server.check_idle()
-
-    run(work())
+async def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vllm_puts_it() -> None:
+    server = Server()
+    events = (await server.client().post(CHAT, chat(stream=True))).events
+    assert events[-1] == "[DONE]"
+    assert [("comb" in event) for event in events[:-1]] == [True, False, False]
+    assert events[0]["choices"][0]["delta"]["content"] == "a"
+    assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(MESSAGES).query)
+    assert [("usage" in event) for event in events[:-1]] == [False, False, True]
+    plain = (await server.client().post(CHAT, {"messages": MESSAGES, "stream": True})).events
+    assert "comb" not in json.dumps(plain)
+    server.check_idle()
 
 
-def test_a_client_that_leaves_mid_stream_or_while_waiting_holds_nothing() -> None:
-    async def work() -> None:
-        server = Server()
-        assert server.manager is not None
-        server.echo.gate = asyncio.Event()
-        leave = asyncio.Event()
-        streaming = asyncio.create_task(server.client().post(CHAT, chat(stream=True), leave=leave))
-        while server.manager.references == 0 or not server.echo.bodies:
-            await asyncio.sleep(0)
-        assert server.manager.references == 2
-        leave.set()
-        await streaming
-        server.check_idle()
-        server.encoders.at_once = False
-        leave = asyncio.Event()
-        waiting = asyncio.create_task(server.client().post(CHAT, chat(documents=["another"]), leave=leave))
-        while server.manager.waiting == 0:
-            await asyncio.sleep(0.001)
-        leave.set()
-        answer = await waiting
-        assert answer.status is None
-        assert len(server.echo.bodies) == 1
-        server.check_idle()
-
-    run(work())
+async def test_a_client_that_leaves_mid_stream_or_while_waiting_holds_nothing() -> None:
+    server = Server()
+    assert server.manager is not None
+    server.echo.gate = asyncio.Event()
+    leave = asyncio.Event()
+    streaming = asyncio.create_task(server.client().post(CHAT, chat(stream=True), leave=leave))
+    while server.manager.references == 0 or not server.echo.bodies:
+        await asyncio.sleep(0)
+    assert server.manager.references == 2
+    leave.set()
+    await streaming
+    server.check_idle()
+    server.encoders.at_once = False
+    leave = asyncio.Event()
+    waiting = asyncio.create_task(server.client().post(CHAT, chat(documents=["another"]), leave=leave))
+    while server.manager.waiting == 0:
+        await asyncio.sleep(0.001)
+    leave.set()
+    answer = await waiting
+    assert answer.status is None
+    assert len(server.echo.bodies) == 1
+    server.check_idle()
 
 
-def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows() -> None:
-    async def work() -> None:
-        server = Server()
-        assert server.manager is not None
-        known = asyncio.Event()
+async def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows() -> None:
+    server = Server()
+    assert server.manager is not None
+    known = asyncio.Event()
 
-        class Engine:
-            async def is_sleeping(self) -> bool:
-                await known.wait()
-                return False
+    class Engine:
+        async def is_sleeping(self) -> bool:
+            await known.wait()
+            return False
 
-        class State:
-            engine_client = Engine()
+    class State:
+        engine_client = Engine()
 
-        class Application:
-            state = State()
+    class Application:
+        state = State()
 
-        async def with_engine(scope: Any, receive: Any, send: Any) -> None:
-            await server.app({**scope, "app": Application()}, receive, send)
+    async def with_engine(scope: Any, receive: Any, send: Any) -> None:
+        await server.app({**scope, "app": Application()}, receive, send)
 
-        await Client(with_engine).post(CHAT, chat())
-        assert server.manager.references == 0  # an answer that is whole has left the engine
-        server.echo.gate, leave = asyncio.Event(), asyncio.Event()
-        streaming = asyncio.create_task(Client(with_engine).post(CHAT, chat(stream=True), leave=leave))
-        while len(server.echo.bodies) < 2:
-            await asyncio.sleep(0)
-        leave.set()
-        await streaming
-        assert server.manager.references == 2
-        known.set()
-        await asyncio.gather(*server.app._ending)
-        server.check_idle()
-
-    run(work())
+    await Client(with_engine).post(CHAT, chat())
+    assert server.manager.references == 0  # an answer that is whole has left the engine
+    server.echo.gate, leave = asyncio.Event(), asyncio.Event()
+    streaming = asyncio.create_task(Client(with_engine).post(CHAT, chat(stream=True), leave=leave))
+    while len(server.echo.bodies) < 2:
+        await asyncio.sleep(0)
+    leave.set()
+    await streaming
+    assert server.manager.references == 2
+    known.set()
+    await asyncio.gather(*server.app._ending)
+    server.check_idle()
 
 
-def test_trouble_is_an_error_object_and_holds_nothing() -> None:
-    async def work() -> None:
-        server = Server()
-        assert server.manager is not None
-        client = server.client()
-        server.encoders.at_once = False
-        failing = asyncio.create_task(client.post(CHAT, chat(documents=["one"])))
-        while not server.encoders.open:
-            await asyncio.sleep(0.001)
-        server.encoders.answer(error="out of memory")
-        answer = await failing
-        assert (answer.status, answer.json["error"]["type"]) == (503, "InternalServerError")
-        server.encoders.at_once = True
-        server.echo.fails = True
-        assert (await client.post(CHAT, chat())).status == 500
-        server.echo.fails = False
-        server.check_idle()
-        for index in range(4):
-            made = await client.post(
-                "/v1/documents", {"token_ids": [index] * 32, "pin": True, "id": f"p{index % 3}{index}"}
-            )
-        assert made.status == 429
-        full = await client.post(CHAT, chat(documents=[{"token_ids": [9] * 60}]))
-        assert full.status == 429
-        assert int(full.headers["retry-after"]) > 0
-        assert (await client.post(CHAT, chat(documents=[{"token_ids": [9] * 65}]))).status == 400
-        assert (
-            await client.post(CHAT, chat(documents=[{"token_ids": [9] * 64}, {"token_ids": [8] * 63}] * 2))
-        ).status in (400, 429)
-        server.check_idle()
-
-    run(work())
+async def test_trouble_is_an_error_object_and_holds_nothing() -> None:
+    server = Server()
+    assert server.manager is not None
+    client = server.client()
+    server.encoders.at_once = False
+    failing = asyncio.create_task(client.post(CHAT, chat(documents=["one"])))
+    while not server.encoders.open:
+        await asyncio.sleep(0.001)
+    server.encoders.answer(error="out of memory")
+    answer = await failing
+    assert (answer.status, answer.json["error"]["type"]) == (503, "InternalServerError")
+    server.encoders.at_once = True
+    server.echo.fails = True
+    assert (await client.post(CHAT, chat())).status == 500
+    server.echo.fails = False
+    server.check_idle()
+    for index in range(4):
+        made = await client.post(
+            "/v1/documents", {"token_ids": [index] * 32, "pin": True, "id": f"p{index % 3}{index}"}
+        )
+    assert made.status == 429
+    full = await client.post(CHAT, chat(documents=[{"token_ids": [9] * 60}]))
+    assert full.status == 429
+    assert int(full.headers["retry-after"]) > 0
+    assert (await client.post(CHAT, chat(documents=[{"token_ids": [9] * 65}]))).status == 400
+    assert (await client.post(CHAT, chat(documents=[{"token_ids": [9] * 64}, {"token_ids": [8] * 63}] * 2))).status in (
+        400,
+        429,
+    )
+    server.check_idle()
 
 
-def test_a_document_given_very_often_counts_as_often() -> None:
-    async def work() -> None:
-        server = Server()  # with room for eight blocks, one for this document
-        for times, status in ((8, 200), (9, 400), (10_000, 400)):
-            answer = await server.client().post(CHAT, chat(documents=[{"token_ids": [5] * 16}] * times))
-            assert answer.status == status, answer.body
-        assert len(server.echo.bodies) == 1
-        server.check_idle()
-
-    run(work())
+async def test_a_document_given_very_often_counts_as_often() -> None:
+    server = Server()  # with room for eight blocks, one for this document
+    for times, status in ((8, 200), (9, 400), (10_000, 400)):
+        answer = await server.client().post(CHAT, chat(documents=[{"token_ids": [5] * 16}] * times))
+        assert answer.status == status, answer.body
+    assert len(server.echo.bodies) == 1
+    server.check_idle()
 
 
-def test_a_prompt_that_vllm_did_not_take_is_no_answer() -> None:
-    async def work() -> None:
-        server = Server()
+async def test_a_prompt_that_vllm_did_not_take_is_no_answer() -> None:
+    server = Server()
 
-        async def ignores_ids(scope: Any, receive: Any, send: Any) -> None:
-            body = json.loads((await receive())["body"])
-            del body["kv_transfer_params"]
+    async def ignores_ids(scope: Any, receive: Any, send: Any) -> None:
+        body = json.loads((await receive())["body"])
+        del body["kv_transfer_params"]
 
-            async def again() -> dict[str, Any]:
-                return {"type": "http.request", "body": json.dumps(body).encode()}
+        async def again() -> dict[str, Any]:
+            return {"type": "http.request", "body": json.dumps(body).encode()}
 
-            await server.echo({**scope, "headers": []}, again, send)
+        await server.echo({**scope, "headers": []}, again, send)
 
-        server.app.app = ignores_ids
-        answer = await server.client().post(CHAT, chat())
-        assert answer.status == 500
-        server.check_idle()
-
-    run(work())
+    server.app.app = ignores_ids
+    answer = await server.client().post(CHAT, chat())
+    assert answer.status == 500
+    server.check_idle()
 
 
 @pytest.mark.parametrize(
@@ -366,16 +318,13 @@ def test_a_prompt_that_vllm_did_not_take_is_no_answer() -> None:
         (chat(kv_transfer_params={"prompt_token_ids": [1]}), "documents"),
     ],
 )
-def test_bad_requests_name_the_field(body: dict[str, Any], param: str) -> None:
-    async def work() -> None:
-        server = Server()
-        answer = await server.client().post(CHAT, body)
-        assert answer.status == 400, answer.body
-        assert answer.json["error"]["param"] == param
-        assert answer.json["error"]["type"] == "BadRequestError"
-        server.check_idle()
-
-    run(work())
+async def test_bad_requests_name_the_field(body: dict[str, Any], param: str) -> None:
+    server = Server()
+    answer = await server.client().post(CHAT, body)
+    assert answer.status == 400, answer.body
+    assert answer.json["error"]["param"] == param
+    assert answer.json["error"]["type"] == "BadRequestError"
+    server.check_idle()
 
 
 NAMES = ["id", "text", "title", "token_ids", "role", "content", "type", "documents", "pin", "ttl_s", "encoder", KEY]
@@ -405,40 +354,31 @@ BODIES = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from([CHAT, COMPLETIONS, "/v1/documents", "/v1/documents/x"]), BODIES | st.binary(max_size=40))
-def test_no_body_makes_a_500(path: str, body: Any) -> None:
-    async def work() -> None:
-        server = Server()
-        answer = await server.client().post(path, body)
-        assert answer.status is not None
-        assert answer.status < 500, answer.body
-        if answer.status >= 400:
-            assert answer.json["error"]["message"]
-        server.check_idle()
-
-    run(work())
+async def test_no_body_makes_a_500(path: str, body: Any) -> None:
+    server = Server()
+    answer = await server.client().post(path, body)
+    assert answer.status is not None
+    assert answer.status < 500, answer.body
+    if answer.status >= 400:
+        assert answer.json["error"]["message"]
+    server.check_idle()
 
 
-def test_half_a_surrogate_and_deep_nesting_are_refused() -> None:
-    async def work() -> None:
-        server = Server(max_body_bytes=300_000)
-        for body in (b'{"messages": [{"role": "user", "content": "\\ud800"}], "documents": ["a"]}', b"[" * 100_000):
-            assert (await server.client().post(CHAT, body)).status == 400
-        assert (await server.client().post(CHAT, b" " * 300_001)).status == 413
-        assert (await server.client().post(CHAT, chat(documents=["\U0001f600"]))).status == 200
-
-    run(work())
+async def test_half_a_surrogate_and_deep_nesting_are_refused() -> None:
+    server = Server(max_body_bytes=300_000)
+    for body in (b'{"messages": [{"role": "user", "content": "\\ud800"}], "documents": ["a"]}', b"[" * 100_000):
+        assert (await server.client().post(CHAT, body)).status == 400
+    assert (await server.client().post(CHAT, b" " * 300_001)).status == 413
+    assert (await server.client().post(CHAT, chat(documents=["\U0001f600"]))).status == 200
 
 
 @pytest.mark.parametrize("encoder", [True, False])
-def test_health_covers_the_encoder_where_it_is_needed(encoder: bool) -> None:
-    async def work() -> None:
-        faults: list[str | None] = ["it is broken", None]
-        server = Server(encoder=encoder, processes=SimpleNamespace(fault=lambda: faults.pop(0)))
-        broken = await server.client().send("GET", "/health")
-        assert broken.status == (503 if encoder else 200)
-        assert ("it is broken" in str(broken.body)) == encoder
-        if encoder:
-            assert broken.json["error"]["code"] == 503
-        assert (await server.client().send("GET", "/health")).status == 200
-
-    run(work())
+async def test_health_covers_the_encoder_where_it_is_needed(encoder: bool) -> None:
+    faults: list[str | None] = ["it is broken", None]
+    server = Server(encoder=encoder, processes=SimpleNamespace(fault=lambda: faults.pop(0)))
+    broken = await server.client().send("GET", "/health")
+    assert broken.status == (503 if encoder else 200)
+    assert ("it is broken" in str(broken.body)) == encoder
+    if encoder:
+        assert broken.json["error"]["code"] == 503
+    assert (await server.client().send("GET", "/health")).status == 200

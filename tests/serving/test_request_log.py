@@ -14,7 +14,7 @@ from comb_serving.config.logs import JSONFormatter, configure
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import tenant_of
 from tests.helpers.fakes import Client
-from tests.helpers.middleware_server import MESSAGES, Server, chat, run
+from tests.helpers.middleware_server import MESSAGES, Server, chat
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -27,26 +27,23 @@ def _heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "comb_serving")
 
 
-def test_every_end_of_a_request_leaves_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        server = Server()
-        assert server.manager is not None
-        client = server.client("secret-key")
-        await client.post(CHAT, chat())
-        await client.post(CHAT, chat(documents=[*chat()["documents"], "Cy is new."], stream=True))
-        await client.post(CHAT, chat(comb={"encoder": False}))
-        await client.post(CHAT, chat(documents=[{"id": "nothing"}]))
-        await client.post(CHAT, chat(documents=["x" * 5000]))
-        server.encoders.at_once = False
-        leave = asyncio.Event()
-        leaving = asyncio.create_task(client.post(CHAT, chat(documents=["another"]), leave=leave))
-        while server.manager.waiting == 0:
-            await asyncio.sleep(0.001)
-        leave.set()
-        await leaving
-        await client.post(CHAT, {"messages": MESSAGES})  # without documents: none
-
-    run(work())
+async def test_every_end_of_a_request_leaves_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    assert server.manager is not None
+    client = server.client("secret-key")
+    await client.post(CHAT, chat())
+    await client.post(CHAT, chat(documents=[*chat()["documents"], "Cy is new."], stream=True))
+    await client.post(CHAT, chat(comb={"encoder": False}))
+    await client.post(CHAT, chat(documents=[{"id": "nothing"}]))
+    await client.post(CHAT, chat(documents=["x" * 5000]))
+    server.encoders.at_once = False
+    leave = asyncio.Event()
+    leaving = asyncio.create_task(client.post(CHAT, chat(documents=["another"]), leave=leave))
+    while server.manager.waiting == 0:
+        await asyncio.sleep(0.001)
+    leave.set()
+    await leaving
+    await client.post(CHAT, {"messages": MESSAGES})  # without documents: none
     found = lines(caplog)
     assert [line["status"] for line in found] == [200, 200, 200, 404, 400, 499]
     states = [{"encoded": 2}, {"encoded": 1, "hit": 2}, {"inlined": 2}, {}, {}, {}]
@@ -58,26 +55,22 @@ def test_every_end_of_a_request_leaves_one_line(caplog: pytest.LogCaptureFixture
     assert len({line["request_id"] for line in found}) == len(found)
 
 
-def test_neither_texts_nor_keys_are_logged_whatever_goes_wrong(caplog: pytest.LogCaptureFixture) -> None:
+async def test_neither_texts_nor_keys_are_logged_whatever_goes_wrong(caplog: pytest.LogCaptureFixture) -> None:
     marker = "PRIVATE"
-
-    async def work() -> None:
-        server = Server()
-        client = server.client(f"key-{marker}")
-        bodies = [
-            chat(documents=[f"{marker} text"]),
-            chat(documents=[{"text": f"{marker} text", "title": marker}]),
-            chat(documents=[[f"{marker} text"]]),
-            chat(documents=[f"{marker} text"] * 300),
-            chat(documents=[{"text": marker, marker: 1}]),
-            chat(documents=f"{marker} text"),
-        ]
-        for body in bodies:
-            await client.post(CHAT, body)
-        server.echo.fails = True
-        assert (await client.post(CHAT, bodies[0])).status == 500
-
-    run(work())
+    server = Server()
+    client = server.client(f"key-{marker}")
+    bodies = [
+        chat(documents=[f"{marker} text"]),
+        chat(documents=[{"text": f"{marker} text", "title": marker}]),
+        chat(documents=[[f"{marker} text"]]),
+        chat(documents=[f"{marker} text"] * 300),
+        chat(documents=[{"text": marker, marker: 1}]),
+        chat(documents=f"{marker} text"),
+    ]
+    for body in bodies:
+        await client.post(CHAT, body)
+    server.echo.fails = True
+    assert (await client.post(CHAT, bodies[0])).status == 500
     assert len(lines(caplog)) == 7
     for record in caplog.records:
         if record.name.startswith("comb_serving"):
@@ -85,28 +78,25 @@ def test_neither_texts_nor_keys_are_logged_whatever_goes_wrong(caplog: pytest.Lo
             assert marker not in JSONFormatter("front").format(record)
 
 
-def test_the_clients_id_is_vllms_and_the_lines(caplog: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        server = Server()
-        scopes: list[Any] = []
+async def test_the_clients_id_is_vllms_and_the_lines(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    scopes: list[Any] = []
 
-        async def spy(scope: Any, receive: Any, send: Any) -> None:
-            scopes.append(dict(scope["headers"]))
-            await server.echo(scope, receive, send)
+    async def spy(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(dict(scope["headers"]))
+        await server.echo(scope, receive, send)
 
-        server.app.app = spy
+    server.app.app = spy
 
-        async def named(scope: Any, receive: Any, send: Any) -> None:
-            headers = [*scope["headers"], (b"x-request-id", b'mine" status=200')]
-            await server.app({**scope, "headers": headers}, receive, send)
+    async def named(scope: Any, receive: Any, send: Any) -> None:
+        headers = [*scope["headers"], (b"x-request-id", b'mine" status=200')]
+        await server.app({**scope, "headers": headers}, receive, send)
 
-        await Client(named).post(CHAT, chat())
-        await server.client().post(CHAT, chat())
-        ids = [headers[b"x-request-id"].decode() for headers in scopes]
-        assert [line["request_id"] for line in lines(caplog)] == ids
-        assert ids[0] == 'mine" status=200'
-
-    run(work())
+    await Client(named).post(CHAT, chat())
+    await server.client().post(CHAT, chat())
+    ids = [headers[b"x-request-id"].decode() for headers in scopes]
+    assert [line["request_id"] for line in lines(caplog)] == ids
+    assert ids[0] == 'mine" status=200'
     text = next(record.getMessage() for record in caplog.records if hasattr(record, "comb"))
     assert text.startswith('request request_id="mine\\" status=200" ')
 

@@ -16,7 +16,7 @@ from comb_serving.manager.manager import PICManager
 from comb_serving.manager.wait_queue import WaitQueue
 from comb_serving.pool.pool import PoolLayout
 from tests.helpers.fakes import FakeEncoders
-from tests.helpers.middleware_server import Server, chat, run
+from tests.helpers.middleware_server import Server, chat
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
 SIZES = {name: 1 + 5 * index for index, name in enumerate("abcdef")}
@@ -109,116 +109,104 @@ async def play(moves: list[tuple[str, Any]]) -> None:
 
 @settings(max_examples=250, deadline=None)
 @given(STEPS)
-def test_nobody_is_forgotten_overtaken_or_starved(moves: list[tuple[str, Any]]) -> None:
-    run(play(moves))
+async def test_nobody_is_forgotten_overtaken_or_starved(moves: list[tuple[str, Any]]) -> None:
+    await play(moves)
 
 
-def test_the_property_would_notice_a_lost_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_property_would_notice_a_lost_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitQueue, "wake", lambda self: None)
     with pytest.raises(AssertionError, match="nobody has woken it"):
-        run(play([("ask", ["f"]), ("ask", ["e"]), ("release", 0)]))
+        await play([("ask", ["f"]), ("ask", ["e"]), ("release", 0)])
 
 
-def test_the_property_would_notice_who_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_property_would_notice_who_overtakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitQueue, "__len__", lambda self: 0)
     with pytest.raises(AssertionError):
-        run(play([("ask", ["c"]), ("ask", ["f"]), ("ask", ["b"])]))
+        await play([("ask", ["c"]), ("ask", ["f"]), ("ask", ["b"])])
 
 
-def test_waiting_is_bounded_and_a_pin_that_no_release_moves_is_refused_at_once() -> None:
-    async def work() -> None:
-        manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=0.05)
-        lease = await manager.acquire([wanted("a", 20)])
-        with pytest.raises(PoolFullError, match=r"within 0.05 s"):
-            await manager.acquire([wanted("b", 20)])
-        manager.wait_seconds = 1000.0
-        waiting = asyncio.create_task(manager.acquire([wanted("b", 20)]))
-        await steps()
-        assert (len(manager.queue), waiting.done()) == (1, False)
-        manager.pin("a")
-        with pytest.raises(PoolPinnedError, match="pinned documents"):
-            await manager.acquire([wanted("c", 20)])
+async def test_waiting_is_bounded_and_a_pin_that_no_release_moves_is_refused_at_once() -> None:
+    manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=0.05)
+    lease = await manager.acquire([wanted("a", 20)])
+    with pytest.raises(PoolFullError, match=r"within 0.05 s"):
+        await manager.acquire([wanted("b", 20)])
+    manager.wait_seconds = 1000.0
+    waiting = asyncio.create_task(manager.acquire([wanted("b", 20)]))
+    await steps()
+    assert (len(manager.queue), waiting.done()) == (1, False)
+    manager.pin("a")
+    with pytest.raises(PoolPinnedError, match="pinned documents"):
+        await manager.acquire([wanted("c", 20)])
+    lease.release()
+    with pytest.raises(PoolPinnedError):  # it came into the way while this one waited
+        await waiting
+    assert manager.counters.refused == 3
+    (await manager.acquire([wanted("a", 20), wanted("c", 12)])).release()
+    manager.check_integrity()
+
+
+async def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
+    manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=1000.0)
+    held = [await manager.acquire([wanted("a", 4)])]
+    large = asyncio.create_task(manager.acquire([wanted("z", 32)]))
+    await steps()
+    small = asyncio.create_task(manager.acquire([wanted("b", 4)]))
+    for waited in (0.0, 450.0):
+        manager.queue._waiters[0].since -= waited
+        held.append(await manager.acquire([wanted("a", 4)]))
+    assert not small.done()  # there is room for it, but not its turn
+    manager.queue._waiters[0].since -= 51.0  # more than half of the time that it may wait
+    late = asyncio.create_task(manager.acquire([wanted("a", 4)]))
+    await steps()
+    assert not late.done()
+    for lease in held:
         lease.release()
-        with pytest.raises(PoolPinnedError):  # it came into the way while this one waited
-            await waiting
-        assert manager.counters.refused == 3
-        (await manager.acquire([wanted("a", 20), wanted("c", 12)])).release()
-        manager.check_integrity()
-
-    run(work())
+    (await large).release()
+    for task in (small, late):
+        (await task).release()
+    assert manager.references == 0
+    manager.check_integrity()
 
 
-def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
-    async def work() -> None:
-        manager = PICManager(LAYOUT, FakeEncoders(), wait_seconds=1000.0)
-        held = [await manager.acquire([wanted("a", 4)])]
-        large = asyncio.create_task(manager.acquire([wanted("z", 32)]))
-        await steps()
-        small = asyncio.create_task(manager.acquire([wanted("b", 4)]))
-        for waited in (0.0, 450.0):
-            manager.queue._waiters[0].since -= waited
-            held.append(await manager.acquire([wanted("a", 4)]))
-        assert not small.done()  # there is room for it, but not its turn
-        manager.queue._waiters[0].since -= 51.0  # more than half of the time that it may wait
-        late = asyncio.create_task(manager.acquire([wanted("a", 4)]))
-        await steps()
-        assert not late.done()
-        for lease in held:
-            lease.release()
-        (await large).release()
-        for task in (small, late):
-            (await task).release()
-        assert manager.references == 0
-        manager.check_integrity()
-
-    run(work())
-
-
-def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gone() -> None:
-    async def work() -> None:
-        server = Server(wait_seconds=30.0)
-        assert server.manager is not None
-        client = server.client()
-        server.echo.gate = asyncio.Event()
-        first = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
-        while not server.echo.bodies:
-            await asyncio.sleep(0)
-        other = await client.post(CHAT, chat(documents=[{"token_ids": [3] * 50}]))  # beside it there is room
-        assert other.status == 200
-        leave = asyncio.Event()
-        leaving = asyncio.create_task(
-            client.post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]), leave=leave)
-        )
-        while len(server.manager.queue) < 1:
-            await asyncio.sleep(0.001)
-        waiting = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [2] * 64}])))
-        while len(server.manager.queue) < 2:
-            await asyncio.sleep(0.001)
-        leave.set()
-        assert (await leaving).status is None
-        answer = await waiting  # its turn has come, and there is room for it
-        assert (answer.status, answer.json["comb"]["documents"][0]["state"]) == (200, "encoded")
-        server.echo.gate.set()
-        await first
-        server.check_idle()
-
-    run(work())
+async def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gone() -> None:
+    server = Server(wait_seconds=30.0)
+    assert server.manager is not None
+    client = server.client()
+    server.echo.gate = asyncio.Event()
+    first = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
+    while not server.echo.bodies:
+        await asyncio.sleep(0)
+    other = await client.post(CHAT, chat(documents=[{"token_ids": [3] * 50}]))  # beside it there is room
+    assert other.status == 200
+    leave = asyncio.Event()
+    leaving = asyncio.create_task(
+        client.post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]), leave=leave)
+    )
+    while len(server.manager.queue) < 1:
+        await asyncio.sleep(0.001)
+    waiting = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [2] * 64}])))
+    while len(server.manager.queue) < 2:
+        await asyncio.sleep(0.001)
+    leave.set()
+    assert (await leaving).status is None
+    answer = await waiting  # its turn has come, and there is room for it
+    assert (answer.status, answer.json["comb"]["documents"][0]["state"]) == (200, "encoded")
+    server.echo.gate.set()
+    await first
+    server.check_idle()
 
 
-def test_full_of_documents_in_use_is_429_with_retry_after_when_the_wait_is_over() -> None:
-    async def work() -> None:
-        server = Server(wait_seconds=0.05)
-        server.echo.gate = asyncio.Event()
-        first = asyncio.create_task(server.client().post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
-        while not server.echo.bodies:
-            await asyncio.sleep(0)
-        server.echo.gate, gate = None, server.echo.gate
-        full = await server.client().post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]))
-        assert (full.status, full.headers["retry-after"]) == (429, "2")
-        gate.set()
-        await first
-        server.check_idle()
-        with pytest.raises(ValueError, match="wait_seconds"):
-            ServeOptions("x", wait_seconds=-1)
-
-    run(work())
+async def test_full_of_documents_in_use_is_429_with_retry_after_when_the_wait_is_over() -> None:
+    server = Server(wait_seconds=0.05)
+    server.echo.gate = asyncio.Event()
+    first = asyncio.create_task(server.client().post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
+    while not server.echo.bodies:
+        await asyncio.sleep(0)
+    server.echo.gate, gate = None, server.echo.gate
+    full = await server.client().post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]))
+    assert (full.status, full.headers["retry-after"]) == (429, "2")
+    gate.set()
+    await first
+    server.check_idle()
+    with pytest.raises(ValueError, match="wait_seconds"):
+        ServeOptions("x", wait_seconds=-1)

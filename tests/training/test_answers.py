@@ -199,11 +199,7 @@ def test_answers_are_found_again_on_disk(
 
 @pytest.mark.parametrize("change", ["weights", "length", "stops", "question"])
 def test_other_weights_settings_or_prompts_are_other_answers(
-    backbone: Any,
-    examples: list[TrainingExample],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: str,
+    backbone: Any, examples: list[TrainingExample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     answer_on_policy(backbone, examples, Counts(), folder=tmp_path, **OPTIONS)
     model, options, asked = backbone, dict(OPTIONS), examples

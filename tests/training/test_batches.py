@@ -11,13 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, Prompt, PromptBuilder
-from comb_training.data.batches import (
-    IGNORED,
-    Collator,
-    TrainingExample,
-    fit_documents,
-    tokenize,
-)
+from comb_training.data.batches import IGNORED, Collator, TrainingExample, fit_documents, tokenize
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -180,11 +180,7 @@ def test_babi_keeps_a_story_in_one_document_up_to_the_question(tmp_path: Path) -
     dataset = read_dataset("babi", babi_file(tmp_path), num_documents=1)
     assert [(e.documents[0].text, e.query, e.answer) for e in dataset][:2] == [
         ("Mary moved to the bathroom. John went to the hallway.", "Where is Mary?", "bathroom"),
-        (
-            "Mary moved to the bathroom. John went to the hallway. Mary went to the office.",
-            "Where is Mary?",
-            "office",
-        ),
+        ("Mary moved to the bathroom. John went to the hallway. Mary went to the office.", "Where is Mary?", "office"),
     ]
     assert len(groups(dataset)) == 3
 

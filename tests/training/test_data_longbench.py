@@ -107,10 +107,7 @@ def test_what_is_left_out_is_counted(write_rows: WriteRows) -> None:
     dataset = read_dataset("longbench", path, num_documents=1)
     assert texts(dataset[0]) == ["a"]
     assert dataset.counts.dropped == {"no answer": 1, "no documents": 1}
-    assert dataset.counts.truncated == {
-        "empty document left out": 1,
-        "row with more documents than num_documents": 1,
-    }
+    assert dataset.counts.truncated == {"empty document left out": 1, "row with more documents than num_documents": 1}
 
 
 @pytest.mark.parametrize(
