@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import logging
 import math
 import tempfile
@@ -258,9 +257,7 @@ def _without_secrets(folder: Path, names: set[str], contents: dict[str, bytes], 
     """Takes tokens out of records (into `contents`). Raises ValueError for any other file that holds one."""
     warnings = []
     records = {name for name in names if name == TRAINING or fnmatch.fnmatch(name, RESULTS)}
-    for name in records:
-        data = (folder / name).read_bytes()
-        secrets |= named_secrets(json.loads(data))
+    secrets = secrets.union(*(named_secrets((folder / name).read_bytes()) for name in records))
     for name in sorted(names):
         data = contents[name] if name in contents else _readable(folder / name)
         if name in records and (clean := redact_json(data, secrets)) != data:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterable
 
 REMOVED = "[removed]"
 
+_SHORTEST = 6  # shorter values stand in files for other reasons
 _ENVIRONMENT = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 # not every *_token: a tokenizer's bos_token is none
-_NAME = r"(?:(?:hf|hub|api|auth|access|use_auth|wandb|github|secret)[_-])?(?:token|api[_-]?key|secret|password)"
-_NAMED = re.compile(rf"(?:.*[._-])?{_NAME}", re.IGNORECASE)
-_SPECIAL_TOKEN = re.compile(r".*\b(bos|eos|pad|unk|sep|cls|mask|image|audio|video)_token", re.IGNORECASE)
-_ASSIGNED = re.compile(rf"(?:^|[\s.,{{_-]){_NAME}[\"']?\s*[=:]\s*[\"']?([^\s\"',}}]+)", re.IGNORECASE)
+_NAME = (
+    r"(?<![a-z0-9])(?<!(?:bos|eos|pad|unk|sep|cls)_)(?<!mask_)(?<!(?:image|audio|video)_)"
+    r"(?:token|api[_-]?key|secret|password)"
+)
+# in JSON: a string under a name or behind an option, and a name with its value inside of a string
+_NAMED = re.compile(
+    rf'(?:{_NAME}"\s*:|"-[\w.-]*{_NAME}"\s*,)\s*"(?P<string>(?:[^"\\]|\\.){{{_SHORTEST},}})"|'
+    rf"{_NAME}(?:\\\"|')?\s*[=:]\s*(?:\\\"|')?(?P<assigned>[^\s\"',}}\\]{{{_SHORTEST},}})",
+    re.IGNORECASE,
+)
 _LOOKS = re.compile(
     rb"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|"
     rb"(?<=://)[^/\s:@\"]+:[^/\s@\"]+(?=@)"
 )
-_SHORTEST = 6  # shorter values stand in files for other reasons
 
 
 def known_secrets(*more: str | None) -> frozenset[str]:
@@ -30,27 +34,10 @@ def known_secrets(*more: str | None) -> frozenset[str]:
     return frozenset(value for value in {*found, *more} if value and len(value) >= _SHORTEST)
 
 
-def named_secrets(content: Any) -> frozenset[str]:
-    """Values in JSON content that stand under a secret's name: ``{"token": ...}``, ``--token ...``, ``token=...``."""
-    found: set[str] = set()
-    if isinstance(content, Mapping):
-        for name, value in content.items():
-            if isinstance(value, str) and _is_secret_name(str(name)):
-                found.add(value)
-            found |= named_secrets(value)
-    elif isinstance(content, list):
-        for item, following in pairwise([*content, None]):
-            option = isinstance(item, str) and item.startswith("-") and _is_secret_name(item.lstrip("-"))
-            if option and isinstance(following, str):
-                found.add(following)
-            found |= named_secrets(item)
-    elif isinstance(content, str):
-        found.update(_ASSIGNED.findall(content))
-    return frozenset(value for value in found if len(value) >= _SHORTEST)
-
-
-def _is_secret_name(name: str) -> bool:
-    return _NAMED.fullmatch(name) is not None and _SPECIAL_TOKEN.fullmatch(name) is None
+def named_secrets(data: bytes) -> frozenset[str]:
+    """Values in JSON that stand under a secret's name: ``{"token": ...}``, ``"--token", ...``, ``token=...``."""
+    found = (match["string"] or match["assigned"] for match in _NAMED.finditer(data.decode()))
+    return frozenset(json.loads(f'"{value}"', strict=False) for value in found)
 
 
 def holds_secret(data: bytes, secrets: Iterable[str] = ()) -> bool:
@@ -60,7 +47,6 @@ def holds_secret(data: bytes, secrets: Iterable[str] = ()) -> bool:
 
 def redact_json(data: bytes, secrets: Iterable[str] = ()) -> bytes:
     """JSON with every secret replaced by ``[removed]``; data without one comes back as it is."""
-    everything = {*secrets, *named_secrets(json.loads(data))}
-    for secret in sorted(everything, key=len, reverse=True):
+    for secret in sorted({*secrets, *named_secrets(data)}, key=len, reverse=True):
         data = data.replace(json.dumps(secret)[1:-1].encode(), REMOVED.encode())
     return _LOOKS.sub(REMOVED.encode(), data)

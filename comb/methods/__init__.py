@@ -38,16 +38,7 @@ __all__ = [
 MethodClass = TypeVar("MethodClass", bound=type[Method])
 
 registry: Registry[type[Method]] = Registry("method", "comb.methods")
-
-
-def names() -> list[str]:
-    """Names of all methods, sorted."""
-    return registry.names()
-
-
-def get(name: str) -> type[Method]:
-    """The class of a method. Raises ValueError naming the known methods."""
-    return registry.get(name)
+names, get = registry.names, registry.get
 
 
 def register(name: str) -> Callable[[MethodClass], MethodClass]:

@@ -17,7 +17,6 @@ class Addition(Hypic):
     Source: HYPIC sec. 3.1 and 6.3.
     """
 
-    name = "addition"
     positional = ()
 
     def __init__(self, model: Any, *, storage: str = "float32", **parameters: Any) -> None:

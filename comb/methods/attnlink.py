@@ -23,7 +23,6 @@ class AttnLink(Decoder):
     Source: EPIC (arXiv version) sec. 4.2.
     """
 
-    name = "attnlink"
     positional = ("k",)
 
     def __init__(self, model: Any, *, k: int = 16, **parameters: Any) -> None:

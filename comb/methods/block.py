@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
-from comb.linking.cache import Span
 from comb.methods import register
 from comb.methods.decoder import Decoder
 
@@ -24,8 +22,6 @@ class Block(Decoder):
     Source: the block-attention baseline of COMB sec. 5 (Block-Attention, Ma et al. 2024).
     """
 
-    name = "block"
-
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
         trained = getattr(self.backbone.config, "block_attention", False)
@@ -35,6 +31,3 @@ class Block(Decoder):
                 "method 'block' is meant for a backbone fine-tuned with block attention; the configuration of this one "
                 "doesn't say that it was (block_attention: true), so expect the quality of 'naive'"
             )
-
-    def select(self, spans: Sequence[Span]) -> list[int]:
-        return []

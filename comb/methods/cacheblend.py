@@ -35,7 +35,6 @@ class CacheBlend(Decoder):
     never sees a later one.
     """
 
-    name = "cacheblend"
     positional = ("ratio",)
 
     def __init__(self, model: Any, *, ratio: float = 0.15, layers: int = 1, **parameters: Any) -> None:
@@ -62,9 +61,6 @@ class CacheBlend(Decoder):
         with layout.timed("recompute"):
             self.run(layout, cache, sorted({*chosen, *layout.fresh_rows}))
         return chosen
-
-    def select(self, spans: Sequence[Span]) -> list[int]:
-        return []  # what is recomputed depends on what the first layers say
 
     def _most_deviant(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         spans = layout.spans

@@ -13,6 +13,12 @@ from comb.methods.base import Method
 P = TypeVar("P", bound=PICache)
 
 
+def check_token_count(parameter: str, value: object, *, least: int = 0) -> None:
+    """Raises ValueError if the value of a method's parameter is no number of tokens, or less than `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{parameter} is a number of tokens, an integer of at least {least}, got {value!r}")
+
+
 @contextmanager
 def usable_with_model(method: Method) -> Iterator[None]:
     """Raises ValueError with a way out where the code inside finds that the model can't be linked."""

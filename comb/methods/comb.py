@@ -29,7 +29,6 @@ class Comb(Method):
         ValueError: when the model has no encoder.
     """
 
-    name = "comb"
     uses_encoder = True
 
     def __init__(self, model: Any, **parameters: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -82,6 +81,8 @@ class Decoder(Method):
     """
 
     compile_name = "decoder"
+    rotates = True
+    """Whether keys are moved to their places."""
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
@@ -103,9 +104,9 @@ class Decoder(Method):
         known = [limit for limit in limits if limit is not None]
         return min(known) - 1 - len(self.dummy_ids()) if known else None
 
-    @abstractmethod
     def select(self, spans: Sequence[Span]) -> list[int]:
-        """Sorted positions of the document tokens to recompute."""
+        """Sorted positions of the document tokens to recompute; none unless a method says so."""
+        return []
 
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One DecoderPICache per segment, each from a forward pass of its own.
@@ -123,9 +124,8 @@ class Decoder(Method):
         cache = DynamicCache()
         ids = torch.tensor([[*before, *segment]])
         with exclusive(self.backbone):
-            run_decoder(
-                self.backbone, ids, cache, attention_mask=torch.ones_like(ids), position_ids=self._positions(ids)
-            )
+            positions = torch.arange(ids.shape[1])[None] if takes_positions(self.backbone) else None
+            run_decoder(self.backbone, ids, cache, attention_mask=torch.ones_like(ids), position_ids=positions)
         layers: list[Any] = cache.layers
         keys, values = ([getattr(layer, name)[0, :, len(before) :] for layer in layers] for name in ("keys", "values"))
         if not all(bool(torch.isfinite(tensor).all()) for tensor in (*keys, *values)):
@@ -135,20 +135,9 @@ class Decoder(Method):
             )
         return DecoderPICache(fingerprint, tuple(keys), tuple(values), torch.tensor(segment))
 
-    def _positions(self, ids: Tensor) -> Tensor | None:
-        return torch.arange(ids.shape[1])[None] if takes_positions(self.backbone) else None
-
     def dummy_ids(self) -> list[int]:
         """Tokens in front of a segment while it is compiled, whose keys and values are dropped."""
         return []
-
-    def link_row(self, row: LinkRequest) -> DecodeState:
-        """One pass over head, gaps, query and the selected document tokens, into the re-rotated cached rest.
-
-        The prompt's last token is left for ``generate``, whose first step gives its logits. When nothing but the query
-        has to be computed (no head, nothing selected), ``generate`` does all of it and there is no pass here.
-        """
-        return self._link(row)
 
     def why_not_continue(self) -> str:
         if self.support.positions.length_dependent:
@@ -161,9 +150,14 @@ class Decoder(Method):
             fresh = row.fresh[-1]
             self.check_prompt(0, len(past.token_ids) + len(fresh))
             return continue_tokens(self, past, fresh)
-        return self._link(row, past)
+        return self.link_row(row, past)
 
-    def _link(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
+    def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
+        """One pass over head, gaps, query and the selected document tokens, into the re-rotated cached rest.
+
+        The prompt's last token is left for ``generate``, whose first step gives its logits. When nothing but the query
+        has to be computed (no head, nothing selected), ``generate`` does all of it and there is no pass here.
+        """
         fingerprint = self.fingerprint
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
         with exclusive(self.backbone):
@@ -246,11 +240,6 @@ class Decoder(Method):
             device=self.backbone.get_input_embeddings().weight.device,
             before=None if layout.past is None else layout.past.cache, start=layout.start,
         )  # fmt: skip
-
-    @property
-    def rotates(self) -> bool:
-        """Whether keys are moved to their places."""
-        return True
 
 
 def segment_ids(picache: DecoderPICache) -> list[int]:

@@ -21,7 +21,6 @@ from comb.methods.past_state import PastState
 class Full(Method):
     """Prefills head + documents + query on the plain backbone; a PICache holds a segment's token ids only."""
 
-    name = "full"
     unquantizable = "keeps token ids only"
     keeps_tokens_only = True
 

@@ -18,7 +18,7 @@ from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method
-from comb.methods.checks import own_picache, usable_with_model
+from comb.methods.checks import check_token_count, own_picache, usable_with_model
 from comb.methods.past_state import PastState
 
 _STORAGE = {"float32": torch.float32, "float16": torch.float16}
@@ -46,7 +46,6 @@ class Hypic(Method):
         ValueError: when the model is no hybrid, or can't be linked; the message says why.
     """
 
-    name = "hypic"
     positional: ClassVar[tuple[str, ...]] = ("w",)
     compile_name = "hybrid"
     unquantizable = (
@@ -72,10 +71,9 @@ class Hypic(Method):
             raise ValueError(f"{self.name}:storage is one of {', '.join(_STORAGE)}, got {storage!r}")
         if not isinstance(packed, bool):
             raise ValueError(f"{self.name}:packed is true or false, got {packed!r}")
-        widths = {"w": w, "head": head, "tail": tail}
-        for name, width in widths.items():
-            if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
-                raise ValueError(f"{self.name}:{name} is a number of tokens, an integer of at least 0, got {width!r}")
+        for name, width in (("w", w), ("head", head), ("tail", tail)):
+            if width is not None:
+                check_token_count(f"{self.name}:{name}", width)
         if not is_hybrid(self.backbone):
             raise ValueError(
                 f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention"
@@ -122,16 +120,13 @@ class Hypic(Method):
                 for ids in segments
             ]
 
-    def link_row(self, row: LinkRequest) -> DecodeState:
-        return self._link(row)
-
     def why_not_continue(self) -> str:
         return ""
 
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
-        return self._link(row, past)
+        return self.link_row(row, past)
 
-    def _link(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
+    def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         fingerprint, support = self.fingerprint, self.support
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
         before = () if past is None else past.token_ids

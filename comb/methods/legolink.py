@@ -7,6 +7,7 @@ from typing import Any
 
 from comb.linking.cache import Span
 from comb.methods import register
+from comb.methods.checks import check_token_count
 from comb.methods.decoder import Decoder
 
 
@@ -23,13 +24,11 @@ class LegoLink(Decoder):
     Source: EPIC (ICML 2025) sec. 4.2, eq. 1.
     """
 
-    name = "legolink"
     positional = ("k",)
 
     def __init__(self, model: Any, *, k: int = 16, **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
-            raise ValueError(f"legolink:k is a number of tokens, an integer of at least 0, got {k!r}")
+        check_token_count("legolink:k", k)
         self.k = k
 
     def select(self, spans: Sequence[Span]) -> list[int]:

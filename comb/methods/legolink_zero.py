@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from comb.linking.cache import Span
 from comb.methods import register
+from comb.methods.checks import check_token_count
 from comb.methods.decoder import Decoder
 
 
@@ -27,13 +26,11 @@ class LegoLinkZero(Decoder):
         ValueError: when the model has neither token and none is given.
     """
 
-    name = "legolink-0"
     compile_name = "legolink-0"
     positional = ("dummies",)
 
     def __init__(self, model: Any, *, dummies: int = 4, token: int | None = None, **parameters: Any) -> None:
-        if isinstance(dummies, bool) or not isinstance(dummies, int) or dummies < 1:
-            raise ValueError(f"legolink-0:dummies is a number of tokens, an integer of at least 1, got {dummies!r}")
+        check_token_count("legolink-0:dummies", dummies, least=1)
         self.dummies = dummies
         super().__init__(model, **parameters)
         self.token = _dummy(self.backbone) if token is None else token
@@ -47,9 +44,6 @@ class LegoLinkZero(Decoder):
 
     def dummy_ids(self) -> list[int]:
         return [self.token] * self.dummies
-
-    def select(self, spans: Sequence[Span]) -> list[int]:
-        return []
 
 
 def _dummy(model: Any) -> int:

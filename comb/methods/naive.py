@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from comb.linking.cache import Span
 from comb.methods import register
 from comb.methods.decoder import Decoder
 
@@ -23,17 +21,8 @@ class Naive(Decoder):
     Source: EPIC sec. 2.3 ("Naive").
     """
 
-    name = "naive"
-
     def __init__(self, model: Any, *, rotate: bool = True, **parameters: Any) -> None:
         super().__init__(model, **parameters)
         if not isinstance(rotate, bool):
             raise ValueError(f"naive:rotate is true or false, got {rotate!r}")
-        self._rotate = rotate
-
-    @property
-    def rotates(self) -> bool:
-        return self._rotate
-
-    def select(self, spans: Sequence[Span]) -> list[int]:
-        return []
+        self.rotates = rotate

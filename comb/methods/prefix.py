@@ -49,7 +49,6 @@ class Prefix(Method):
             of the prompt.
     """
 
-    name = "prefix"
     keeps_tokens_only = True
     needs_store = True
     unquantizable = "promises what full recompute gives, bit for bit"

@@ -7,7 +7,6 @@ The release keeps everything in one file: ``chunk_model.*`` is the encoder with 
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import logging
 import re
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from comb.backbones.fingerprint import fingerprint
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
+from comb.model.weights import load_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,7 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
     if source.resolve() == target.resolve():
         raise ValueError(f"source and target are the same folder ({source}): the checkpoint would be overwritten")
     release = _read_config(source)
-    weights = _read_weights(source)
-    adapter, backbone_weights = split_weights(weights)
+    adapter, backbone_weights = split_weights(_read_weights(source))
     positions = list(release["cross_attention_layers"])
     if positions != sorted(set(positions)):
         raise ValueError(f"cross_attention_layers {positions} don't ascend; which weights belong where isn't certain")
@@ -76,16 +75,23 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
         cross_attention_layers=positions,
     )
     model = CombForCausalLM(config, backbone)
-    _load_exactly(model, adapter)
+    own = {name for name in model.state_dict() if not name.startswith("backbone.")}
+    if own != adapter.keys():
+        raise ValueError(
+            f"the adapter's weights don't fit: missing {sorted(own - adapter.keys())[:3]}, "
+            f"unexpected {sorted(adapter.keys() - own)[:3]}"
+        )
+    dtype = load_adapter(model, adapter, source)
+    for part in (model.encoder, model.cross_blocks):
+        part.to(dtype)
     model.eval()
     if (source / "generation_config.json").exists():
         model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
     backbone.save_pretrained(target / "backbone")
     model.save_pretrained(target)
-    for file in source.iterdir():
-        if any(fnmatch.fnmatch(file.name, pattern) for pattern in TOKENIZER_FILES):
-            for folder in (target, target / "backbone"):
-                shutil.copy(file, folder)
+    for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
+        for folder in (target, target / "backbone"):
+            shutil.copy(file, folder)
     logger.info("wrote the adapter to %s and its backbone to %s", target, target / "backbone")
     return model
 
@@ -132,20 +138,10 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 
 def _read_weights(source: Path) -> dict[str, Tensor]:
-    index = source / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted({source / name for name in json.loads(index.read_text())["weight_map"].values()})
-        absent = [file.name for file in files if not file.exists()]
-        if absent:
-            raise ValueError(f"{source} lacks {', '.join(absent)}, which its index names")
-    else:
-        files = sorted(source.glob("model*.safetensors"))
+    files = sorted(source.glob("model*.safetensors"))  # without the index: what is missing is named when it is loaded
     if not files:
         raise ValueError(f"{source} has no model*.safetensors")
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        weights.update(load_file(file))
-    return weights
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _build_backbone(release: dict[str, Any], weights: dict[str, Tensor], num_cross: int) -> PreTrainedModel:
@@ -190,18 +186,3 @@ def _encoder_config(text: PreTrainedConfig, adapter: dict[str, Tensor]) -> CombE
         mlp_bias="encoder.layers.0.mlp.gate_proj.bias" in adapter,
         kv_input_norm=False,
     )
-
-
-def _load_exactly(model: CombForCausalLM, adapter: dict[str, Tensor]) -> None:
-    own = {name for name in model.state_dict() if not name.startswith("backbone.")}
-    if own != adapter.keys():
-        raise ValueError(
-            f"the adapter's weights don't fit: missing {sorted(own - adapter.keys())[:3]}, "
-            f"unexpected {sorted(adapter.keys() - own)[:3]}"
-        )
-    damaged = next((name for name, tensor in adapter.items() if not bool(torch.isfinite(tensor).all())), None)
-    if damaged is not None:
-        raise ValueError(f"{damaged} holds NaN or infinity: the checkpoint is damaged")
-    model.load_state_dict(adapter, strict=False)
-    for part in (model.encoder, model.cross_blocks):
-        part.to(next(iter(adapter.values())).dtype)

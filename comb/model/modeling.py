@@ -32,9 +32,15 @@ from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
 from comb.model.encoder import CombEncoder
 from comb.model.pretrained import CombPreTrainedModel
-
-Segment = Sequence[int] | Tensor
-Documents = Sequence[Sequence[CrossPICache | Segment]]
+from comb.model.segments import (
+    Documents,
+    Segment,
+    check_rows,
+    checked_rows,
+    equal_parts,
+    padded_batches,
+    token_ids_of,
+)
 
 ENCODE_BATCH_TOKENS = 16_384
 
@@ -102,7 +108,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         was_training = self.encoder.training
         self.encoder.eval()
         try:
-            encoded = self._encode([_ids(segment) for segment in segments])
+            encoded = self._encode([token_ids_of(segment) for segment in segments])
         finally:
             self.encoder.train(was_training)
         # clones: a slice of the padded batch would keep the whole batch in memory
@@ -114,9 +120,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         for segment in unique:
             self._check_segment(segment)
         encoded: dict[tuple[int, ...], KeyValues] = {}
-        batches = list(_batches(unique, ENCODE_BATCH_TOKENS))
+        batches = list(padded_batches(unique, ENCODE_BATCH_TOKENS))
         if self.agree_on_passes is not None and torch.is_grad_enabled():
-            batches = _parts(unique, self.agree_on_passes(len(batches), len(unique)))
+            batches = equal_parts(unique, self.agree_on_passes(len(batches), len(unique)))
         for batch in batches:
             encoded.update(zip(batch, self.encoder.encode(self._embed(batch)), strict=True))
         return [encoded[segment] for segment in segments]
@@ -157,7 +163,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: if the encoder is disabled, or a PICache was made by other weights.
         """
-        rows = _rows(documents)
+        rows = checked_rows(documents)
         if not any(rows):
             yield None
             return
@@ -168,7 +174,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             yield link
 
     def _key_values(self, rows: list[list[CrossPICache | Segment]]) -> list[list[KeyValues]]:
-        segments = [_ids(item) for row in rows for item in row if not isinstance(item, CrossPICache)]
+        segments = [token_ids_of(item) for row in rows for item in row if not isinstance(item, CrossPICache)]
         encoded = iter(self._encode(segments))
         return [
             [self._checked(item) if isinstance(item, CrossPICache) else next(encoded) for item in row] for row in rows
@@ -219,7 +225,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         Returns:
             the backbone's output.
         """
-        _check_rows(documents, input_ids, kwargs.get("inputs_embeds"))
+        check_rows(documents, input_ids, kwargs.get("inputs_embeds"))
         with self.linked(documents) as link:
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         if link is not None:
@@ -233,7 +239,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         Takes everything that transformers' `generate` takes (sampling, beams, streamers, batches padded on the
         left with an attention mask).
         """
-        _check_rows(documents, inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        check_rows(documents, inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         with self.linked(documents) as link:
             if link is not None:
                 given = kwargs.get("stopping_criteria") or ()
@@ -379,64 +385,6 @@ class _ReadAtEveryStep(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         _check_read(self._link)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def _rows(documents: Documents | None) -> list[list[CrossPICache | Segment]]:
-    """Checks the nesting of `documents`: a list per row, of PICaches or token ids."""
-    if documents is None:
-        return []
-    wanted = "documents takes one list per row, each of PICaches (from model.encode) or of token-id lists"
-    if isinstance(documents, CrossPICache | str | Tensor):
-        raise ValueError(f"{wanted}; got a single {type(documents).__name__}: write documents=[[...]]")
-    for row in documents:
-        if not isinstance(row, list | tuple):
-            raise ValueError(f"{wanted}; got a row that is a {type(row).__name__}: write documents=[[...]]")
-    return [list(row) for row in documents]
-
-
-def _check_rows(documents: Documents | None, *inputs: Tensor | None) -> None:
-    given = next((tensor for tensor in inputs if tensor is not None), None)
-    if documents is not None and given is not None and len(_rows(documents)) != given.shape[0]:
-        raise ValueError(
-            f"documents has {len(documents)} lists for {given.shape[0]} rows of input_ids: "
-            "give one list (possibly empty) per row"
-        )
-
-
-def _ids(segment: Segment) -> tuple[int, ...]:
-    """Token ids as a tuple. Raises ValueError for anything but a flat sequence of integers."""
-    ids: Any = segment.tolist() if isinstance(segment, Tensor) else segment
-    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(token, int) for token in ids):
-        raise ValueError(
-            f"a segment is a flat list of token ids, not {type(segment).__name__} {str(segment)[:40]!r}: tokenise "
-            "text first, or use PICEngine"
-        )
-    return tuple(ids)
-
-
-def _batches(segments: list[tuple[int, ...]], budget: int) -> Iterator[list[tuple[int, ...]]]:
-    """Runs of segments (sorted by length) whose padded size stays under `budget` tokens."""
-    batch: list[tuple[int, ...]] = []
-    for segment in segments:
-        if batch and (len(batch) + 1) * len(segment) > budget:
-            yield batch
-            batch = []
-        batch.append(segment)
-    if batch:
-        yield batch
-
-
-def _parts(segments: list[tuple[int, ...]], parts: int) -> list[list[tuple[int, ...]]]:
-    """Segments (sorted by length) in so many runs of about as many tokens each, none empty."""
-    cuts: list[int] = []
-    total, done = sum(map(len, segments)), 0
-    for place, segment in enumerate(segments):
-        left = parts - 1 - len(cuts)
-        # cut where a share of the tokens is full, and in time for the rest to be one each
-        if place and left and (done >= total * (len(cuts) + 1) / parts or len(segments) - place == left):
-            cuts.append(place)
-        done += len(segment)
-    return [segments[start:end] for start, end in zip([0, *cuts], [*cuts, len(segments)], strict=True)]
 
 
 AutoConfig.register("comb", CombConfig)

@@ -19,7 +19,7 @@ from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.model.config import CombConfig, spread_cross_layers
 from comb.model.encoder import CombEncoder
 from comb.model.initialization import encoder_config_for, initialize_from_backbone, initialize_random
-from comb.model.weights import load_adapter
+from comb.model.weights import load_adapter, read_weights
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -157,7 +157,7 @@ class CombPreTrainedModel(PreTrainedModel):
         if settings.backbone_fingerprint is not None:
             check_fingerprint(loaded, settings.backbone_fingerprint, settings.backbone_name_or_path)
         model = cls(settings, loaded)
-        saved = load_adapter(model, name_or_path, **hub)
+        saved = load_adapter(model, read_weights(name_or_path, **hub), name_or_path)
         if adapter_dtype is None:
             adapter_dtype = saved if dtype in (None, "auto") else _floating(loaded.dtype)
         model._place(adapter_dtype).eval()

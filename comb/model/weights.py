@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,31 @@ logger = logging.getLogger(__name__)
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def load_adapter(model: nn.Module, name_or_path: str | Path, **hub: Any) -> torch.dtype:
-    """Reads the trained parameters of an adapter into `model`. Returns the dtype they were saved in.
+def read_weights(name_or_path: str | Path, **hub: Any) -> dict[str, Tensor]:
+    """All tensors of an adapter's checkpoint, in one file or in shards. Raises OSError if a file is missing."""
+    place = str(name_or_path)
+    single = cached_file(place, WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
+    if single is not None:
+        return load_file(single)
+    index = cached_file(place, WEIGHTS_INDEX, _raise_exceptions_for_missing_entries=False, **hub)
+    if index is None:
+        raise OSError(f"{place!r} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: not an adapter checkpoint")
+    weights: dict[str, Tensor] = {}
+    for shard in sorted(set(json.loads(Path(index).read_text())["weight_map"].values())):
+        weights.update(load_file(str(cached_file(place, shard, **hub))))
+    return weights
+
+
+def load_adapter(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> torch.dtype:
+    """Makes `weights` the trained parameters of `model`. Returns the dtype they were saved in.
 
     Raises:
-        OSError: if the checkpoint has no weights.
         ValueError: if weights are missing, have other shapes, or are not finite.
     """
-    weights = _read_weights(str(name_or_path), **hub)
     own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
     missing = sorted(own.keys() - weights.keys())
     if missing:
-        raise ValueError(f"the adapter {str(name_or_path)!r} lacks {len(missing)} weights, among them {missing[:3]}")
+        raise ValueError(f"the adapter {str(source)!r} lacks {len(missing)} weights, among them {missing[:3]}")
     unknown = sorted(weights.keys() - own.keys())
     if unknown:
         logger.warning("the adapter has %d weights this version does not know, ignored: %s", len(unknown), unknown[:5])
@@ -46,17 +60,3 @@ def load_adapter(model: nn.Module, name_or_path: str | Path, **hub: Any) -> torc
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in own)
     return weights[next(iter(own))].dtype
-
-
-def _read_weights(name_or_path: str, **hub: Any) -> dict[str, Tensor]:
-    single = cached_file(name_or_path, WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
-    if single is not None:
-        return load_file(single)
-    index = cached_file(name_or_path, WEIGHTS_INDEX, _raise_exceptions_for_missing_entries=False, **hub)
-    if index is None:
-        raise OSError(f"{name_or_path!r} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: not an adapter checkpoint")
-    shards = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    weights: dict[str, Tensor] = {}
-    for shard in shards:
-        weights.update(load_file(str(cached_file(name_or_path, shard, **hub))))
-    return weights

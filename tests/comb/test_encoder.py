@@ -15,7 +15,7 @@ from comb.backbones.discovery import inspect_backbone, text_config
 from comb.model.config import spread_cross_layers, spread_encoder_layers
 from comb.model.encoder import EncoderLayer, Rotary
 from comb.model.initialization import copy_parts, encoder_config_for, read_layer
-from comb.model.modeling import _parts
+from comb.model.segments import equal_parts
 from tests.helpers.families import FAMILIES, open_gates, tiny
 
 LENGTHS = (3, 17, 1, 8, 17, 30)
@@ -109,7 +109,7 @@ def test_passes_that_ranks_agree_on_change_nothing(model: CombForCausalLM) -> No
 @pytest.mark.parametrize("parts", [1, 2, 5, 7])
 def test_parts_are_as_many_as_asked_and_none_empty(parts: int) -> None:
     segments = [(1,) * length for length in (1, 1, 2, 3, 30, 31, 32)]
-    found = _parts(segments, parts)
+    found = equal_parts(segments, parts)
     assert len(found) == parts
     assert all(found)
     assert [segment for part in found for segment in part] == segments

@@ -106,8 +106,9 @@ TOKEN = "hf_" + "Secret" * 6
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A hub that takes TOKEN alone."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     with fake_hub() as hub:
@@ -285,15 +286,8 @@ def test_no_token_is_uploaded(
     adapter: Path, hub: Hub, api: HfApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2)
-    argv = [
-        "comb",
-        "train",
-        "c.yaml",
-        f"model.options.token={TOKEN}",
-        "--hub-token",
-        "plain-word",
-        "x=https://u:pw12@h/",
-    ]
+    argv = ["comb", "train", "c.yaml", f"model.options.token={TOKEN}", "--hub-token", "plain-word",
+            "x=https://u:pw12@h/"]  # fmt: skip
     training = {"argv": argv, "steps": 1, "config": {
         "model": {"options": {"token": "another-word"}}, "data": {"dataset": "squad"},
         "train": {"note": "0123456789abcdef" * 2}}}  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig
 
 from comb import CombForCausalLM
@@ -210,7 +211,13 @@ def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path
 def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = adapter.parent / "card.md"
     card.write_text("---\nlicense: mit\n---\n")
-    monkeypatch.setattr(HfApi, "hf_hub_download", lambda *args, **kwargs: str(card))
+
+    def download(*args: Any, local_files_only: bool, **kwargs: Any) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        return str(card)
+
+    monkeypatch.setattr(HfApi, "hf_hub_download", download)
     monkeypatch.setattr("comb.hub.push._read_remote", lambda *args: (None, None))
     (adapter / "README.md").write_text(plan_push(adapter, "me/x", api=HfApi()).card)
     refresh_card(adapter)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi
 
 from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
 from comb.hub.card.parts import parse_card
@@ -39,28 +38,22 @@ def inherited_licence(backbone: str, revision: str | None, folder: Path, *, api:
     except OSError:
         return nowhere
     if place.is_dir():
-        path = place / "README.md"
-        if not path.is_file():
+        if not (place / "README.md").is_file():
             return Licence({}, "the backbone's folder has no model card")
-        return _stated(path.read_text(encoding="utf-8"), "the backbone's card")
+        return _stated(place / "README.md", "the backbone's card")
     if not is_hub_id(backbone):
         return nowhere
-    cached = try_to_load_from_cache(backbone, "README.md", revision=revision)
-    if isinstance(cached, str):
-        return _stated(Path(cached).read_text(encoding="utf-8"), f"the card of {backbone}")
-    if api is None:
-        return Licence({}, f"the card of {backbone} was not looked up")
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            path = Path(api.hf_hub_download(backbone, "README.md", revision=revision, local_dir=temporary))
-        except HUB_ERRORS as error:
-            return Licence({}, f"the card of {backbone} could not be read ({reason(error)})")
-        return _stated(path.read_text(encoding="utf-8"), f"the card of {backbone}")
-
-
-def _stated(card: str, where: str) -> Licence:
     try:
-        header = parse_card(card, where).header
+        card = (api or HfApi()).hf_hub_download(backbone, "README.md", revision=revision, local_files_only=api is None)
+    except HUB_ERRORS as error:
+        why = "was not looked up" if api is None else f"could not be read ({reason(error)})"
+        return Licence({}, f"the card of {backbone} {why}")
+    return _stated(Path(card), f"the card of {backbone}")
+
+
+def _stated(card: Path, where: str) -> Licence:
+    try:
+        header = parse_card(card.read_text(encoding="utf-8"), where).header
     except ValueError:
         return Licence({}, f"{where} has a header that can't be read")
     found = {key: header[key] for key in KEYS if isinstance(header.get(key), str | list)}
