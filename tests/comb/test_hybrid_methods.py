@@ -17,7 +17,7 @@ from comb.cache.picache_file import PICacheError, deserialize, serialize
 from comb.cache.store import PICacheStore
 from comb.cli.doctor import check_methods
 from comb.cli.info import describe
-from comb.evaluation.drift import state_drift
+from comb.evaluation.drift import drift_of, exact_states, state_drift
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.methods.base import LinkRequest
@@ -70,6 +70,22 @@ def test_full_in_a_batch(name: str) -> None:
 def test_convolutions_have_no_drift() -> None:
     with pytest.raises(ValueError, match="keeps a state"):
         state_drift(methods.create("hypic", model_of("lfm2")), [A, B], QUERY)
+
+
+def test_drift_is_relative_to_full_recompute() -> None:
+    """Against states of four times the length the error is 3/4: not 3, as against one's own."""
+    model = model_of("qwen3_5")
+    linked = methods.create("hypic:100", model)  # everything recomputed: no drift of its own
+    state = linked.link(linked.compile([A]), QUERY)
+
+    def longer(model: Any, token_ids: tuple[int, ...]) -> dict[int, torch.Tensor]:
+        return {layer: 4 * found for layer, found in exact_states(model, token_ids).items()}
+
+    drifts = drift_of(model, state, longer)
+    assert drifts
+    for drift in drifts:
+        assert drift.error == pytest.approx(0.75, abs=1e-4)
+        assert drift.degrees < 0.1
 
 
 @pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "lfm2"])
