@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,11 @@ from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentit
 from comb_serving.pool.handles import PoolHandle
 
 IDENTITY = EncoderIdentity(fingerprint="adapter", dtype="float32", max_document_tokens=64, vocab_size=4096)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 @dataclass

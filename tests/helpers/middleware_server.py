@@ -29,7 +29,7 @@ class Server:
     ) -> None:
         self.echo, self.encoders = Echo(), FakeEncoders()
         wait = options.setdefault("wait_seconds", 0.0)
-        self.manager = PICManager(layout, self.encoders, wait_seconds=wait) if encoder else None
+        self.manager: Any = PICManager(layout, self.encoders, wait_seconds=wait) if encoder else None
         preprocessor = Preprocessor(BUILDER, self.manager, max_documents=3)
         self.app = CombMiddleware(
             self.echo, options=ServeOptions("nano", **options), preprocessor=preprocessor, encoders=processes
@@ -39,7 +39,6 @@ class Server:
         return Client(self.app, key)
 
     def check_idle(self) -> None:
-        assert self.manager is not None
         assert self.manager.references == self.manager.waiting == 0
         self.manager.check_integrity()
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from comb import CombForCausalLM, Prompt
+from comb_training.answers.greedy import TransformersEngine
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.trainer.trainer import CombTrainer
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<pad>", "<end>", *alphabet])}, merges=[]))
+def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
+    """One token per byte, behind <pad>, <end> and `more` special ones."""
+    vocabulary = ["<pad>", "<end>", *more, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "additional_special_tokens": list(more)}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
 TOKENIZER = byte_tokenizer()
@@ -62,3 +67,16 @@ def examples(count: int = 12) -> list[TrainingExample]:
 def trainer(model: Any, folder: Path, rows: list[TrainingExample] | None = None, **config: Any) -> CombTrainer:
     settings = TrainConfig(**{"steps": 4, "batch_size": 4, "logging_steps": 1, "output_dir": str(folder), **config})
     return CombTrainer(model, settings, examples() if rows is None else rows, TOKENIZER, progress=False)
+
+
+def record_questions(monkeypatch: pytest.MonkeyPatch, method: str = "__call__") -> list[TrainingExample]:
+    """Fills with the examples that a method of the engine of transformers is given from now on."""
+    asked: list[TrainingExample] = []
+    inner = getattr(TransformersEngine, method)
+
+    def recording(self: Any, rows: Sequence[TrainingExample]) -> Any:
+        asked.extend(rows)
+        return inner(self, rows)
+
+    monkeypatch.setattr(TransformersEngine, method, recording)
+    return asked

@@ -40,9 +40,6 @@ def workload() -> Workload:
     return Workload(OPTIONS, words)
 
 
-# ---- requests ----
-
-
 def test_requests_are_the_same_for_a_seed_and_differ_between_phases(workload: Workload) -> None:
     again, other = Workload(OPTIONS, words), Workload(replace(OPTIONS, seed=1), words)
     assert workload.drawn(9, "a") == again.drawn(9, "a")
@@ -139,8 +136,6 @@ def test_impossible_workloads_are_refused(given: dict[str, Any], message: str) -
         ServeBenchOptions(**given)
 
 
-# ---- one stream ----
-
 ASK = Ask(3, (Document("one", id="d1"), Document("two", id="d2")), "which?")
 LINKED = Target(COMB, "http://x", linked=True, tokens=3)
 
@@ -197,12 +192,10 @@ def test_the_body_asks_for_the_same_answer_of_both() -> None:
     assert plain["ignore_eos"] is True
 
 
-# ---- the client against a server of this process ----
-
-
 async def serving(handle: Callable[[int], Any], work: Callable[[str], Any]) -> Any:
     """Runs `work` on the address of a server; `handle` gets the number of each request and gives its lines."""
     from aiohttp import web
+    from aiohttp.test_utils import TestServer
 
     count = 0
 
@@ -219,15 +212,8 @@ async def serving(handle: Callable[[int], Any], work: Callable[[str], Any]) -> A
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        port = runner.addresses[0][1]
-        return await asyncio.to_thread(work, f"http://127.0.0.1:{port}")
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as server:
+        return await asyncio.to_thread(work, f"http://127.0.0.1:{server.port}")
 
 
 def test_open_loop_sends_on_time_however_slow_the_server_is() -> None:
@@ -285,9 +271,6 @@ def test_failures_are_records_and_a_dead_server_ends_the_phase() -> None:
         with pytest.raises(RuntimeError, match=f"{GIVE_UP} requests in a row"):
             gone.run_closed("x", [ASK] * 50, 1)
     assert len(sent) == GIVE_UP
-
-
-# ---- figures ----
 
 
 def record(server: str, phase: str, number: int, ttft: float, **more: Any) -> RequestRecord:
@@ -372,9 +355,6 @@ def test_both_servers_get_the_same_memory_and_options() -> None:
         plans(models, cache_bytes=100, pool_bytes=100, max_len=64, options=[])
 
 
-# ---- the report ----
-
-
 def outcome(faster: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and facts of canned records in which comb's first token comes `faster` times sooner."""
     rows: list[dict[str, Any]] = []
@@ -446,9 +426,6 @@ def test_the_plot_is_drawn_also_of_half_a_run(tmp_path: Path) -> None:
     whole = draw(panels(rows, facts), tmp_path / "whole.png", title="x")
     half = [row for row in rows if row["server"] == PLAIN]
     assert whole.stat().st_size > draw(panels(half, {}), tmp_path / "half.png").stat().st_size > 0
-
-
-# ---- the real servers ----
 
 
 @pytest.mark.vllm

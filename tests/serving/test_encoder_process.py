@@ -30,6 +30,7 @@ from comb_serving.manager.leases import WantedDocument
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout, SharedPool
+from tests.helpers.fakes import until
 
 BLOCKS = 64
 
@@ -91,8 +92,7 @@ async def test_the_pool_holds_what_encode_gives_bit_for_bit(
     pools[0].tensor.fill_(float("nan"))
     async with running(nano_adapter, folder, pools[0], count=2, host_bytes=2**20) as (manager, encoders):
         assert (await encoders.identity()).fingerprint == adapter.fingerprint
-        while any(encoder.writer is None for encoder in encoders.watched):
-            await asyncio.sleep(0.05)
+        await until(lambda: all(encoder.writer is not None for encoder in encoders.watched))
         for number in range(3):
             (one,) = await wanted(manager, range(number, number + 1), 13 + number)
             lease = await manager.acquire([one])
@@ -126,14 +126,12 @@ async def test_killing_encoders_under_load_ends_every_waiter_right(
     async with running(nano_adapter, folder, pool) as (manager, encoders):
         everything = await wanted(manager, range(16))
         await asyncio.sleep(0)
-        while any(encoder.writer is None for encoder in encoders.watched):
-            await asyncio.sleep(0.05)
+        await until(lambda: all(encoder.writer is not None for encoder in encoders.watched))
         for encoder in encoders.watched:  # stopped, so that the documents are under way when they die
             os.kill(encoder.process.pid, signal.SIGSTOP)
         pairs = list(itertools.pairwise(everything))
         tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
-        while encoders.waiting < len(everything):
-            await asyncio.sleep(0.01)
+        await until(lambda: encoders.waiting >= len(everything))
         assert manager.waiting == len(tasks)
         pool.tensor.fill_(float("nan"))
         for encoder in encoders.watched:
@@ -170,8 +168,7 @@ async def test_the_disk_tier_survives_and_knows_whose_documents_it_holds(
             for handle, one in zip(lease.handles, everything, strict=True):
                 check_content(model, pool, handle, one.token_ids)
             lease.release()
-            while not all((disk / f"{one.key}.picache.safetensors").exists() for one in everything):
-                await asyncio.sleep(0.02)
+            await until(lambda: all((disk / f"{one.key}.picache.safetensors").exists() for one in everything))
         pool.path.unlink()
         return [document.tier for document in lease.documents]
 

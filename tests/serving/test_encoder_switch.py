@@ -12,6 +12,7 @@ from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import key_hash
 from comb_serving.launch.launcher import launch
 from comb_serving.pool.handles import KEY
+from tests.helpers.fakes import until
 from tests.helpers.middleware_server import DOCUMENTS, Server, chat
 
 ADMIN = key_hash("admin")
@@ -19,12 +20,10 @@ ADMIN = key_hash("admin")
 
 async def test_off_inlines_from_the_next_request_on_and_on_finds_the_pool_as_it_was() -> None:
     server = Server(admin_hash=ADMIN)
-    assert server.manager is not None
     client, admin = server.client(), server.client("admin")
     server.echo.gate = asyncio.Event()
     under_way = asyncio.create_task(client.post(CHAT, chat(stream=True)))
-    while not server.echo.bodies:
-        await asyncio.sleep(0)
+    await until(lambda: server.echo.bodies)
     assert (await admin.post(SWITCH, {"encoder": False})).json["encoder"] is False
     assert KEY in server.echo.bodies[0]["vllm_xargs"]
     assert server.manager.references == 2

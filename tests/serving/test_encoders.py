@@ -16,6 +16,7 @@ from comb_serving.encoding import supervisor as module
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.encoding.supervisor import EncoderProcesses
 from comb_serving.pool.handles import PoolHandle
+from tests.helpers.fakes import until
 
 DIES, HANGS, LIES = 666, 777, 888
 PROGRAM = f"""
@@ -116,8 +117,7 @@ async def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
         await encoders.submit("b" * 64, [1], PoolHandle(1, (0,)))
     await encoders.identity()  # what is in the pool can be served still
     (folder / "broken").unlink()
-    while encoders.fault() is not None:
-        await asyncio.sleep(0.01)
+    await until(lambda: encoders.fault() is None)
     assert (await encoders.submit("b" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
     process = encoders.watched[0].process
     assert process is not None
@@ -138,8 +138,7 @@ async def test_an_encoder_that_starts_after_all_is_used(folder: Path) -> None:
     with pytest.raises(EncoderError, match="at their start"):
         await encoders.identity()
     (folder / "ready").touch()
-    while encoders.watched[0].writer is None:
-        await asyncio.sleep(0.02)
+    await until(lambda: encoders.watched[0].writer is not None)
     assert (await encoders.identity()).fingerprint == "same"
     assert (await encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
     await encoders.stop()

@@ -10,6 +10,7 @@ import pytest
 
 from comb_serving.api.preprocessor import CHAT
 from comb_serving.manager.counters import BOUNDS, Histogram
+from tests.helpers.fakes import until
 from tests.helpers.middleware_server import Server, chat
 
 pytest.importorskip("prometheus_client", reason="comes with vLLM")
@@ -36,8 +37,7 @@ async def test_every_document_is_counted_by_what_became_of_it() -> None:
     server.encoders.at_once = False
     failing = chat(documents=["one"])
     task = asyncio.create_task(client.post(CHAT, failing))
-    while not server.encoders.open:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.encoders.open)
     assert sample(server, "requests_waiting", reason="encoding") == 1
     server.encoders.answer(error="no")
     await task

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from comb_serving.api.preprocessor import CHAT, COMPLETIONS
 from comb_serving.pool.handles import KEY, unpack
-from tests.helpers.fakes import Client
+from tests.helpers.fakes import Client, until
 from tests.helpers.middleware_server import BUILDER, DOCUMENTS, MESSAGES, Server, chat, ids_of
 
 
@@ -182,12 +182,10 @@ async def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vl
 
 async def test_a_client_that_leaves_mid_stream_or_while_waiting_holds_nothing() -> None:
     server = Server()
-    assert server.manager is not None
     server.echo.gate = asyncio.Event()
     leave = asyncio.Event()
     streaming = asyncio.create_task(server.client().post(CHAT, chat(stream=True), leave=leave))
-    while server.manager.references == 0 or not server.echo.bodies:
-        await asyncio.sleep(0)
+    await until(lambda: server.manager.references and server.echo.bodies)
     assert server.manager.references == 2
     leave.set()
     await streaming
@@ -195,8 +193,7 @@ async def test_a_client_that_leaves_mid_stream_or_while_waiting_holds_nothing() 
     server.encoders.at_once = False
     leave = asyncio.Event()
     waiting = asyncio.create_task(server.client().post(CHAT, chat(documents=["another"]), leave=leave))
-    while server.manager.waiting == 0:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.manager.waiting > 0)
     leave.set()
     answer = await waiting
     assert answer.status is None
@@ -206,7 +203,6 @@ async def test_a_client_that_leaves_mid_stream_or_while_waiting_holds_nothing() 
 
 async def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows() -> None:
     server = Server()
-    assert server.manager is not None
     known = asyncio.Event()
 
     class Engine:
@@ -227,8 +223,7 @@ async def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows() -> N
     assert server.manager.references == 0  # an answer that is whole has left the engine
     server.echo.gate, leave = asyncio.Event(), asyncio.Event()
     streaming = asyncio.create_task(Client(with_engine).post(CHAT, chat(stream=True), leave=leave))
-    while len(server.echo.bodies) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(server.echo.bodies) >= 2)
     leave.set()
     await streaming
     assert server.manager.references == 2
@@ -239,12 +234,10 @@ async def test_an_aborted_request_keeps_its_blocks_until_the_engine_knows() -> N
 
 async def test_trouble_is_an_error_object_and_holds_nothing() -> None:
     server = Server()
-    assert server.manager is not None
     client = server.client()
     server.encoders.at_once = False
     failing = asyncio.create_task(client.post(CHAT, chat(documents=["one"])))
-    while not server.encoders.open:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.encoders.open)
     server.encoders.answer(error="out of memory")
     answer = await failing
     assert (answer.status, answer.json["error"]["type"]) == (503, "InternalServerError")
@@ -266,15 +259,6 @@ async def test_trouble_is_an_error_object_and_holds_nothing() -> None:
         400,
         429,
     )
-    server.check_idle()
-
-
-async def test_a_document_given_very_often_counts_as_often() -> None:
-    server = Server()  # with room for eight blocks, one for this document
-    for times, status in ((8, 200), (9, 400), (10_000, 400)):
-        answer = await server.client().post(CHAT, chat(documents=[{"token_ids": [5] * 16}] * times))
-        assert answer.status == status, answer.body
-    assert len(server.echo.bodies) == 1
     server.check_idle()
 
 

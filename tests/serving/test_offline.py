@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ from comb import Document, PICEngine
 from comb_serving import LLM
 from comb_serving.config.options import INSTANCE_DIR
 from tests.helpers.engines import SMALL, reference
+from tests.helpers.fakes import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -44,11 +44,9 @@ def llm(plugin: None, nano_adapter: Path) -> Iterator[LLM]:
 
 def idle(llm: LLM) -> None:
     manager = llm.preprocessor.manager
-    assert manager is not None
 
     async def check() -> None:
-        while manager._encoding:
-            await asyncio.sleep(0.001)
+        await until(lambda: not manager._encoding)
         assert manager.references == manager.waiting == len(manager.queue) == 0
         manager.check_integrity()
 

@@ -35,9 +35,6 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-# --- eight bits -----------------------------------------------------------------------------------------------------
-
-
 def test_fp8_takes_its_bytes_and_is_near(tmp_path: Path) -> None:
     pool = SharedPool.create(tmp_path / "pool", FP8)
     assert FP8.bytes_per_token == 2 * 2 * 3 * (20 + 4)
@@ -95,9 +92,6 @@ def test_attention_over_an_fp8_pool_is_near(tmp_path: Path) -> None:
     error = (found["fp8"] - found["auto"]).square().mean().sqrt() / found["auto"].square().mean().sqrt()
     assert 0.001 < error < 0.06
     assert (found["fp8"].roll(1, 0) - found["auto"]).abs().max() > 0.2
-
-
-# --- memory of a GPU, with CUDA's calls replaced ---------------------------------------------------------------------
 
 
 class Storage:
@@ -246,9 +240,6 @@ def test_writes_come_after_the_encoder_and_before_the_answer(monkeypatch: pytest
     assert told == [("waits for", "cuda:0"), "on the stream", "off the stream"]
     found.finish()
     assert told[-2:] == ["event recorded", "event awaited"]
-
-
-# --- two processes --------------------------------------------------------------------------------------------------
 
 
 def layout_for(tokens: int, dtype: str, stored: str) -> PoolLayout:

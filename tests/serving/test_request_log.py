@@ -13,7 +13,7 @@ from comb_serving.api.preprocessor import CHAT
 from comb_serving.config.logs import JSONFormatter, configure
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import tenant_of
-from tests.helpers.fakes import Client
+from tests.helpers.fakes import Client, until
 from tests.helpers.middleware_server import MESSAGES, Server, chat
 
 
@@ -29,7 +29,6 @@ def _heard(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_every_end_of_a_request_leaves_one_line(caplog: pytest.LogCaptureFixture) -> None:
     server = Server()
-    assert server.manager is not None
     client = server.client("secret-key")
     await client.post(CHAT, chat())
     await client.post(CHAT, chat(documents=[*chat()["documents"], "Cy is new."], stream=True))
@@ -39,8 +38,7 @@ async def test_every_end_of_a_request_leaves_one_line(caplog: pytest.LogCaptureF
     server.encoders.at_once = False
     leave = asyncio.Event()
     leaving = asyncio.create_task(client.post(CHAT, chat(documents=["another"]), leave=leave))
-    while server.manager.waiting == 0:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.manager.waiting > 0)
     leave.set()
     await leaving
     await client.post(CHAT, {"messages": MESSAGES})  # without documents: none

@@ -15,7 +15,7 @@ from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, W
 from comb_serving.manager.manager import PICManager
 from comb_serving.manager.wait_queue import WaitQueue
 from comb_serving.pool.pool import PoolLayout
-from tests.helpers.fakes import FakeEncoders
+from tests.helpers.fakes import FakeEncoders, until
 from tests.helpers.middleware_server import Server, chat
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=4)
@@ -170,23 +170,19 @@ async def test_hits_pass_those_who_wait_for_room_but_not_for_ever() -> None:
 
 async def test_over_http_a_request_waits_then_answers_and_one_that_leaves_is_gone() -> None:
     server = Server(wait_seconds=30.0)
-    assert server.manager is not None
     client = server.client()
     server.echo.gate = asyncio.Event()
     first = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
-    while not server.echo.bodies:
-        await asyncio.sleep(0)
+    await until(lambda: server.echo.bodies)
     other = await client.post(CHAT, chat(documents=[{"token_ids": [3] * 50}]))  # beside it there is room
     assert other.status == 200
     leave = asyncio.Event()
     leaving = asyncio.create_task(
         client.post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]), leave=leave)
     )
-    while len(server.manager.queue) < 1:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(server.manager.queue) >= 1)
     waiting = asyncio.create_task(client.post(CHAT, chat(documents=[{"token_ids": [2] * 64}])))
-    while len(server.manager.queue) < 2:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(server.manager.queue) >= 2)
     leave.set()
     assert (await leaving).status is None
     answer = await waiting  # its turn has come, and there is room for it
@@ -200,8 +196,7 @@ async def test_full_of_documents_in_use_is_429_with_retry_after_when_the_wait_is
     server = Server(wait_seconds=0.05)
     server.echo.gate = asyncio.Event()
     first = asyncio.create_task(server.client().post(CHAT, chat(documents=[{"token_ids": [1] * 60}], stream=True)))
-    while not server.echo.bodies:
-        await asyncio.sleep(0)
+    await until(lambda: server.echo.bodies)
     server.echo.gate, gate = None, server.echo.gate
     full = await server.client().post(CHAT, chat(documents=[{"token_ids": [index] * 40} for index in (4, 5)]))
     assert (full.status, full.headers["retry-after"]) == (429, "2")

@@ -14,48 +14,28 @@ from comb.documents.document import Prompt
 from comb_training.answers import generate, generate_answers, greedy
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.data.batches import TrainingExample
+from tests.helpers.training import record_questions
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": None,
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
     "initializer_range": 0.3,  # so that answers differ, and some end
-}
-OPTIONS: dict[str, Any] = {"pad_token_id": 0, "eos_token_ids": (1,), "max_new_tokens": 8, "progress": False}
+}  # fmt: skip
 
 
 def answer_on_policy(
-    model: Any,
-    examples: list[TrainingExample],
-    counts: Counts,
-    *,
-    pad_token_id: int,
-    eos_token_ids: tuple[int, ...],
-    max_new_tokens: int,
-    max_prompt_tokens: int | None = None,
-    batch_size: int = 64,
-    folder: Path | None = None,
-    progress: bool,
-) -> list[TrainingExample]:
+    model: Any, examples: list[TrainingExample], counts: Counts | None = None, *, stops: tuple[int, ...] = (1,),
+    max_new_tokens: int = 8, max_prompt_tokens: int | None = None, batch_size: int = 64, folder: Path | None = None,
+) -> list[TrainingExample]:  # fmt: skip
     """The examples with the model's own answers as targets; counted as a run does."""
     limit = generate.prompt_limit(model, max_new_tokens, max_prompt_tokens)
     answers = generate_answers(
         examples,
-        generate.settings_of(model, eos_token_ids, max_new_tokens),
-        lambda: TransformersEngine(model, pad_token_id, eos_token_ids, max_new_tokens, batch_size=batch_size),
-        decode=lambda _: "",
-        max_prompt_tokens=limit,
-        folder=folder,
-        progress=progress,
-    ).answers
-    generate.count_answers(answers, counts, limit, max_new_tokens)
+        generate.settings_of(model, stops, max_new_tokens),
+        lambda: TransformersEngine(model, 0, stops, max_new_tokens, batch_size=batch_size),
+        decode=lambda _: "", max_prompt_tokens=limit, folder=folder, progress=False,
+    ).answers  # fmt: skip
+    generate.count_answers(answers, counts or Counts(), limit, max_new_tokens)
     return [e.with_target(answer.token_ids) for e, answer in zip(examples, answers, strict=True) if answer is not None]
 
 
@@ -99,7 +79,7 @@ def one_by_one(backbone: Any, example: TrainingExample) -> tuple[int, ...]:
 def test_answers_are_what_the_backbone_says_alone(
     backbone: Any, examples: list[TrainingExample], batch_size: int
 ) -> None:
-    answered = answer_on_policy(backbone, examples, Counts(), batch_size=batch_size, **OPTIONS)
+    answered = answer_on_policy(backbone, examples, batch_size=batch_size)
     assert [e.target for e in answered] == [one_by_one(backbone, e) for e in examples]
     assert [e.id for e in answered] == [e.id for e in examples]
     assert len({e.target for e in answered}) > len(examples) // 2  # the check is no accident of constant answers
@@ -120,18 +100,11 @@ def test_drafts_are_taken_only_where_the_backbone_says_just_that(
         "unfinished": lambda target: target[:-1] or (9,),
     }
     drafts = [example.with_target(change[draft](target)) for example, target in zip(examples, said, strict=True)]
-    decoded: list[str | None] = []
-    decode = TransformersEngine._decode
-
-    def counting(self: Any, rest: list[TrainingExample]) -> Any:
-        decoded.extend(example.id for example in rest)
-        return decode(self, rest)
-
-    monkeypatch.setattr(TransformersEngine, "_decode", counting)
-    answered = answer_on_policy(backbone, drafts, Counts(), **OPTIONS)
+    decoded = record_questions(monkeypatch, "_decode")
+    answered = answer_on_policy(backbone, drafts)
     assert [e.target for e in answered] == said  # whatever the draft
     skipped = {examples[index].id for index in finished} if draft == "right" else set()
-    assert set(decoded) == {e.id for e in examples} - skipped
+    assert {e.id for e in decoded} == {e.id for e in examples} - skipped
 
 
 def test_drafts_are_given_up_when_they_never_hold(
@@ -156,7 +129,7 @@ def test_documents_are_prefilled_once_per_group(
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(backbone), "forward", counting)
-    answer_on_policy(backbone, examples, Counts(), **OPTIONS)
+    answer_on_policy(backbone, examples)
     passes = [count for count in rows if count > 1]  # discovery looks at the model with one row
     assert passes[:2] == [5, len(examples)]  # five sets of documents, then all questions
 
@@ -164,45 +137,38 @@ def test_documents_are_prefilled_once_per_group(
 def test_a_backbone_with_sliding_windows_gets_whole_prompts(examples: list[TrainingExample]) -> None:
     torch.manual_seed(0)
     mistral = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=6)).eval()
-    answered = answer_on_policy(mistral, examples, Counts(), **OPTIONS)
+    answered = answer_on_policy(mistral, examples)
     assert [e.target for e in answered] == [one_by_one(mistral, e) for e in examples]
 
 
-def test_sampling_settings_of_the_backbone_do_not_count(examples: list[TrainingExample]) -> None:
-    model = llama()
-    expected = [e.target for e in answer_on_policy(model, examples, Counts(), **OPTIONS)]
+def test_sampling_settings_of_the_backbone_do_not_count_and_its_mode_stays(examples: list[TrainingExample]) -> None:
+    model = llama().train()
+    expected = [e.target for e in answer_on_policy(model, examples)]
     model.generation_config.update(do_sample=True, temperature=5.0, top_k=3, repetition_penalty=3.0)
-    assert [e.target for e in answer_on_policy(model, examples, Counts(), **OPTIONS)] == expected
+    assert [e.target for e in answer_on_policy(model, examples)] == expected
+    assert model.training
 
 
 def test_long_prompts_are_dropped_and_cut_answers_counted(backbone: Any, examples: list[TrainingExample]) -> None:
     long = TrainingExample(Prompt((3,), ((5,) * 60,), (6,)), (1,), "long")
     counts = Counts(read=len(examples) + 1)
-    answered = answer_on_policy(backbone, [long, *examples], counts, **OPTIONS)
+    answered = answer_on_policy(backbone, [long, *examples], counts)
     assert "long" not in {e.id for e in answered}
     assert dict(counts.dropped) == {"prompt of more than 56 tokens": 1}  # 64 positions, 8 of them for the answer
     assert counts.kept == len(answered)
     assert counts.truncated == {"answer cut at 8 tokens": sum(1 not in e.target for e in answered)}
     again = Counts(read=len(examples))
-    answer_on_policy(backbone, examples, again, max_prompt_tokens=10, **OPTIONS)
+    answer_on_policy(backbone, examples, again, max_prompt_tokens=10)
     assert again.dropped == {"prompt of more than 10 tokens": sum(len(e.prompt.flat) > 10 for e in examples)}
-
-
-def test_answers_are_found_again_on_disk(
-    backbone: Any, examples: list[TrainingExample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "deep" / "answers"
-    first = answer_on_policy(backbone, examples, Counts(), folder=folder, **OPTIONS)
-    monkeypatch.setattr(TransformersEngine, "__call__", lambda *_: pytest.fail("answered again"))
-    assert answer_on_policy(backbone, examples, Counts(), folder=folder, **OPTIONS) == first
 
 
 @pytest.mark.parametrize("change", ["weights", "length", "stops", "question"])
 def test_other_weights_settings_or_prompts_are_other_answers(
     backbone: Any, examples: list[TrainingExample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    answer_on_policy(backbone, examples, Counts(), folder=tmp_path, **OPTIONS)
-    model, options, asked = backbone, dict(OPTIONS), examples
+    answer_on_policy(backbone, examples, folder=tmp_path)
+    model, asked = backbone, examples
+    options: dict[str, Any] = {}
     if change == "weights":
         model = llama()
         with torch.no_grad():  # the embedding stays as it was
@@ -210,22 +176,15 @@ def test_other_weights_settings_or_prompts_are_other_answers(
     elif change == "length":
         options["max_new_tokens"] = 4
     elif change == "stops":
-        options["eos_token_ids"] = (1, 9)
+        options["stops"] = (1, 9)
     else:
         asked = [TrainingExample(Prompt((3,), e.segments, (*e.prompt.tail, 9)), (1,), e.id) for e in examples]
-    generated: list[str | None] = []
-    call = TransformersEngine.__call__
-
-    def counting(self: Any, batch: list[TrainingExample]) -> Any:
-        generated.extend(example.id for example in batch)
-        return call(self, batch)
-
-    monkeypatch.setattr(TransformersEngine, "__call__", counting)
-    there = answer_on_policy(model, asked, Counts(), folder=tmp_path, **options)
-    assert sorted(map(str, generated)) == sorted(str(e.id) for e in asked)
-    assert there == answer_on_policy(model, asked, Counts(), **options)
+    generated = record_questions(monkeypatch)
+    there = answer_on_policy(model, asked, folder=tmp_path, **options)
+    assert sorted(str(e.id) for e in generated) == sorted(str(e.id) for e in asked)
+    assert there == answer_on_policy(model, asked, **options)
     generated.clear()
-    answer_on_policy(backbone, examples, Counts(), folder=tmp_path, **OPTIONS)  # those of before are still there
+    answer_on_policy(backbone, examples, folder=tmp_path)  # those of before are still there
     assert generated == []
 
 
@@ -252,9 +211,3 @@ def test_weights_have_one_name_whatever_the_threads_and_another_after_any_change
         names.add(generate.weights_name(other))
     names.add(generate.weights_name(llama().to(torch.bfloat16)))
     assert len(names) == 2 + len(changes)
-
-
-def test_the_model_is_left_in_the_mode_it_was(examples: list[TrainingExample]) -> None:
-    model = llama().train()
-    answer_on_policy(model, examples[:2], Counts(), **OPTIONS)
-    assert model.training

@@ -17,11 +17,9 @@ import pytest
 import torch
 import typer
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from comb.documents.document import Prompt
 from comb_training import plugin
 from comb_training.answers import StoredAnswer, answer_prepared, choose_engine, generate, prepared, read_settings
 from comb_training.answers.greedy import TransformersEngine
@@ -31,6 +29,7 @@ from comb_training.data.batches import TrainingExample
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
+from tests.helpers.training import byte_tokenizer, record_questions
 
 
 def settings(folder: Path, limit: int = 24, data: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
@@ -60,18 +59,6 @@ def invoke(folder: Path, *arguments: str, content: dict[str, Any] | None = None)
     return result
 
 
-def count_engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[TrainingExample]:
-    asked: list[TrainingExample] = []
-    call = TransformersEngine.__call__
-
-    def counting(self: Any, examples: Sequence[TrainingExample]) -> list[StoredAnswer]:
-        asked.extend(examples)
-        return call(self, examples)
-
-    monkeypatch.setattr(TransformersEngine, "__call__", counting)
-    return asked
-
-
 def test_the_command_answers_and_training_finds_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = invoke(tmp_path, "--engine", "transformers", "--show", "1")
     assert first.exit_code == 0, first.output
@@ -82,7 +69,7 @@ def test_the_command_answers_and_training_finds_the_answers(tmp_path: Path, monk
     assert first.output.count("data:   ") == 1
     folder = tmp_path / "out" / "answers"
     assert len(list(folder.iterdir())) == 3  # a part per batch
-    asked = count_engine_calls(monkeypatch)
+    asked = record_questions(monkeypatch)
     assert "24 found, 0 generated" in invoke(tmp_path, "--engine", "transformers").words
     result = run_training(config(tmp_path / "out"), progress=False)
     assert asked == []
@@ -156,17 +143,6 @@ def test_a_long_prompt_is_dropped_and_counted_not_replaced(tmp_path: Path) -> No
         e.id for e in everything.examples if len(e.prompt.flat) <= limit
     ]  # fmt: skip
     assert targets.answered.generated == len(targets.examples) == 24 - long
-
-
-# --- another model as teacher -------------------------------------------------------------------------------
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<pad>", "<end>", *alphabet])}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +236,6 @@ def test_a_teacher_needs_answers_on_policy(tmp_path: Path) -> None:
         config(tmp_path, teacher="nano", answers="gold")
 
 
-# --- vLLM -----------------------------------------------------------------------------------------------------
-
-
 GIVEN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
@@ -323,9 +296,11 @@ def test_vllm_is_taken_where_it_is_and_asked_for_greedy_answers(tmp_path: Path, 
     # and training takes its answers, in their order
     targets = answer_prepared(run, progress=False)
     assert targets.answered.found == 24
-    for example in targets.examples:
-        last = example.prompt.flat[-1]
-        assert example.target == ((5, last, 3) if last % 2 == 0 else (5, last))
+    lasts = [example.prompt.flat[-1] for example in run.examples]
+    assert [example.target for example in targets.examples] == [
+        (5, last, 3) if last % 2 == 0 else (5, last) for last in lasts
+    ]
+    assert run.counts.truncated["answer cut at 48 tokens"] == sum(last % 2 for last in lasts)
     [part] = (tmp_path / "out" / "answers").iterdir()
     assert read_settings(part)["engine"] == "vllm 9.9"
 
@@ -337,13 +312,6 @@ def test_an_engine_of_a_rank_sees_no_torchrun_and_one_gpu(fake: FakeVllm, monkey
     assert {name: fake.environment[name] for name in GIVEN} == dict.fromkeys(GIVEN)
     assert fake.environment["CUDA_VISIBLE_DEVICES"] == "6"
     assert {name: os.environ[name] for name in GIVEN} == GIVEN
-
-
-def test_vllm_answers_keep_their_order_and_end_where_a_stop_token_is(fake: FakeVllm) -> None:
-    engine = VllmEngine("model", (3,), 8, dtype="float32", max_model_len=64)
-    prompts = [Prompt((7,), ((9, 9),), (last,)) for last in (8, 11, 4)]
-    answers = engine([TrainingExample(prompt) for prompt in prompts])
-    assert answers == [StoredAnswer((5, 8, 3), True), StoredAnswer((5, 11), False), StoredAnswer((5, 4, 3), True)]
 
 
 def test_the_engine_is_chosen_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from comb_training.answers import (
     generate_answers,
     read_settings,
 )
-from comb_training.answers.store import METADATA
 from comb_training.data.batches import TrainingExample
 
 SETTINGS = AnswerSettings("model", "weights", "float32", 8, (1,))
@@ -139,9 +138,6 @@ def test_writers_at_once_keep_out_of_each_others_way(tmp_path: Path) -> None:
     assert stores[0].refresh() == 0
 
 
-# --- sharing the work ---------------------------------------------------------------------------------------
-
-
 class Echo:
     """Answers with the first token of the query."""
 
@@ -244,7 +240,3 @@ def test_every_batch_is_kept_before_the_next_begins(tmp_path: Path) -> None:
     assert ask(rest, tmp_path).answers == expected()
     assert len(rest.asked) == 13
     assert not set(rest.asked) & set(engine.asked)
-
-
-def test_the_metadata_key_is_what_others_may_rely_on() -> None:
-    assert METADATA == b"comb.answers"

@@ -6,31 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, Prompt, PromptBuilder
 from comb_training.data.batches import IGNORED, Collator, TrainingExample, fit_documents, tokenize
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, behind <pad>, <end> and <user>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<end>", "<user>", *alphabet])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<user>"]
-    )
-    tokenizer.chat_template = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
-    return tokenizer
+from tests.helpers.training import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def builder() -> PromptBuilder:
-    return PromptBuilder(byte_tokenizer())
+    tokenizer = byte_tokenizer("<user>")
+    tokenizer.chat_template = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
+    return PromptBuilder(tokenizer)
 
 
 def example(documents: list[str], query: str = "q?", answer: str = "yes", **kwargs: str) -> Example:
@@ -50,17 +37,11 @@ def test_tokenize_gives_the_prompt_without_documents_and_the_target(builder: Pro
     assert tokenized.references == ("yes",)
 
 
-def test_tokenize_drops_long_queries_and_counts_them(builder: PromptBuilder) -> None:
-    counts = Counts(read=2)
-    kept = tokenize([example(["a"]), example(["a"], query="q" * 40)], builder, counts, max_query_tokens=20)
+def test_tokenize_drops_long_queries_and_what_has_no_documents_and_counts_them(builder: PromptBuilder) -> None:
+    counts, rows = Counts(read=3), [example(["a"]), example(["a"], query="q" * 40), example([])]
+    kept = tokenize(rows, builder, counts, max_query_tokens=20)
     assert len(kept) == counts.kept == 1
-    assert dict(counts.dropped) == {"query and answer of more than 20 tokens": 1}
-
-
-def test_tokenize_drops_what_has_no_documents(builder: PromptBuilder) -> None:
-    counts = Counts(read=2)
-    assert len(tokenize([example(["a"]), example([])], builder, counts)) == 1
-    assert dict(counts.dropped) == {"no documents": 1}
+    assert dict(counts.dropped) == {"query and answer of more than 20 tokens": 1, "no documents": 1}
 
 
 def test_documents_are_cut_once_and_counted(builder: PromptBuilder) -> None:
@@ -93,7 +74,7 @@ def test_collator_shares_equal_documents() -> None:
     (first, second), (third, fourth) = batch["documents"]
     assert first is fourth
     assert second is third
-    assert first.tolist() == [3, 4]
+    assert (first.tolist(), first.dtype) == ([3, 4], torch.long)
 
 
 def test_collator_takes_rows_without_documents() -> None:
@@ -107,8 +88,3 @@ def test_a_target_of_nothing_is_refused() -> None:
         Collator(0)([replace(item, target=())])
     with pytest.raises(ValueError, match="nothing to learn"):
         item.with_target(())
-
-
-def test_documents_reach_the_model_as_ids() -> None:
-    batch = Collator(0)([training_example([[3, 4]], "a")])
-    assert batch["documents"][0][0].dtype == torch.long

@@ -45,9 +45,6 @@ def groups(dataset: Dataset) -> set[str | None]:
     return {example.group for example in dataset}
 
 
-# --- splits and distractors -----------------------------------------------------------------------------------------
-
-
 def test_split_is_disjoint_complete_and_a_function_of_the_seed() -> None:
     names = [f"group {i}" for i in range(20)]
     sides = {s: split_groups(names, s, heldout_share=0.2, seed=3) for s in ("train", "heldout", "all")}
@@ -71,9 +68,6 @@ def test_distractors_are_different_and_never_the_excluded_one() -> None:
     picked = pick_distractors(seeded(0, "x"), [(["a", "a", "b"], 1), (list("abcd"), 9)], exclude=["b"], total=5)
     assert picked[0] == "a"  # all that the first pool has besides the excluded one
     assert sorted(picked) == ["a", "c", "d"]
-
-
-# --- squad ----------------------------------------------------------------------------------------------------------
 
 
 def test_squad_example(tmp_path: Path) -> None:
@@ -136,14 +130,6 @@ def test_squad_says_when_there_are_too_few_distractors(tmp_path: Path) -> None:
     assert dataset.counts.truncated == {"fewer documents in the file than num_documents": 4}
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", "not json", '{"data": [{"title": "x"}]}'])
-def test_squad_refuses_other_files(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match="is not SQuAD JSON"):
-        read_dataset("squad", path)
-
-
 @pytest.mark.skipif(not SQUAD.exists(), reason=f"needs the SQuAD sample at {SQUAD}")
 def test_squad_reads_the_real_sample() -> None:
     dataset = read_dataset("squad", SQUAD)
@@ -154,8 +140,6 @@ def test_squad_reads_the_real_sample() -> None:
     assert sum("Normandy" in str(d.text) for d in example.documents) >= 1
     assert all(any(a in str(d.text) for a in e.answers for d in e.documents) for e in dataset)
 
-
-# --- babi -----------------------------------------------------------------------------------------------------------
 
 STORIES = """1 Mary moved to the bathroom.
 2 John went to the hallway.
@@ -231,9 +215,6 @@ def test_babi_reads_the_real_sample() -> None:
     assert all(len(e.documents) == 3 for e in heldout)
 
 
-# --- jsonl ----------------------------------------------------------------------------------------------------------
-
-
 def jsonl_file(folder: Path, *rows: Any) -> Path:
     path = folder / "own.jsonl"
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
@@ -290,9 +271,6 @@ def test_jsonl_rows_over_the_same_documents_stay_on_one_side(tmp_path: Path) -> 
     assert not {e.documents for e in train} & {e.documents for e in heldout}
 
 
-# --- nano -----------------------------------------------------------------------------------------------------------
-
-
 def test_nano_is_generated_and_seeded() -> None:
     dataset = read_dataset("nano", split="train", seed=5, scenes=6, questions=4)
     assert dataset.examples == read_dataset("nano", split="train", seed=5, scenes=6, questions=4).examples
@@ -311,9 +289,6 @@ def test_nano_options_are_checked() -> None:
         read_dataset("nano", split="all")
     with pytest.raises(ValueError, match="fewest_documents"):
         read_dataset("nano", fewest_documents=5, most_documents=2)
-
-
-# --- the registry ---------------------------------------------------------------------------------------------------
 
 
 def test_unknown_names_options_and_files_are_clear_errors(tmp_path: Path) -> None:
@@ -359,9 +334,6 @@ print(sorted(name for name in added if not name.startswith(("comb", "yaml"))))
     assert result.stdout.split() == ["[]"]  # nothing that `import comb` did not load anyway
 
 
-# --- rows that real files hold --------------------------------------------------------------------------------------
-
-
 def test_squad_articles_that_share_a_title_keep_their_paragraphs(tmp_path: Path) -> None:
     qas = [{"question": "Who?", "id": "x", "answers": [{"text": "Ann", "answer_start": 0}]}]
     articles = [{"title": "T", "paragraphs": [{"context": f"Text {n}.", "qas": qas}]} for n in range(2)]
@@ -372,11 +344,21 @@ def test_squad_articles_that_share_a_title_keep_their_paragraphs(tmp_path: Path)
     assert dataset.counts.dropped == {"empty paragraph": 1}
 
 
-@pytest.mark.parametrize("question", [{"answers": None}, {"answers": {"text": ["a"]}}, {"answers": [{}]}, {}])
-def test_squad_rows_of_another_shape_are_named(tmp_path: Path, question: dict[str, Any]) -> None:
-    row = question if not question else {"question": "Who?", **question}
-    articles = [{"title": "T", "paragraphs": [{"context": "Text.", "qas": [row]}]}]
-    (tmp_path / "s.json").write_text(json.dumps({"data": articles}))
+def asked(**row: Any) -> str:
+    """SQuAD JSON of one question."""
+    return json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "Text.", "qas": [row]}]}]})
+
+
+WRONG_ANSWERS: list[Any] = [None, {"text": ["a"]}, [{}]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "[1]", "not json", '{"data": [{"title": "x"}]}', asked()]
+    + [asked(question="Who?", answers=answers) for answers in WRONG_ANSWERS],
+)
+def test_squad_refuses_other_files_and_rows(tmp_path: Path, content: str) -> None:
+    (tmp_path / "s.json").write_text(content)
     with pytest.raises(ValueError, match="is not SQuAD JSON"):
         read_dataset("squad", tmp_path / "s.json")
 

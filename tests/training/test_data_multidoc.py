@@ -12,6 +12,7 @@ from comb.documents.datasets import read_dataset
 from tests.helpers.rows import SHARED, WriteRows, texts
 
 RESTRICTED = SHARED / "restricted_research_only"
+XSUM = RESTRICTED / "xsum" / "xsum_sample.jsonl"
 HOTPOTQA = SHARED / "hotpotqa/hotpot_dev_fullwiki_gold_in_context.json"
 
 
@@ -32,6 +33,11 @@ def nq(number: int) -> dict[str, Any]:
 
 def dialogue(number: int) -> dict[str, Any]:
     return {"id": str(number), "dialogue": f"A: {number}\r\nB: hm", "summary": f"They said {number}."}
+
+
+def article(number: int, **fields: Any) -> dict[str, Any]:
+    text = f"Article {number} is about\nnews and more things than eight words say, {number} times."
+    return {"document": text, "summary": f"News {number}.", "id": str(number), **fields}
 
 
 def test_musique_in_both_schemas(write_rows: WriteRows) -> None:
@@ -112,6 +118,42 @@ def test_samsum_shows_other_rows_of_the_same_side(write_rows: WriteRows) -> None
     assert dataset.counts.truncated == {"fewer dialogues in the file than num_documents": 2}
 
 
+def test_xsum_is_one_article(write_rows: WriteRows) -> None:
+    dataset = read_dataset("xsum", write_rows(article(1), article(2, summary=" "), article(3, document="")))
+    (example,) = dataset
+    assert texts(example) == [article(1)["document"]]
+    assert (example.query, example.answer, example.id) == ("Summarise the article in one sentence.", "News 1.", "1")
+    assert dataset.counts.dropped == {"no answer": 1, "no documents": 1}
+
+
+def test_xsum_among_other_articles_of_its_side(write_rows: WriteRows) -> None:
+    path = write_rows(*map(article, range(12)), article(3, id="again"))
+    seen = []
+    for side in ("train", "heldout"):
+        dataset = read_dataset("xsum", path, split=side, num_documents=3, heldout_share=0.4)
+        seen.append({text for example in dataset for text in texts(example)})
+        for example in dataset:
+            own = [text for text in texts(example) if str(text).startswith(f"Article {example.answer[5:-1]} ")]
+            assert (len(own), len(set(texts(example)))) == (1, 3)
+            assert f'"Article {example.answer[5:-1]} is about news and more things"' in example.query
+    assert not seen[0] & seen[1]
+    dataset = read_dataset("xsum", path, num_documents=3)
+    assert list(dataset) == list(read_dataset("xsum", path, num_documents=3))
+    assert list(dataset) != list(read_dataset("xsum", path, num_documents=3, seed=1))
+    assert len({[str(t).split()[1] for t in texts(e)].index(e.answer[5:-1]) for e in dataset}) == 3
+    few = read_dataset("xsum", write_rows(article(1), article(2)), num_documents=3)
+    assert few.counts.truncated == {"fewer articles in the file than num_documents": 2}
+
+
+def test_xsum_never_shows_another_article_with_the_same_opening(write_rows: WriteRows) -> None:
+    opening = "Ten words that are the same in each of "
+    rows = [article(n, document=opening + f"them {n}") for n in range(3)] + [article(5)]
+    for example in read_dataset("xsum", write_rows(*rows), num_documents=4):
+        shown = [str(text) for text in texts(example) if str(text).startswith(opening)]
+        assert len(shown) == 1
+        assert len(example.documents) == 2
+
+
 def test_multi_news(write_rows: WriteRows) -> None:
     row = {"document": "one ||||| \n ||||| two", "summary": "– both"}
     dataset = read_dataset("multi_news", write_rows(row, {"document": " ||||| ", "summary": "s"}))
@@ -159,6 +201,8 @@ def test_nq_open_puts_the_gold_passage_among_others(write_rows: WriteRows) -> No
         ("wikihop", {**WIKIHOP, "supports": [1]}, "'supports' is a list of str"),
         ("samsum", {"dialogue": "d"}, "there is no 'summary' or 'summary1'"),
         ("multi_news", {"document": ["x"], "summary": "s"}, "'document' is a text"),
+        ("xsum", article(1, document=["x"]), r"rows.json\[0\]: 'document' is a text"),
+        ("xsum", {"document": "d"}, r"rows.json\[0\]: there is no 'summary'"),
         ("kv_retrieval", {**KV, "ordered_kv_records": [["k"]]}, r"list of \[key, value\]"),
         ("nq_open", {**nq(1), "ctxs": [{"title": 3, "text": "t", "isgold": True}]}, "'title' is a text"),
         ("nq_open", "not an object", "expected an object, got str"),
@@ -279,6 +323,11 @@ def test_real_samples(name: str, path: Path, count: int, documents: tuple[int, i
     assert sum(holds) / count >= found
 
 
-@pytest.mark.skipif(not HOTPOTQA.exists(), reason=f"the sample {HOTPOTQA.name} is not here")
-def test_real_rows_of_hotpotqas_form() -> None:
-    assert list(read_dataset("2wikimultihopqa", HOTPOTQA)) == list(read_dataset("hotpotqa", HOTPOTQA))
+def test_real_xsum() -> None:
+    if not XSUM.exists():
+        pytest.skip(f"the sample {XSUM.name} is not here")
+    dataset = read_dataset("xsum", XSUM, num_documents=4)
+    assert len(dataset) == 480
+    assert {len(set(texts(example))) for example in dataset} == {4}
+    assert not dataset.counts.dropped
+    assert not dataset.counts.truncated

@@ -158,9 +158,6 @@ def test_prompts_that_the_teacher_cannot_read_are_refused(tmp_path: Path) -> Non
     trainer(comb_model(), tmp_path, [*examples(), long])
 
 
-# --- LoRA ---
-
-
 def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model = comb_model(gate=0.5)

@@ -49,9 +49,6 @@ def of_sets(examples: Sequence[Any]) -> dict[str, int]:
     return dict(Counter(str(example.id).partition("/")[0].partition("@")[0] for example in examples))
 
 
-# --- shares ---------------------------------------------------------------------------------------------------------
-
-
 def test_shares_are_whole_numbers_that_sum_to_the_total() -> None:
     assert apportion({"a": 1, "b": 1, "c": 1}, 10) == {"a": 4, "b": 3, "c": 3}
     assert apportion({"a": 0.1, "b": 0.2, "c": 0.7}, 10) == {"a": 1, "b": 2, "c": 7}
@@ -83,9 +80,6 @@ def test_held_out_sets_fill_up_for_each_other() -> None:
     assert heldout_numbers({"a": 90, "b": 90, "c": 4}, weights, 40) == {"a": 24, "b": 12, "c": 4}
     assert heldout_numbers({"a": 5, "b": 3, "c": 4}, weights, 40) == {"a": 5, "b": 3, "c": 4}
     assert heldout_numbers({"a": 5, "b": 3, "c": 4}, weights, None) == {"a": 5, "b": 3, "c": 4}
-
-
-# --- examples of a mixture ------------------------------------------------------------------------------------------
 
 
 def test_weights_give_the_promised_numbers_and_all_is_counted(tmp_path: Path, builder: PromptBuilder) -> None:
@@ -191,9 +185,6 @@ def test_ids_are_unique_even_where_files_repeat_theirs(tmp_path: Path, builder: 
     assert len({example.id for example in examples}) == len(examples) == 32
 
 
-# --- held-out sides -------------------------------------------------------------------------------------------------
-
-
 def test_no_set_trains_on_what_is_held_out(tmp_path: Path, builder: PromptBuilder) -> None:
     data = two_sets(tmp_path)
     train = {example.segments for example in tokenized(data, builder)[0]}
@@ -213,9 +204,6 @@ def test_two_sets_of_one_file_hold_out_for_each_other(tmp_path: Path, builder: P
     assert counts.sets["a"].dropped["held out by set b"] == 12
     text, _ = mixture.read_examples(data, builder, 512, split="train", limit=None)
     assert [example.id for example in text] == [example.id for example in train]
-
-
-# --- long documents -------------------------------------------------------------------------------------------------
 
 
 def test_a_splitter_cuts_where_the_limit_would_truncate(builder: PromptBuilder) -> None:
@@ -252,9 +240,6 @@ def test_splitting_is_part_of_a_run(tmp_path: Path, builder: PromptBuilder) -> N
     again = tokenized(data, builder)[1]
     assert again == counts
     assert "split without loss" in str(again)
-
-
-# --- configuration --------------------------------------------------------------------------------------------------
 
 
 def test_a_mixture_is_read_from_yaml_and_survives_it(tmp_path: Path) -> None:

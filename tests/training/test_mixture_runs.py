@@ -22,7 +22,6 @@ from comb_training.data.token_file import TrainingExamples
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
-from comb_training.trainer.sampler import BatchSampler, Budget
 
 SETS = [
     {"dataset": "nano", "name": "a", "weight": 3, "options": {"scenes": 40, "questions": 4}},
@@ -38,17 +37,6 @@ def config(folder: Path, data: dict[str, Any] | None = None, **train: Any) -> Co
         "eval": {"limit": 8, "methods": ["none"], "timing_examples": 0, "max_new_tokens": 4},
     }
     return config_from_dict(content)
-
-
-def test_the_order_of_training_is_the_same_with_and_without_the_cache(tmp_path: Path) -> None:
-    miss, hit = (prepare(config(tmp_path)).examples for _ in range(2))
-    without = prepare(config(tmp_path, {"cache": False})).examples
-    other = prepare(config(tmp_path, {"seed": 1})).examples
-    assert list(miss) == list(hit) == list(without) != list(other)
-    for budget in (Budget(4), Budget(8, 2000, 400)):
-        orders = [BatchSampler(e, budget, seed=3, ranks=2) for e in (miss, hit, without)]
-        batches = [[order.batches(epoch) for epoch in range(3)] for order in orders]
-        assert batches[0] == batches[1] == batches[2]
 
 
 def test_a_run_from_the_cache_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +73,6 @@ def test_the_card_and_one_set_alone_are_evaluated(tmp_path: Path) -> None:
         written = json.loads((tmp_path / "r.json").read_text())
         assert set(written["data"]["sets"]) == sets
         assert written["data"]["kept"] == 8
-
-
-# --- sets on the Hub ------------------------------------------------------------------------------------------------
 
 
 COMMIT = "0123456789" * 4

@@ -36,14 +36,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(0)
 
 
-# --- the world --------------------------------------------------------------------------------------------
-
-
-def test_same_seed_gives_same_scenes() -> None:
-    assert scenes("train") == scenes("train")
-    assert scenes("train") != scenes("heldout")
-
-
 def test_splits_share_no_name() -> None:
     for heads, tails in ((lex.FIRST_NAMES, lex.LAST_NAMES), (lex.COMPANY_HEADS, lex.COMPANY_TAILS)):
         train, heldout = set(pairs(heads, tails, "train")), set(pairs(heads, tails, "heldout"))
@@ -123,9 +115,6 @@ def _checkpoint_tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(CHECKPOINT)
 
 
-# --- tokenizer --------------------------------------------------------------------------------------------
-
-
 @given(st.text(max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_tokenizer_round_trips_any_text(text: str) -> None:
@@ -159,9 +148,6 @@ def test_chat_template_gives_the_prompt_layout(tokenizer: PreTrainedTokenizerFas
             assert tokenizer(asked, add_special_tokens=False)["input_ids"] == encoded.prompt(number)
             expected = encoded.prompt(number) + encoded.answers[number]
             assert tokenizer(whole, add_special_tokens=False)["input_ids"] == expected
-
-
-# --- packed rows ------------------------------------------------------------------------------------------
 
 
 def test_packed_rows_equal_single_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -209,9 +195,6 @@ def test_training_step_lowers_the_loss(tokenizer: PreTrainedTokenizerFast) -> No
 def test_command_line_follows_the_recipe() -> None:
     recipe, output = parse(["--seed", "3", "--target", "0.5"])
     assert (recipe, output) == (PretrainRecipe(seed=3, target=0.5), CHECKPOINT)
-
-
-# --- the checkpoint ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -114,8 +114,14 @@ def test_an_adapter_to_go_on_from_is_counted_like_a_fresh_one(tmp_path: Path) ->
     assert Parameters.of(meta_model(again)[0]) == Parameters.of(meta_model(config)[0])
 
 
-def test_nano_has_data_and_batches() -> None:
-    small = ("data.options={scenes: 60, questions: 4}", "train.batch_size=8", "train.steps=7")
+def test_nano_has_data_and_batches_and_nothing_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    small = (
+        "data.options={scenes: 60, questions: 4}",
+        "train.batch_size=8",
+        "train.steps=7",
+        f"train.output_dir={out}",
+    )
     result = dry_run(str(CONFIGS["nano"]), *small)
     assert result.exit_code == 0, result.output
     assert "steps: 7" in result.output  # the resolved configuration
@@ -124,11 +130,14 @@ def test_nano_has_data_and_batches() -> None:
     assert "rows kept" in result.output
     assert "first epoch's batches" in result.output
     assert "Note:" not in result.output
+    assert not out.exists()
     assert max(map(len, result.output.splitlines())) <= 80
     run = plan(load_config(CONFIGS["nano"], small))
     assert run.size is not None
     assert run.statistics is not None
     assert sum(bucket["batches"] * bucket["rows"] for bucket in run.buckets) == run.statistics.examples
+    assert run.counts is not None
+    assert run.statistics.examples == run.counts.kept
     # the longest row is in the batch with the most query tokens, of 8 rows at most
     assert run.buckets[-1]["longest_row"][1] <= run.size.queries <= 8 * run.buckets[-1]["longest_row"][1]
 

@@ -38,9 +38,6 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# --- a whole run ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def backbone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("backbone")
@@ -118,14 +115,6 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
         time.sleep(0.05)
 
 
-def test_prepare_trains_nothing_and_counts(config_for: Callable[..., Any], tmp_path: Path) -> None:
-    run = prepare(config_for())
-    assert run.counts.kept == len(run.examples) == run.statistics.examples
-    assert run.steps == 4
-    assert run.parameters["trainable"] < run.parameters["all"]
-    assert not (tmp_path / "out").exists()
-
-
 def test_trained_config_of_other_folders(tmp_path: Path) -> None:
     assert trained_config(tmp_path) is None
     (tmp_path / "training.json").write_text("{")
@@ -133,24 +122,10 @@ def test_trained_config_of_other_folders(tmp_path: Path) -> None:
         trained_config(tmp_path)
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
-
-
 def invoke(*arguments: str) -> Any:
     app = typer.Typer()
     plugin.add_commands(app)
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
-
-
-def test_dry_run_shows_the_plan_and_writes_nothing(config_for: Callable[..., Any], tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config_for().to_dict()))
-    result = invoke("train", str(path), "train.steps=7", "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert "steps: 7" in result.output
-    assert "Optimizer steps: 7." in result.output
-    assert "rows kept" in result.output
-    assert not (tmp_path / "out").exists()
 
 
 def test_train_then_eval_on_the_same_held_out_rows(config_for: Callable[..., Any], tmp_path: Path) -> None:
@@ -267,9 +242,6 @@ def test_what_is_loaded_to_go_on_trains_and_the_backbone_is_frozen(
     assert trained(dataclasses.replace(config, model=model)) == {n for n in names if not n.startswith("backbone.")}
     pytest.importorskip("peft")
     assert all(".lora_" in name for name in trained(config_for(method="block", lora_rank=2)))
-
-
-# --- answers while training ---
 
 
 def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from accelerate.data_loader import BatchSamplerShard
 
 from comb import Prompt
 from comb_training.data.batches import TrainingExample
@@ -47,13 +46,6 @@ def test_every_example_once_within_the_budget(ranks: int, accumulation: int, bud
             assert 1 <= len(chosen) <= budget.rows
             assert budget.document_tokens is None or document_tokens(chosen) <= budget.document_tokens
             assert budget.query_tokens is None or len(chosen) * max(map(row_length, chosen)) <= budget.query_tokens
-
-
-def test_each_rank_gets_as_many_batches_and_none_twice() -> None:
-    sampler = BatchSampler(examples(), Budget(8, 60, 120), ranks=2)
-    shards = [list(BatchSamplerShard(sampler, 2, rank, even_batches=False)) for rank in (0, 1)]
-    assert len(shards[0]) == len(shards[1]) == len(sampler) // 2
-    assert sorted(flat(shards[0]) + flat(shards[1])) == list(range(60))
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:

@@ -47,9 +47,6 @@ def written(folder: Path, examples: list[TrainingExample] | None = None) -> Trai
     return TrainingExamples(folder / "x.safetensors", KEY)
 
 
-# --- what is read ---------------------------------------------------------------------------------------------------
-
-
 def test_examples_come_back_equal(tmp_path: Path) -> None:
     examples, found = some(), written(tmp_path)
     assert len(found) == 12
@@ -117,9 +114,6 @@ def test_documents_stand_in_the_file_once(tmp_path: Path) -> None:
     examples = [TrainingExample(Prompt((1,), documents, (n,)), (2,), str(n)) for n in range(100)]
     write(tmp_path / "x.safetensors", examples, {}, KEY)
     assert (tmp_path / "x.safetensors").stat().st_size < 2 * 5000 * 4 + 20_000
-
-
-# --- damage, full disks, several processes --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other", "trailer"])
@@ -241,9 +235,6 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog: pyte
     found, _ = cached(tmp_path / "file", "x", KEY, lambda: (some(), {}))
     assert found == some()
     assert "could not be kept" in caplog.text
-
-
-# --- keys -----------------------------------------------------------------------------------------------------------
 
 
 def files(folder: Path) -> int:

@@ -37,9 +37,6 @@ def catch_gradients(run: CombTrainer) -> dict[str, torch.Tensor]:
     return gradients
 
 
-# --- the loss -------------------------------------------------------------------------------------------------------
-
-
 def one_step(folder: Path, batch_size: int, accumulation: int, **budget: int) -> tuple[float, dict[str, torch.Tensor]]:
     config = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "steps": 1, "max_grad_norm": 0.0}
     config |= budget
@@ -88,9 +85,6 @@ def test_the_loss_is_the_backbones_own(tmp_path: Path) -> None:
     torch.testing.assert_close(target_loss(output, labels), output.loss)
     count = labels[:, 1:].ne(-100).sum()
     torch.testing.assert_close(target_loss(output, labels, num_items_in_batch=2 * count), output.loss / 2)
-
-
-# --- what is trained, and how ---------------------------------------------------------------------------------------
 
 
 def test_training_lowers_the_loss_and_leaves_the_backbone_alone(tmp_path: Path) -> None:
@@ -222,9 +216,6 @@ def test_the_held_out_loss_is_the_mean_over_its_target_tokens(tmp_path: Path) ->
         trainer(comb_model(), tmp_path, eval_steps=2)
 
 
-# --- schedule -------------------------------------------------------------------------------------------------------
-
-
 def test_schedule_warms_up_and_cools_down() -> None:
     schedule = LearningRateSchedule(100, None, warmup=0.1, final=0.02)
     factors = [schedule(step) for step in range(101)]
@@ -261,9 +252,6 @@ def test_a_run_ends_when_its_seconds_are_used_up(tmp_path: Path, monkeypatch: py
 def test_total_steps() -> None:
     lengths = [{"epochs": 2.0}, {"epochs": 0.5}, {"steps": 5, "epochs": 2.0}, {"steps": 500, "epochs": 1.0}]
     assert [total_steps(TrainConfig(**length), 7) for length in lengths] == [14, 4, 5, 7]
-
-
-# --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def test_checkpoints_hold_the_trained_parameters_only(tmp_path: Path) -> None:
