@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from itertools import product
+from typing import Annotated
 
 import typer
 from tqdm import tqdm
 
-from comb.bench.harness import REFUSALS, BenchmarkReport, benchmark, one_line, or_refused
+from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.options import MaxNewTokens, Methods, QuestionOptions, numbers, split_methods
 from comb.cache.store import PICacheStore
 from comb.documents.document import Example
-from comb.engine.engine import PICEngine
-from comb.engine.report import Report
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Setting, disjoint
-from comb.evaluation.table import Column, Row, TextTable, fixed, ms
+from comb.evaluation.table import Column, Row, TextTable, fixed, ms, percent
 
 
 @dataclass(frozen=True)
@@ -42,33 +41,6 @@ class AsyncOptions(QuestionOptions):
     max_new_tokens: MaxNewTokens = 16
 
 
-class Service(NamedTuple):
-    """What a request took once it was begun: seconds to the first token and to the last, documents and hits."""
-
-    first_token_s: float
-    total_s: float
-    documents: int = 0
-    hits: int = 0
-
-
-class ServedRequest(NamedTuple):
-    """One request on the virtual clock, in seconds."""
-
-    arrival: float
-    start: float
-    service: Service
-
-    @property
-    def end(self) -> float:
-        """When its last token was there."""
-        return self.start + self.service.total_s
-
-    @property
-    def ttft_s(self) -> float:
-        """From arrival to the first token, waiting included."""
-        return self.start - self.arrival + self.service.first_token_s
-
-
 def tables(rows: Sequence[Row]) -> list[TextTable]:
     """One line per method, ratio and rate."""
     columns = (
@@ -80,8 +52,8 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("p90", "ttft_p90_s", ms),
         Column("mean", "ttft_mean_s", ms),
         Column("served/s", "throughput", fixed(2)),
-        Column("busy %", "busy", _share, "near 100 the queue only grows, and TTFT depends on how long the run is"),
-        Column("hits %", "hit_share", _share),
+        Column("busy %", "busy", percent, "near 100 the queue only grows, and TTFT depends on how long the run is"),
+        Column("hits %", "hit_share", percent),
     )
     return [TextTable("Poisson arrivals, one worker, first come first served", columns, rows)]
 
@@ -128,37 +100,45 @@ def measure_async(
             "as many: give --users a smaller number or --limit a larger one"
         )
     for spec in specs:
-        try:
-            user_bytes, refused = _user_bytes(setting, spec, chosen), ""
-        except REFUSALS as error:
-            user_bytes, refused = [1], one_line(error)
+        needs: Row = {"bytes": [1]}
+        with or_refused(needs):
+            needs["bytes"] = [_store_bytes(setting, spec, example) for example in chosen]
         # what stores nothing has no ratio
-        for ccr in ratios if any(user_bytes) else [None]:
-            for rate in rates:
-                row: Row = {"method": spec, "rate": rate, "ccr": ccr, "refused": refused}
-                if not refused:
-                    with or_refused(row):
-                        row |= _run(setting, spec, chosen, user_bytes, ccr, rate, options)
-                yield row
+        for ccr, rate in product(ratios if any(needs["bytes"]) else [None], rates):
+            row: Row = {"method": spec, "rate": rate, "ccr": ccr, "refused": needs.get("refused", "")}
+            if not row["refused"]:
+                with or_refused(row):
+                    store_bytes = None if ccr is None else budget(needs["bytes"], ccr)
+                    row |= _run(setting, spec, chosen, store_bytes, rate, options)
+            yield row
 
 
 def _run(
-    setting: Setting, spec: str, examples: Sequence[Example], user_bytes: Sequence[int], ccr: float | None, rate: float,
+    setting: Setting, spec: str, examples: Sequence[Example], store_bytes: int | None, rate: float,
     options: AsyncOptions,
 ) -> Row:  # fmt: skip
-    store_bytes = None if ccr is None else budget(user_bytes, ccr)
     engine = setting.engine(spec, PICacheStore(device=setting.model.device, device_bytes=store_bytes))
 
-    def serve(user: int) -> Service:
-        report = _ask(setting, spec, engine, examples[user], options.max_new_tokens)
+    def serve(user: int) -> Row:
+        report = engine.ask(*setting.request(spec, examples[user]), max_new_tokens=options.max_new_tokens).report
         states = [document.state for document in report.documents if document.state != "inlined"]
-        return Service(report.ttft_s, report.total_s, len(states), states.count("hit"))
+        taken = {"first_token_s": report.ttft_s, "total_s": report.total_s}
+        return {**taken, "documents": len(states), "hits": states.count("hit")}
 
     for user in range(len(examples)):  # compiled once, before the clock starts
         serve(user)
     arrivals = poisson_arrivals(rate, options.seconds, len(examples), options.seed)
-    title = f"{spec}, {rate:g}/s"
-    return {**summarize(serve_in_order(tqdm(arrivals, title, leave=False), serve)), "store_bytes": store_bytes}
+    served = serve_in_order(tqdm(arrivals, f"{spec}, {rate:g}/s", leave=False), serve)
+    return {**summarize(served), "store_bytes": store_bytes}
+
+
+def _store_bytes(setting: Setting, spec: str, example: Example) -> int:
+    """What an example's documents take in a store; 0 where all documents are inlined."""
+    engine = setting.engine(spec, PICacheStore(device=setting.model.device))
+    report = engine.ask(*setting.request(spec, example), max_new_tokens=1).report
+    if all(document.state == "inlined" for document in report.documents):
+        return 0
+    return sum(tier.bytes for tier in engine.store.stats().tiers.values())
 
 
 def budget(user_bytes: Sequence[int], ccr: float) -> int:
@@ -167,8 +147,7 @@ def budget(user_bytes: Sequence[int], ccr: float) -> int:
     Raises:
         ValueError: if one user's do not fit, so that this user could never be served.
     """
-    total = sum(user_bytes)
-    share = int(ccr * total)
+    total, share = sum(user_bytes), int(ccr * sum(user_bytes))
     if share < max(user_bytes):
         raise ValueError(
             f"ccr {ccr:g} gives the store {share} bytes, but one user's documents need {max(user_bytes)}: use at least "
@@ -177,27 +156,10 @@ def budget(user_bytes: Sequence[int], ccr: float) -> int:
     return share
 
 
-def summarize(served: Sequence[ServedRequest]) -> Row:
-    """The figures of one run: ``busy`` is the share of time in which the worker was; near 1 the queue grows with it."""
-    waits = [request.ttft_s for request in served]
-    end = served[-1].end
-    documents = sum(request.service.documents for request in served)
-    return {
-        "n": len(served),
-        "throughput": len(served) / end,
-        "ttft_median_s": statistics.median(waits),
-        "ttft_p90_s": statistics.quantiles(waits, n=10, method="inclusive")[-1] if len(waits) > 1 else waits[0],
-        "ttft_mean_s": statistics.fmean(waits),
-        "busy": sum(request.service.total_s for request in served) / end,
-        "hit_share": sum(request.service.hits for request in served) / documents if documents else None,
-    }
-
-
 def poisson_arrivals(rate: float, seconds: float, users: int, seed: int = 0) -> list[tuple[float, int]]:
     """(moment, user) of a Poisson process of `rate` requests per second in ``[0, seconds)``, each from a random user.
 
-    That is the sum of one process of ``rate / users`` for every user. The same seed gives the same arrivals; at least
-    one, so that there is something to measure.
+    The same seed gives the same arrivals; at least one, so that there is something to measure.
     """
     generator = random.Random(f"{seed}:{rate}")
     arrivals: list[tuple[float, int]] = []
@@ -208,31 +170,31 @@ def poisson_arrivals(rate: float, seconds: float, users: int, seed: int = 0) -> 
     return arrivals
 
 
-def serve_in_order(arrivals: Sequence[tuple[float, int]], serve: Callable[[int], Service]) -> list[ServedRequest]:
-    """Serves one request after the other, first come first served; `serve` answers a user's request and measures it."""
-    served: list[ServedRequest] = []
+def serve_in_order(arrivals: Iterable[tuple[float, int]], serve: Callable[[int], Row]) -> list[Row]:
+    """Serves one request after the other, first come first served, on a virtual clock.
+
+    `serve` answers a user's request and measures ``first_token_s`` and ``total_s`` from its start. Added are ``start``
+    and ``end``, and ``ttft_s`` from arrival, waiting included.
+    """
+    served: list[Row] = []
     free = 0.0
-    for moment, user in arrivals:
-        served.append(ServedRequest(moment, max(moment, free), serve(user)))
-        free = served[-1].end
+    for arrival, user in arrivals:
+        row, start = serve(user), max(arrival, free)
+        free = start + row["total_s"]
+        served.append({**row, "start": start, "end": free, "ttft_s": start - arrival + row["first_token_s"]})
     return served
 
 
-def _user_bytes(setting: Setting, spec: str, examples: Sequence[Example]) -> list[int]:
-    """Bytes that each user's documents take in a store; zeros where all documents are inlined."""
-    found = []
-    for example in examples:
-        engine = setting.engine(spec, PICacheStore(device=setting.model.device))
-        report = _ask(setting, spec, engine, example, 1)
-        kept = any(document.state != "inlined" for document in report.documents)
-        found.append(sum(tier.bytes for tier in engine.store.stats().tiers.values()) if kept else 0)
-    return found
-
-
-def _ask(setting: Setting, spec: str, engine: PICEngine, example: Example, max_new_tokens: int) -> Report:
-    question, documents = setting.request(spec, example)
-    return engine.ask(question, documents, max_new_tokens=max_new_tokens).report
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}"
+def summarize(served: Sequence[Row]) -> Row:
+    """The figures of one run: ``busy`` is the share of time in which the worker was; near 1 the queue grows with it."""
+    waits, end = [row["ttft_s"] for row in served], served[-1]["end"]
+    documents = sum(row["documents"] for row in served)
+    return {
+        "n": len(served),
+        "throughput": len(served) / end,
+        "ttft_median_s": statistics.median(waits),
+        "ttft_p90_s": statistics.quantiles(waits, n=10, method="inclusive")[-1] if len(waits) > 1 else waits[0],
+        "ttft_mean_s": statistics.fmean(waits),
+        "busy": sum(row["total_s"] for row in served) / end,
+        "hit_share": sum(row["hits"] for row in served) / documents if documents else None,
+    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ import typer
 from tqdm import tqdm
 
 from comb import methods
-from comb.bench.harness import BenchmarkReport, benchmark, one_line, or_refused, ratios
+from comb.bench.harness import BenchmarkReport, benchmark, or_refused, ratios
 from comb.bench.memory import peak_memory
 from comb.bench.options import (
     Lengths,
@@ -31,14 +31,12 @@ from comb.bench.options import (
     integers,
     split_methods,
 )
-from comb.bench.work import RandomPrompt, first_token, synchronize, vocabulary
+from comb.bench.work import RandomPrompt, check_logits, first_token, synchronize, vocabulary
 from comb.cache.picache import PICache
 from comb.evaluation.plot import Bars, Lines, Panel
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable, mebibytes, ms, spread
 from comb.methods.base import Method
-
-STAGES = ("assemble", "select", "recompute", "other linking", "first token")
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     remarks = [f"Growth of cached TTFT, as a power of the context: {', '.join(grown)}."] if grown else []
     found = [TextTable("Time to first token against context length", columns, rows, remarks)]
     if last := _longest(rows):
-        names = sorted({name for row in last for name in row["stages_s"]}, key=_place)
-        stages = [Column(name, name, ms) for name in names]
+        stages = [Column(name, name, ms) for name in dict.fromkeys(name for row in last for name in row["stages_s"])]
         lines: list[Row] = [{"method": row["method"], **row["stages_s"]} for row in last]
         title = f"Where the cached TTFT goes at {last[0]['tokens']} tokens, ms"
         found.append(TextTable(title, [columns[0], *stages], lines))
@@ -84,7 +81,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     where = f"where it goes at {last[0]['tokens']} tokens, ms" if last else ""
     return [
         Lines(rows, "tokens", "ttft_cached_s", "context, tokens", "cached time to first token, ms", scale=1000),
-        Bars(last, lambda row: str(row["method"]), lambda row: row["stages_s"], where, STAGES),
+        Bars(last, lambda row: str(row["method"]), lambda row: row["stages_s"], where),
     ]
 
 
@@ -110,153 +107,112 @@ def measure_context_length(
     Raises:
         ValueError: when `full` differs from the plain model.
     """
+    made: dict[str, Method] = {}
+    unfit: dict[str, Row] = {}
     vocab = vocabulary(model)
-    made, refused = _make(model, specs, RandomPrompt.random(vocab, 40, 20, 8, options.seed))
+    short = RandomPrompt.random(vocab, 40, 20, 8, options.seed)
+    for spec in specs:
+        with or_refused(unfit.setdefault(spec, {"refused": ""})):
+            made[spec] = _checked(methods.create(spec, model), short)
+        if methods.parse(spec)[0] == "full" and unfit[spec]["refused"]:
+            raise ValueError(unfit[spec]["refused"])
     for length in tqdm(lengths, "context lengths", leave=False):
         prompt = RandomPrompt.random(vocab, length, options.segment_tokens, options.query_tokens, options.seed)
-        turns = {spec: _Turns(method, options.memory) for spec, method in made.items()}
+        rows: dict[str, Row] = {spec: {"method": spec, "tokens": length, **unfit[spec]} for spec in specs}
+        turns: dict[str, list[dict[str, Any]]] = {spec: [] for spec in made}
         for repeat in tqdm(range(-1, options.repeats), f"{length} tokens", leave=False):
-            compiled: dict[tuple[str, ...], tuple[list[PICache], float]] = {}
-            for turn in turns.values():
-                turn(prompt, compiled, warm_up=repeat < 0)
-        for spec in specs:
-            row = {"method": spec, "tokens": length, "refused": refused.get(spec, "")}
-            yield row | (turns[spec].row(turns.get("full")) if spec in turns else {})
+            compiled: dict[Any, tuple[list[PICache], float]] = {}
+            for spec, method in made.items():
+                if not rows[spec]["refused"]:
+                    with or_refused(rows[spec]):
+                        picaches, compile_s = _compiled(method, prompt, compiled)
+                        if repeat < 0:
+                            rows[spec] |= _warm_up(method, picaches, prompt, options.memory)
+                        else:
+                            turns[spec].append(_turn(method, picaches, compile_s, prompt))
+                        if method.needs_store:
+                            method.store.clear()  # type: ignore[attr-defined]  # what needs_store says
+        for spec, row in rows.items():
+            yield row | ({} if row["refused"] else _summary(turns[spec], turns.get("full", [])))
 
 
 def growth_exponent(rows: Sequence[Row], method: str) -> float | None:
     """Slope of log(cached TTFT) over log(context length), by least squares; None for fewer than two lengths."""
     own = [row for row in rows if row["method"] == method and row.get("ttft_cached_s")]
     points = [(math.log(row["tokens"]), math.log(row["ttft_cached_s"].median)) for row in own]
-    if len(points) < 2:
-        return None
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
+    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
 
 
-def _make(model: Any, specs: Sequence[str], prompt: RandomPrompt) -> tuple[dict[str, Method], dict[str, str]]:
-    """The methods that run on this model and pass the check, and per other method the reason."""
-    made, refused = {}, {}
-    for spec in specs:
-        try:
-            method = methods.create(spec, model)
-            _check(method, prompt)
-        except (ValueError, NotImplementedError) as error:
-            if methods.parse(spec)[0] == "full":
-                raise
-            refused[spec] = one_line(error)
-        else:
-            made[spec] = method
-    return made, refused
-
-
-def _check(method: Method, prompt: RandomPrompt) -> None:
+@torch.no_grad()
+def _checked(method: Method, prompt: RandomPrompt) -> Method:
     """Raises ValueError unless the logits on a short prompt are finite, and for `full` those of the plain model."""
     state = method.link(method.compile(prompt.segments), prompt.query)
     logits = state.logits[0]
     state.release()
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("check failed: the logits of a short prompt are not finite")
-    if method.name != "full":
-        return
-    with torch.no_grad():
+    if method.name == "full":
         ids = torch.tensor([prompt.flat], device=logits.device)
         plain = method.backbone(input_ids=ids).logits[0, -1].float()
-    # one rounding of the dtype the model computes in, at the size of the largest logit
-    allowed = 16 * torch.finfo(method.backbone.dtype).eps * float(plain.abs().max())
-    difference = float((logits - plain).abs().max())
-    if not difference <= allowed:
-        raise ValueError(
-            f"check failed: `full` differs from the plain model by {difference:.2g} in a logit (allowed: {allowed:.2g})"
-            "; no ratio to it would mean anything"
-        )
+        check_logits("`full` differs from the plain model", logits, plain, method.backbone.dtype)
+    return method
 
 
-class _Turns:
-    """One method's turns at one length, until it is refused."""
+def _compiled(
+    method: Method, prompt: RandomPrompt, compiled: dict[Any, tuple[list[PICache], float]]
+) -> tuple[list[PICache], float]:
+    """PICaches and the seconds that they took; what several methods compile alike is compiled once per repeat."""
+    kind = (method.compile_name or method.name, method.fingerprint)
+    if kind not in compiled:
+        start = time.perf_counter()
+        picaches = method.compile(prompt.segments)
+        synchronize(method.backbone.device)
+        compiled[kind] = picaches, time.perf_counter() - start
+    return compiled[kind]
 
-    def __init__(self, method: Method, memory: bool) -> None:
-        self.method, self.memory = method, memory
-        self.found: Row = {}
-        self.cold: list[float] = []
-        self.cached: list[float] = []
-        self.stages: list[dict[str, float]] = []
 
-    def __call__(
-        self, prompt: RandomPrompt, compiled: dict[Any, tuple[list[PICache], float]], *, warm_up: bool
-    ) -> None:
-        """One turn; `compiled`: what methods have compiled in this repeat, with the seconds."""
-        if self.found.get("refused"):
-            return
-        try:
-            with or_refused(self.found):
-                self._once(prompt, compiled, warm_up=warm_up)
-        except RuntimeError as error:
-            if "allocate memory" not in str(error):  # how torch's CPU allocator says that memory runs out
-                raise
-            self.found["refused"] = one_line(error)
+def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt, memory: bool) -> Row:
+    """Lets everything lazy happen, and takes what isn't a time."""
+    recomputed: list[int] = []
 
-    def _once(self, prompt: RandomPrompt, compiled: dict[Any, tuple[list[PICache], float]], *, warm_up: bool) -> None:
-        method = self.method
-        # what several methods compile alike is compiled once per repeat
-        kind = (method.compile_name or method.name, method.fingerprint)
-        if kind not in compiled:
-            start = time.perf_counter()
-            picaches = method.compile(prompt.segments)
-            synchronize(method.backbone.device)
-            compiled[kind] = picaches, time.perf_counter() - start
-        picaches, compile_s = compiled[kind]
-        if warm_up:
-            if method.needs_store:
-                first_token(method, picaches, prompt.query)
-            self._warm_up(picaches, prompt)
-        else:
-            cold = cached = first_token(method, picaches, prompt.query)
-            if method.needs_store:  # it keeps what it computed by itself
-                cached = first_token(method, picaches, prompt.query)
-            self.cold.append(compile_s + sum(cold.values()))
-            self.cached.append(sum(cached.values()))
-            self.stages.append(cached)
-        if method.needs_store:
-            method.store.clear()  # type: ignore[attr-defined]  # what needs_store says
+    def cached() -> None:
+        state = method.link(picaches, prompt.query)
+        recomputed.append(state.recomputed_tokens)
+        state.logits.argmax(-1).cpu()
+        state.release()
 
-    def _warm_up(self, picaches: Sequence[PICache], prompt: RandomPrompt) -> None:
-        """Lets everything lazy happen, and takes what isn't a time."""
-        recomputed: list[int] = []
+    if method.needs_store:  # it keeps what it computed by itself
+        cached()
+    peak = peak_memory(method.backbone.device, cached) if memory else None
+    if not memory:
+        cached()
+    kept = sum(picache.nbytes for picache in picaches)
+    if method.needs_store:
+        kept = sum(tier.bytes for tier in method.store.stats().tiers.values())  # type: ignore[attr-defined]
+    # of `full` PICaches are token ids alone, which don't count
+    kept = 0 if method.name == "full" else kept
+    return {"recomputed_tokens": recomputed[-1], "peak_memory_bytes": peak, "cache_bytes": kept}
 
-        def cached() -> None:
-            state = self.method.link(picaches, prompt.query)
-            recomputed.append(state.recomputed_tokens)
-            state.logits.argmax(-1).cpu()
-            state.release()
 
-        peak = peak_memory(self.method.backbone.device, cached) if self.memory else None
-        if peak is None:
-            cached()
-        self.found |= {"recomputed_tokens": recomputed[0], "peak_memory_bytes": peak}
-        kept: Iterable[int] = (picache.nbytes for picache in picaches)
-        if self.method.needs_store:
-            kept = (tier.bytes for tier in self.method.store.stats().tiers.values())  # type: ignore[attr-defined]
-        # of `full` these are token ids alone, which don't count
-        self.found["cache_bytes"] = 0 if self.method.name == "full" else sum(kept)
+def _turn(method: Method, picaches: Sequence[PICache], compile_s: float, prompt: RandomPrompt) -> dict[str, Any]:
+    """Seconds of one cold and one cached first token, and the cached one's stages."""
+    cold = cached = first_token(method, picaches, prompt.query)
+    if method.needs_store:
+        cached = first_token(method, picaches, prompt.query)
+    return {"cold": compile_s + sum(cold.values()), "cached": sum(cached.values()), "stages": cached}
 
-    def row(self, full: _Turns | None) -> Row:
-        """What was found; ratios are to `full`, of the same repeat."""
-        if self.found.get("refused"):
-            return self.found
-        names = dict.fromkeys(name for stages in self.stages for name in stages)
-        return {
-            **self.found,
-            "ttft_cached_s": Timing.of(self.cached),
-            "ttft_cold_s": Timing.of(self.cold),
-            "speedup": ratios(full.cached if full else [], self.cached),
-            "stages_s": {name: statistics.median(s.get(name, 0.0) for s in self.stages) for name in names},
-        }
+
+def _summary(turns: Sequence[dict[str, Any]], full: Sequence[dict[str, Any]]) -> Row:
+    """Over all repeats; ratios are to `full`, of the same repeat."""
+    cached, stages = [turn["cached"] for turn in turns], [turn["stages"] for turn in turns]
+    return {
+        "ttft_cached_s": Timing.of(cached),
+        "ttft_cold_s": Timing.of([turn["cold"] for turn in turns]),
+        "speedup": ratios([turn["cached"] for turn in full], cached),
+        "stages_s": {name: statistics.median(times[name] for times in stages) for name in stages[0]},
+    }
 
 
 def _longest(rows: Sequence[Row]) -> list[Row]:
     measured = [row for row in rows if row.get("stages_s")]
     return [row for row in measured if row["tokens"] == max(each["tokens"] for each in measured)]
-
-
-def _place(stage: str) -> int:
-    return STAGES.index(stage) if stage in STAGES else len(STAGES)

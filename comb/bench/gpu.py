@@ -7,7 +7,8 @@ the device's cache is overwritten before each replay: in a model, another layer'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -56,9 +57,19 @@ class GpuRun:
         self.left_out[what] = f"time is up after {self.limit_s:.0f} s"
         return True
 
-    def leave_out(self, what: object, error: Exception) -> None:
-        """Notes what can't be done here, and why."""
-        self.left_out[str(what)] = f"{type(error).__name__}: {str(error)[:200]}"
+    @contextmanager
+    def or_left_out(self, what: object) -> Iterator[None]:
+        """Notes what can't be done here, and why: backends and compilers fail with any kind of error."""
+        try:
+            yield
+        except Exception as error:
+            self.left_out[str(what)] = f"{type(error).__name__}: {str(error)[:200]}"
+
+    def finish(self) -> None:
+        """Says what was left out."""
+        self.report.facts["elapsed_s"] = self.report.elapsed()
+        for what, why in self.left_out.items():
+            self.report.say(f"left out: {what}: {why}")
 
     def time(self, call: Callable[[], object], *, graph: bool = True) -> Timing:
         """Seconds of `call`, which must not depend on what it changes; on a CPU they show that it runs, nothing else.

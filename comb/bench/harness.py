@@ -34,11 +34,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
 import typer
 from rich.console import Console
+from tqdm import tqdm
 from typer.core import TyperGroup
 from typer.main import get_command_from_info
 from typer.models import CommandInfo
@@ -53,8 +54,9 @@ from comb.registry import Registry
 
 benchmarks: Registry[Callable[..., None]] = Registry("benchmark", "comb.bench")
 """The commands below `comb bench`; an extension has its own folder walked too (`look_in`)."""
-REFUSALS = (ValueError, NotImplementedError, StoreFullError, MemoryError, torch.OutOfMemoryError)
-"""What stops one row, not the benchmark."""
+_REFUSALS = (ValueError, MemoryError, NotImplementedError, StoreFullError, torch.OutOfMemoryError)
+K = TypeVar("K")
+T = TypeVar("T")
 _WIDTH = 110
 
 
@@ -197,22 +199,20 @@ def check_out(out: Path | None) -> None:
 
 @contextmanager
 def or_refused(row: Row) -> Iterator[None]:
-    """Puts what stopped the block into ``row["refused"]``, on one line, if it is one of `REFUSALS`."""
+    """Puts what stopped the block into ``row["refused"]``, on one line: a model that doesn't fit, or no memory."""
     try:
         yield
-    except REFUSALS as error:
-        row["refused"] = one_line(error)
+    except (ValueError, MemoryError, RuntimeError) as error:
+        # "allocate memory" is how torch's CPU allocator says that memory runs out
+        if not isinstance(error, _REFUSALS) and "allocate memory" not in str(error):
+            raise
+        row["refused"] = " ".join(str(error).split()) or type(error).__name__
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks, or its name where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def in_turns(calls: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call in each repeat. All take their turn in a repeat: a slow moment meets them all."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+def in_turns(calls: Mapping[K, Callable[[], T]], repeats: int) -> dict[K, list[T]]:
+    """What each call returns in each repeat. All take their turn in a repeat: a slow moment meets them all."""
+    found: dict[K, list[T]] = {name: [] for name in calls}
+    for _ in tqdm(range(repeats), "repeats", leave=False):
         for name, call in calls.items():
             found[name].append(call())
     return found

@@ -12,9 +12,8 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from comb.documents.document import Document, Example, PromptBuilder
 from comb.evaluation.metrics import normalize_answer
@@ -31,13 +30,8 @@ _COMMON = frozenset({"and", "are", "did", "does", "for", "from", "has", "have", 
                      "was", "what", "where", "which", "who", "with"})  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """One haystack with its needle.
-
-    Args:
-        tokens: of all documents. needle_token: at which of them the needle begins. needle_tokens: its length.
-    """
+class Case(NamedTuple):
+    """One haystack with its needle: the question, how many tokens there are, and at which of them the needle begins."""
 
     documents: tuple[Document, ...]
     question: str
@@ -51,13 +45,6 @@ class Case:
         """Where the needle really is: share of the other tokens that stand in front of it, in percent."""
         others = self.tokens - self.needle_tokens
         return 100 * self.needle_token / others if others else 0.0
-
-
-class Haystack(Protocol):
-    """Makes cases: the `number`-th with so many tokens and the needle at `depth` percent."""
-
-    def case(self, tokens: int, depth: float, number: int) -> Case:
-        """Raises ValueError when that can't be made."""
 
 
 def place(tokens: int, depth: float, needle: int, chunk: int) -> int:
@@ -88,8 +75,6 @@ class TextHaystack:
     """
 
     def __init__(self, tokenizer: Any, chunk_tokens: int, text: str | None = None, seed: int = 0) -> None:
-        if chunk_tokens < 1:
-            raise ValueError(f"--chunk-tokens must be at least 1, got {chunk_tokens}")
         self.tokenizer, self.chunk_tokens, self.text, self.seed = tokenizer, chunk_tokens, text, seed
         self._sentences = random.Random(seed)
         self._filler: list[int] = []
@@ -148,10 +133,7 @@ class ExampleHaystack:
         example, needle = self.needles[number * 7919 % len(self.needles)]
         needle_tokens = len(self.builder.segment(needle))
         room = tokens - needle_tokens
-        target = room * depth / 100
-        before: list[Document] = []
-        after: list[Document] = []
-        in_front = used = 0
+        target, before, after, in_front, used = room * depth / 100, [], [], 0, 0
         for document in self._fillers(example, needle):
             size = len(self.builder.segment(document))
             if used + size > room:
@@ -187,6 +169,10 @@ class ExampleHaystack:
                     yield document
 
 
+Haystack = TextHaystack | ExampleHaystack
+"""Makes cases: the `number`-th with so many tokens and the needle at `depth` percent; ValueError if it can't."""
+
+
 def supporting(example: Example) -> Document | None:
     """The one document with every content word of question and answer that any document has; None without one."""
     words = [_words(document.text or "") for document in example.documents]
@@ -204,18 +190,20 @@ def read_text(path: str | Path) -> str:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"--haystack: there is no file {str(path)!r}")
+    kinds = path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        text = raw.decode("utf-8")
-        name = path.name.removesuffix(".gz")
-        if name.endswith(".jsonl"):
-            text = "\n".join(str(json.loads(line)["text"]) for line in text.splitlines() if line.strip())
-        elif not name.endswith(".txt"):
+        if kinds not in ([".txt"], [".jsonl"], [".jsonl", ".gz"]):
             raise ValueError("expected a .txt, .jsonl or .jsonl.gz file")
+        with (gzip.open if ".gz" in kinds else open)(path, "rt", encoding="utf-8") as file:
+            text = (
+                file.read()
+                if kinds == [".txt"]
+                else "\n".join(json.loads(line)["text"] for line in file if line.strip())
+            )
+        if not text.strip():
+            raise ValueError("it holds no text")
     except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--haystack {path}: {type(error).__name__}: {error}") from error
-    if not text.strip():
-        raise ValueError(f"--haystack {path} holds no text")
     return text
 
 

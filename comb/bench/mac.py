@@ -31,6 +31,8 @@ from comb.mac.accounting import MacReport
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
 """A stream whose attention isn't all near the cursor, so that old summaries show."""
 
+SWEEPS = ("context", "tau", "window", "band", "drift", "control")
+
 
 @dataclass(frozen=True)
 class MacOptions(QuestionOptions):
@@ -90,32 +92,21 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Keys over context; hits, reads and error over threshold, window and band (paper Fig. 5 and 9); drift."""
-
-    def sweep(name: str) -> list[Row]:
-        return [row for row in rows if row.get("sweep") == name]
-
+    by = {name: [row for row in rows if row.get("sweep") == name] for name in SWEEPS}
     keys = {"exact": "exact_per_step", "MAC, mean": "read_per_step", "MAC, most on a hit": "most_read_on_hit"}
-    found: list[Panel] = [
-        Lines(sweep("context"), "value", keys, "context, tokens", "keys read per head and step", log="xy")
+    shares = {"hits": "hit_rate", "skipped": "skip_ratio", "relative error": "error_mean"}
+    of = "% of steps, of context, of the output"
+    tenths = [(part / 10, (part + 1) / 10) for part in range(10)]
+    drift = [{"value": row["value"], "end": 100 * end, "error": error_between(row, begin, end)}
+             for row in by["drift"] for begin, end in tenths]  # fmt: skip
+    return [
+        Lines(by["context"], "value", keys, "context, tokens", "keys read per head and step", log="xy"),
+        Lines(by["tau"], "value", shares, "threshold tau", of, scale=100),
+        Lines(by["window"], "value", shares, "window K, tokens", of, scale=100, log="x"),
+        Lines(by["band"], "value", shares, "band r, tokens", of, scale=100, log="x"),
+        Lines(drift, "end", "error", "% of the decode", "relative error", by="value"),
+        Lines(by["tau"], "read_share", "error_mean", "keys read, share of exact", "relative error", by="sweep"),
     ]
-    for name, title in (("tau", "threshold tau"), ("window", "window K, tokens"), ("band", "band r, tokens")):
-        shares = {"hits": "hit_rate", "skipped": "skip_ratio", "relative error": "error_mean"}
-        log = "" if name == "tau" else "x"
-        found.append(
-            Lines(sweep(name), "value", shares, title, "% of steps, of context, of the output", scale=100, log=log)
-        )
-    smooth = []
-    for row in sweep("drift"):
-        width = max(1, len(row["errors"]) // 16)
-        windows = (row["errors"][i : i + width] for i in range(len(row["errors"]) - width + 1))
-        smooth += [{"value": row["value"], "step": width + i, "error": fmean(w)} for i, w in enumerate(windows)]
-    found.append(
-        Lines(smooth, "step", "error", "decode step", "relative error, running mean", by="value", markers=False)
-    )
-    found.append(
-        Lines(sweep("tau"), "read_share", "error_mean", "keys read, share of exact", "relative error", by="sweep")
-    )
-    return found
 
 
 @benchmark("mac", tables, panels)
@@ -140,16 +131,16 @@ def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
         return
     examples, _ = options.read()
     setting = options.setting()
-    for row in measure_quality(setting, options.dataset, examples[: options.questions], configs, options):
-        report.add(row)
+    tasks = [(setting, options.dataset, examples[: options.questions])]
     haystack = ExampleHaystack(examples, setting.builder, setting.query_template)
     # a case holds the question as it is asked, so templates are not applied again
-    plain = replace(setting, query_template="{query}")
+    plain, depths = replace(setting, query_template="{query}"), numbers(options.depths, "--depths", most=100)
     for tokens in integers(options.lengths, "--lengths"):
-        depths = numbers(options.depths, "--depths", most=100)
         cases = [haystack.case(tokens, depth, number) for depth in depths for number in range(options.repeats)]
         needles = [Example(case.documents, case.question, case.answer) for case in cases]
-        for row in measure_quality(plain, f"needle {tokens}", needles, configs, options):
+        tasks.append((plain, f"needle {tokens}", needles))
+    for own, task, asked in tasks:
+        for row in measure_quality(own, task, asked, configs, options):
             report.add(row)
 
 
@@ -162,17 +153,20 @@ def sweep_streams(
     Args:
         drift_spec: of the stream on which the caps are compared: one whose attention isn't all near the cursor.
     """
-    plan: list[tuple[str, float | str, StreamSpec, MacConfig]] = []
-    plan += [("context", value, replace(spec, context=value), config) for value in contexts]
-    plan += [("tau", value, spec, replace(config, tau=value)) for value in taus]
     # where the nearest query is the last one, any window is as good as any other
     apart = replace(spec, cycle=max(windows) // 2)
-    plan += [("window", value, apart, replace(config, window=value)) for value in windows]
-    plan += [("band", value, spec, replace(config, band=value)) for value in bands]
-    for tau in (0.45, 0.75, 0.9):
-        for name, caps in (("capped", config), ("uncapped", config.uncapped())):
-            plan.append(("drift", f"{name}, tau {tau:g}", drift_spec, replace(caps, tau=tau)))
-    plan.append(("control", "white noise, tau 0.9", replace(spec, white=True), replace(config, tau=0.9)))
+    plan: list[tuple[str, float | str, StreamSpec, MacConfig]] = [
+        *(("context", value, replace(spec, context=value), config) for value in contexts),
+        *(("tau", value, spec, replace(config, tau=value)) for value in taus),
+        *(("window", value, apart, replace(config, window=value)) for value in windows),
+        *(("band", value, spec, replace(config, band=value)) for value in bands),
+        *(
+            ("drift", f"{name}, tau {tau:g}", drift_spec, replace(caps, tau=tau))
+            for tau in (0.45, 0.75, 0.9)
+            for name, caps in (("capped", config), ("uncapped", config.uncapped()))
+        ),
+        ("control", "white noise, tau 0.9", replace(spec, white=True), replace(config, tau=0.9)),
+    ]
     for sweep, value, wanted, chosen in tqdm(plan, "streams", unit="stream", leave=False):
         yield {"sweep": sweep, "value": value, **run_stream(make_stream(wanted), chosen)}
 
@@ -209,15 +203,14 @@ def measure_quality(
 def _reuse(reports: Sequence[MacReport]) -> Row:
     """What sessions reused, over all of their steps; per layer the means over answers (paper Fig. 5)."""
     layers = [layer for report in reports for layer in report.layers]
-    searches, exact = sum(layer.searches for layer in layers), sum(layer.keys_exact for layer in layers)
+    exact = sum(layer.keys_exact for layer in layers)
     by_layer = [[layer for layer in layers if layer.layer == n] for n in sorted({layer.layer for layer in layers})]
 
     def mean(name: str, own: Sequence[Any]) -> float:
-        total = sum(getattr(one, name) * one.searches for one in own)
-        return float(total / max(1, sum(one.searches for one in own)))
+        return float(sum(getattr(one, name) * one.searches for one in own) / max(1, sum(one.searches for one in own)))
 
     return {
-        "hit_rate": mean("hit_rate", layers) if searches else None,
+        "hit_rate": mean("hit_rate", layers) if any(layer.searches for layer in layers) else None,
         "read_share": sum(layer.keys_read for layer in layers) / exact if exact else None,
         "error_max": max((report.error_max for report in reports if report.error_max is not None), default=None),
         "exact_calls": sum(sum(report.exact.values()) for report in reports),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from statistics import geometric_mean
 from typing import Annotated, Any
 
 import torch
@@ -106,9 +107,7 @@ def mac_gpu(options: MacGpuOptions, report: BenchmarkReport) -> None:
     with torch.inference_mode():
         run.check(options.tiny)
         run.measure()
-    report.facts["elapsed_s"] = report.elapsed()
-    for what, why in run.left_out.items():
-        report.say(f"left out: {what}: {why}")
+    run.finish()
 
 
 class DecodeStep:
@@ -117,14 +116,15 @@ class DecodeStep:
     A hit's query lies unchanged in the ring, somewhere in the window; all others are unrelated to it.
     """
 
-    def __init__(self, run: MacGpuRun, keys: Tensor, values: Tensor, *, context: int, rows: int, rate: float) -> None:
-        sizes, config, device = run.sizes, run.config, keys.device
+    def __init__(
+        self, sizes: MacGpuSizes, config: MacConfig, made: Tensor, *, context: int, rows: int, rate: float
+    ) -> None:
         self.config, self.scale, shared = config, sizes.width**-0.5, sizes.heads // sizes.groups
-        self.keys, self.values = keys[:rows, :, :context], values[:rows, :, :context]
-        source = torch.Generator(device).manual_seed(0)
+        self.keys, self.values = made[:, :rows, :, :context]
+        source, device = torch.Generator(made.device).manual_seed(0), made.device
 
         def noise(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=source, device=device, dtype=keys.dtype)
+            return torch.randn(*shape, generator=source, device=device, dtype=made.dtype)
 
         self.query, self.unrotated = noise(rows, sizes.heads, sizes.width), noise(rows, sizes.heads, sizes.width)
         self.start = torch.zeros(rows, dtype=torch.long, device=device)
@@ -137,9 +137,8 @@ class DecodeStep:
         self.state.pos[:, latest % window] = latest
         chosen = torch.randperm(rows * sizes.groups, generator=torch.Generator().manual_seed(1))
         self.hits = round(rate * rows * sizes.groups)
-        heads = torch.arange(shared, device=device)
         for one in chosen[: self.hits].tolist():
-            b, own = one // sizes.groups, one % sizes.groups * shared + heads
+            b, own = one // sizes.groups, one % sizes.groups * shared + torch.arange(shared, device=device)
             back = torch.randint(1, window, (1,), generator=source, device=device)
             self.state.query[b, (m - back) % window, own] = self.unrotated[b, own]
 
@@ -162,27 +161,26 @@ class MacGpuRun(GpuRun):
     def __init__(self, options: MacGpuOptions, report: BenchmarkReport, sizes: MacGpuSizes, config: MacConfig) -> None:
         super().__init__(options, report)
         self.sizes, self.config = sizes, config
-        self.ways = exact_attentions(self.device, flex=options.flex)
-        self.spent: dict[str, float] = {}
+        self.exact = exact_attentions(self.device, flex=options.flex)
         self.launch = Launch(16, 16, programs=4) if INTERPRETED else Launch()
 
     def check(self, tiny: bool) -> None:
         """The kernels against the plain step. Raises RuntimeError if any case differs."""
         checks = self.report.facts["checks"] = []
-        for case in cases(tiny):
-            checks.append(check(case, 1 if tiny else 4, self.device, self.launch if INTERPRETED else None))
-            done = checks[-1]
-            self.report.say(f"{done['case']}: {done['failed'] or 'ok'}, {done['hits']} of {done['searches']} hit")
+        for name, case in cases(tiny).items():
+            done = check(name, case, 1 if tiny else 4, self.device, self.launch if INTERPRETED else None)
+            checks.append(done)
+            self.report.say(f"{name}: {done['failed'] or 'ok'}, {done['hits']} of {done['searches']} hit")
         if any(done["failed"] for done in checks):
             self.report.write()
             raise RuntimeError("a check failed: nothing is timed")
 
     def measure(self) -> None:
         """All points, the largest batch first: its figures matter most if time runs out."""
-        keys, values = self._make_keys()
-        step = partial(DecodeStep, self, keys, values)
-        facts, contexts = self.report.facts, self.sizes.contexts
-        facts["launches"] = self._choose_launch(step, min(8, len(keys))) if self.device.type == "cuda" else {}
+        made, facts, contexts = self._make_keys(), self.report.facts, self.sizes.contexts
+        largest = made.shape[1]
+        step = partial(DecodeStep, self.sizes, self.config, made)
+        facts["launches"] = self._choose_launch(step, min(8, largest)) if self.device.type == "cuda" else {}
         facts["launch"] = asdict(self.launch)
         self._check_exact(step(context=min(contexts), rows=1, rate=0.0))
         facts["stages"] = [
@@ -190,18 +188,16 @@ class MacGpuRun(GpuRun):
             for context in contexts
             if not self.late(f"stages at {context}")
         ]
-        for rows in sorted((rows for rows in self.sizes.batches if rows <= len(keys)), reverse=True):
+        for rows in sorted((rows for rows in self.sizes.batches if rows <= largest), reverse=True):
             for context in contexts:
                 for row in self._points(step, context, rows):
                     self.report.add(row)
         if self.report.rows:
-            try:
+            with self.or_left_out("costs"):
                 facts["costs"] = self._costs(self.report.rows)
-            except ValueError as error:
-                self.leave_out("costs", error)
 
-    def _make_keys(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, L, D] of the largest batch that fits, at the longest context."""
+    def _make_keys(self) -> Tensor:
+        """Keys and values [2, B, G, L, D] of the largest batch that fits, at the longest context."""
         sizes, kind = self.sizes, torch.float32 if self.device.type == "cpu" else torch.bfloat16
         rows, longest = max(sizes.batches), max(sizes.contexts)
         if self.device.type == "cuda":
@@ -214,82 +210,68 @@ class MacGpuRun(GpuRun):
         made = torch.empty(2, rows, sizes.groups, longest, sizes.width, dtype=kind, device=self.device)
         for one in made.flatten(0, 1):  # row by row: random numbers of everything at once need more memory
             one.normal_(generator=source)
-        return made[0], made[1]
+        return made
 
     def _choose_launch(self, step: Callable[..., DecodeStep], rows: int) -> dict[str, float]:
         """Takes the launch with the least time over a miss and a hit of a middling size; seconds by description."""
         context = sorted(self.sizes.contexts)[len(self.sizes.contexts) // 2]
-        miss, hit = (step(context=context, rows=rows, rate=rate) for rate in (0.0, 1.0))
+        both = [step(context=context, rows=rows, rate=rate) for rate in (0.0, 1.0)]
         found: dict[Launch, float] = {}
         for launch in LAUNCHES:
-            if self.late("launch sizes"):
-                break
-            try:
-                # a hit is the case that MAC is for: both count by their ratio
-                times = [self.time(partial(one, launch)).median for one in (miss, hit)]
-                found[launch] = (times[0] * times[1]) ** 0.5
-            except Exception as failure:  # more shared memory or registers than this device has
-                self.leave_out(launch, failure)
+            if not self.late("launch sizes"):
+                with self.or_left_out(launch):  # more shared memory or registers than this device has
+                    # a hit is the case that MAC is for: both count by their ratio
+                    found[launch] = geometric_mean(self.time(partial(one, launch)).median for one in both)
         self.launch = min(found, key=found.__getitem__, default=self.launch)
         return {str(launch): seconds for launch, seconds in found.items()}
 
     def _check_exact(self, step: DecodeStep) -> None:
-        """Leaves out ways of exact attention that fail, or differ from the kernels on a step without a match."""
-        wanted = step(self.launch).output
-        for name, way in list(self.ways.items()):
-            try:
-                error = float((way(*step.inputs).float() - wanted).abs().max())
+        """Leaves out exact attentions that fail, or differ from the kernels on a step without a match."""
+        wanted, right = step(self.launch).output, {}
+        for name, attention in self.exact.items():
+            with self.or_left_out(name):  # a backend refuses, or its compiler is missing
+                error = float((attention(*step.inputs).float() - wanted).abs().max())
                 if not error < 2e-2:
                     raise ValueError(f"off by {error:.3g}")
-            except Exception as failure:  # a backend refuses, or its compiler is missing: any kind of error
-                self.leave_out(name, failure)
-                del self.ways[name]
-        if not self.ways:
+                right[name] = attention
+        self.exact = right
+        if not right:
             raise RuntimeError(f"no exact attention works here: {self.left_out}")
 
     def _points(self, make: Callable[..., DecodeStep], context: int, rows: int) -> Iterator[Row]:
-        """One row per share of hits that differs; exact attention doesn't depend on it."""
-        exact: tuple[Timing, str] | None = None
-        known: set[int] = set()
-        for rate in self.sizes.rates:
+        """One row per share of hits that differs; exact attention doesn't depend on it.
+
+        ``skip_ratio`` is the mean of E(p) / (m + 1), 0 for a miss (paper sec. 5.6); ``keys_read`` is added up.
+        """
+        groups = rows * self.sizes.groups
+        exact: dict[str, Timing] = {}
+        rates = {round(rate * groups): rate for rate in reversed(self.sizes.rates)}
+        for hits, rate in reversed(rates.items()):
             if self.late(f"{rows} x {context}"):
                 return
             step = make(context=context, rows=rows, rate=rate)
-            if step.hits not in known:
-                known.add(step.hits)
-                exact = exact or self._exact(step)
-                yield {"context": context, "rows": rows, **self._point(step, *exact)}
+            exact = exact or self._time_exact(step)
+            way = min(exact, key=lambda name: exact[name].median)
+            done = step(self.launch)
+            hit_rate = float(done.match.hit.float().mean())
+            if abs(hit_rate - hits / groups) > 1e-6:
+                raise RuntimeError(f"{hit_rate:.3f} of the heads hit, {hits} of {groups} were made to: not comparable")
+            skipped = torch.where(done.match.hit, end(done.match.pos, step.config), 0).double().mean() / context
+            read, mac = int(done.group_keys_read.sum()), self.time(partial(step, self.launch))
+            yield {
+                "context": context, "rows": rows, "hit_rate": hit_rate, "skip_ratio": float(skipped),
+                "read_share": read / (groups * context), "keys_read": read, "mac": mac, "exact": exact[way],
+                "exact_way": way, "speedup": exact[way].median / mac.median,
+            }  # fmt: skip
 
-    def _exact(self, step: DecodeStep) -> tuple[Timing, str]:
-        """Time of the fastest way, and its name; a way that takes too long is not asked again."""
+    def _time_exact(self, step: DecodeStep) -> dict[str, Timing]:
         found = {}
-        for name, way in list(self.ways.items()):
-            begun = self.report.elapsed()
-            try:
-                found[name] = self.time(partial(way, *step.inputs))
-            except Exception as failure:  # a size that this backend can't take
-                self.leave_out(f"{name} at {tuple(step.keys.shape)}", failure)
-            self.spent[name] = self.spent.get(name, 0.0) + self.report.elapsed() - begun
-            if self.spent[name] > self.limit_s / 6 and len(self.ways) > 1:
-                self.left_out[f"{name} from {tuple(step.keys.shape)} on"] = "it takes too long, compiling included"
-                del self.ways[name]
+        for name, attention in self.exact.items():
+            with self.or_left_out(f"{name} at {tuple(step.keys.shape)}"):  # a size that this backend can't take
+                found[name] = self.time(partial(attention, *step.inputs))
         if not found:
             raise RuntimeError(f"no exact attention takes keys of {tuple(step.keys.shape)}: {self.left_out}")
-        best = min(found, key=lambda name: found[name].median)
-        return found[best], best
-
-    def _point(self, step: DecodeStep, exact: Timing, way: str) -> Row:
-        """``skip_ratio`` is the mean of E(p) / (m + 1), 0 for a miss (paper sec. 5.6); ``keys_read`` is added up."""
-        done, (rows, groups, context, _) = step(self.launch), step.keys.shape
-        rate, wanted = float(done.match.hit.float().mean()), step.hits / (rows * groups)
-        if abs(rate - wanted) > 1e-6:
-            raise RuntimeError(f"{rate:.3f} of the heads hit where {wanted:.3f} were made to: nothing is comparable")
-        skipped = torch.where(done.match.hit, end(done.match.pos, step.config), 0).double().mean() / context
-        read, mac = int(done.group_keys_read.sum()), self.time(partial(step, self.launch))
-        return {
-            "hit_rate": rate, "skip_ratio": float(skipped), "read_share": read / (rows * groups * context),
-            "keys_read": read, "mac": mac, "exact": exact, "exact_way": way, "speedup": exact.median / mac.median,
-        }  # fmt: skip
+        return found
 
     def _stages(self, step: DecodeStep) -> dict[str, float]:
         """Seconds of each launch for one request that hits everywhere."""

@@ -2,68 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from comb.bench.mac_stream import rings_behind
 from comb.evaluation.table import Row
 from comb.kernels.launch import Launch, Pages
 from comb.kernels.mac.config import MacConfig
-from comb.kernels.mac.fill import prompt_rows
 from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step import MacStep, step
+from comb.kernels.mac.step import step
 from comb.kernels.mac.step_kernel import mac_step_triton
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 _RINGS = ("query", "o", "lse", "chain", "drift")
 
-
-@dataclass(frozen=True)
-class CheckCase:
-    """Name, rows, query heads, key/value heads, channels of queries and of values, prompt; page size 0: contiguous."""
-
-    name: str
-    dtype: torch.dtype
-    config: MacConfig
-    page: int
-    rows: int
-    heads: int
-    groups: int
-    width: int
-    value_width: int
-    prompt: int
+CheckCase = tuple[torch.dtype, MacConfig, int, tuple[int, int, int, int, int, int]]
+"""Dtype, configuration, page size (0: contiguous), and sizes: rows, query heads, key/value heads, channels of queries,
+channels of values, tokens of the prompt."""
 
 
-def cases(tiny: bool) -> list[CheckCase]:
-    """Every check."""
+def cases(tiny: bool) -> dict[str, CheckCase]:
+    """Every check by its name."""
     base = MacConfig(window=48, band=20, tau=0.6, min_length=0, max_chain=None, max_drift=False)
-    capped, some = replace(base, sink=7, max_chain=1, max_drift=True, tau=0.5), (2, 6, 2, 10, 12, 60)
-    some = some if tiny else (3, 6, 2, 72, 40, 150)
-    listed = [
-        CheckCase("mixed", torch.float32, base, 0, *some),
-        CheckCase("mixed, 16 bits, pages", torch.bfloat16, base, 16, *some),
-        CheckCase("sink and caps", torch.float32, capped, 0, *some),
-        CheckCase("nothing matches", torch.float32, replace(base, tau=1.0), 0, *some),
-        CheckCase("all match", torch.float16, replace(base, tau=0.0), 0, *some),
-        CheckCase("16-bit rings", torch.bfloat16, replace(base, ring_dtype="bfloat16"), 0, *some),
-    ]
+    some = (2, 6, 2, 10, 12, 60) if tiny else (3, 6, 2, 72, 40, 150)
+    found: dict[str, CheckCase] = {
+        "mixed": (torch.float32, base, 0, some),
+        "mixed, 16 bits, pages": (torch.bfloat16, base, 16, some),
+        "sink and caps": (torch.float32, replace(base, sink=7, max_chain=1, max_drift=True, tau=0.5), 0, some),
+        "nothing matches": (torch.float32, replace(base, tau=1.0), 0, some),
+        "all match": (torch.float16, replace(base, tau=0.0), 0, some),
+        "16-bit rings": (torch.bfloat16, replace(base, ring_dtype="bfloat16"), 0, some),
+    }
     if tiny:
-        return listed
+        return found
     real, llama = replace(base, window=1024, band=256, tau=0.55), (4, 32, 8, 128, 128, 6000)
-    five = replace(base, window=100)
-    return [
-        *listed,
-        CheckCase("five heads to one, pages", torch.bfloat16, five, 64, 2, 5, 1, 128, 128, 700),
-        CheckCase("one head to one", torch.float32, base, 0, 2, 3, 3, 192, 128, 200),
-        CheckCase("widest", torch.float32, base, 0, 1, 4, 2, 256, 256, 200),
-        CheckCase("llama", torch.bfloat16, real, 0, *llama),
-        CheckCase("llama, pages", torch.bfloat16, real, 16, *llama),
-        CheckCase("llama, nothing matches", torch.bfloat16, replace(real, tau=1.0), 0, 2, *llama[1:]),
-    ]
+    return found | {
+        "five heads to one, pages": (torch.bfloat16, replace(base, window=100), 64, (2, 5, 1, 128, 128, 700)),
+        "one head to one": (torch.float32, base, 0, (2, 3, 3, 192, 128, 200)),
+        "widest": (torch.float32, base, 0, (1, 4, 2, 256, 256, 200)),
+        "llama": (torch.bfloat16, real, 0, llama),
+        "llama, pages": (torch.bfloat16, real, 16, llama),
+        "llama, nothing matches": (torch.bfloat16, replace(real, tau=1.0), 0, (2, *llama[1:])),
+    }
 
 
-def check(case: CheckCase, steps: int, device: torch.device, launch: Launch | None = None) -> Row:
+def check(name: str, case: CheckCase, steps: int, device: torch.device, launch: Launch | None = None) -> Row:
     """Decodes `steps` tokens behind a prompt by both; every step starts from the plain one's rings.
 
     Returns:
@@ -71,35 +56,24 @@ def check(case: CheckCase, steps: int, device: torch.device, launch: Launch | No
         distance up to rounding, left out of ``error``, the largest difference of outputs, entries and log-sum-exps;
         ``ring_error`` after all steps; and ``failed``, why it didn't pass, empty if it did.
     """
-    config, length = case.config, case.prompt + steps
+    dtype, config, page, (rows, heads, groups, width, value_width, prompt) = case
 
     def noise(seed: int, *sizes: int) -> Tensor:
-        made = torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
-        return made.to(device, case.dtype)
+        return torch.randn(rows, *sizes, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
-    common = noise(0, case.rows, case.heads, 1, case.width)
-    queries = 0.8 * common + 0.6 * noise(1, case.rows, case.heads, length, case.width)
-    rotated = queries.roll(1, -1)
-    keys = noise(2, case.rows, case.groups, length, case.width)
-    values = noise(3, case.rows, case.groups, length, case.value_width)
-    start, scale = torch.arange(case.rows, device=device) * 5, case.width**-0.5
-    state = MacState.empty(case.rows, case.heads, case.width, case.value_width, config, queries)
-    index = torch.arange(max(0, case.prompt - config.window), case.prompt, device=device)
-    before = slice(0, case.prompt)
-    state.write(
-        prompt_rows(
-            queries[:, :, index].float(), rotated[:, :, index], keys[:, :, before], values[:, :, before], index, start,
-            config, scale,
-        )
-    )  # fmt: skip
-    found: Row = {"case": case.name, "steps": steps, "hits": 0, "searches": 0, "other_matches": 0, "error": 0.0,
+    length, scale = prompt + steps, width**-0.5
+    # a common part, so that some match
+    queries = 0.8 * noise(0, heads, 1, width) + 0.6 * noise(1, heads, length, width)
+    rotated, keys, values = queries.roll(1, -1), noise(2, groups, length, width), noise(3, groups, length, value_width)
+    start = torch.arange(rows, device=device) * 5
+    state = rings_behind(prompt, queries, rotated, keys, values, start, config)
+    found: Row = {"case": name, "steps": steps, "hits": 0, "searches": 0, "other_matches": 0, "error": 0.0,
                   "ring_error": 0.0, "failed": ""}  # fmt: skip
-    for m in range(case.prompt, length):
-        seen = slice(0, m + 1)
-        own, cached = (queries[:, :, m].float(), rotated[:, :, m]), (keys[:, :, seen], values[:, :, seen])
+    for m in range(prompt, length):
+        own, cached = (queries[:, :, m].float(), rotated[:, :, m]), (keys[:, :, : m + 1], values[:, :, : m + 1])
         plain = step(state, *own, *cached, start, config, scale)
         written = MacState(*(getattr(state, ring).clone() for ring in ("query", "o", "lse", "pos", "chain", "drift")))
-        stored, pages = paged(*cached, case.page) if case.page else (cached, None)
+        stored, pages = paged(*cached, page) if page else (cached, None)
         fast = mac_step_triton(written, *own, *stored, start, config, scale, write=True, pages=pages, launch=launch)
         state.write(plain.rows)
         same = fast.match.pos == plain.match.pos
@@ -108,8 +82,10 @@ def check(case: CheckCase, steps: int, device: torch.device, launch: Launch | No
             found["failed"] = found["failed"] or f"another match at step {m}"
         if bool((fast.keys_read != plain.keys_read)[same].any()):
             found["failed"] = found["failed"] or f"other keys read at step {m}"
-        found["error"] = max(found["error"], _apart(fast, plain, same))
-        slot, row = plain.position % config.window, torch.arange(case.rows, device=device)
+        pairs = [(getattr(fast, part), getattr(plain, part)) for part in ("output", "lse", "tail_lse")]
+        pairs += [(fast.rows.o[:, 0], plain.rows.o[:, 0]), (fast.rows.lse[:, 0], plain.rows.lse[:, 0])]
+        found["error"] = max(found["error"], *(_distance(left[same], right[same]) for left, right in pairs))
+        slot, row = plain.position % config.window, torch.arange(rows, device=device)
         for ring in _RINGS:
             new, wanted = (getattr(rings, ring)[row, slot][same].float() for rings in (written, state))
             apart = _distance(new, wanted) / (1 + float(wanted[wanted.isfinite()].abs().max()))
@@ -117,8 +93,8 @@ def check(case: CheckCase, steps: int, device: torch.device, launch: Launch | No
         found["hits"] += int(plain.match.hit.sum())
         found["searches"] += plain.match.hit.numel()
         found["other_matches"] += int((~same).sum())
-    ring_bound = max(BOUNDS[case.dtype], 1e-2 if config.ring_dtype != "auto" else 0.0)
-    if not found["error"] < BOUNDS[case.dtype] or not found["ring_error"] < ring_bound:
+    ring_bound = max(BOUNDS[dtype], 1e-2 if config.ring_dtype != "auto" else 0.0)
+    if not found["error"] < BOUNDS[dtype] or not found["ring_error"] < ring_bound:
         found["failed"] = found["failed"] or "off by {error:.3g}, rings by {ring_error:.3g}".format(**found)
     if found["other_matches"] > 0.02 * found["searches"]:
         found["failed"] = found["failed"] or "{other_matches} of {searches} matches differ".format(**found)
@@ -139,12 +115,6 @@ def paged(keys: Tensor, values: Tensor, page: int) -> tuple[tuple[Tensor, Tensor
         stored.append(pages)
     lengths = torch.full((rows,), length, device=keys.device)
     return (stored[0], stored[1]), Pages(table.view(rows, count).int(), lengths)
-
-
-def _apart(fast: MacStep, plain: MacStep, same: Tensor) -> float:
-    pairs = [(getattr(fast, name), getattr(plain, name)) for name in ("output", "lse", "tail_lse")]
-    pairs += [(fast.rows.o[:, 0], plain.rows.o[:, 0]), (fast.rows.lse[:, 0], plain.rows.lse[:, 0])]
-    return max(_distance(left[same], right[same]) for left, right in pairs)
 
 
 def _distance(left: Tensor, right: Tensor) -> float:

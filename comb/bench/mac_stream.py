@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from comb.evaluation.table import Row
 from comb.kernels.mac.algebra import attend
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.fill import prompt_rows
@@ -75,7 +75,7 @@ def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
 
     values = noise(spec.kv_heads, tokens, width)
     if spec.white:
-        queries = noise(spec.heads, 1, width).expand(-1, tokens, -1).clone()
+        queries = noise(spec.heads, 1, width).expand(-1, tokens, -1)
         keys = spec.content * noise(spec.kv_heads, tokens, width)
     else:
         queries = torch.zeros(spec.heads, tokens, width, dtype=torch.float64)
@@ -85,16 +85,11 @@ def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
         # as far apart as white queries of the whole width, so that thresholds mean the same
         size = (width / len(slow)) ** 0.5
         queries[:, :, slow] = size * _walk(noise(spec.heads, tokens, len(slow)), spec)
-        keys[:, :, slow] = (
-            spec.content / (len(slow) ** 0.5 * size) * width**0.5 * noise(spec.kv_heads, tokens, len(slow))
-        )
-        strength = (spec.recency * width**0.5 / len(fast)) ** 0.5
-        queries[:, :, fast] = strength
-        keys[:, :, fast] = strength
-    place = torch.arange(tokens)
-    return Stream(
-        spec, queries.to(dtype), _rotate(queries, place).to(dtype), _rotate(keys, place).to(dtype), values.to(dtype)
-    )
+        content = spec.content / (len(slow) ** 0.5 * size) * width**0.5
+        keys[:, :, slow] = content * noise(spec.kv_heads, tokens, len(slow))
+        queries[:, :, fast] = keys[:, :, fast] = (spec.recency * width**0.5 / len(fast)) ** 0.5
+    made = (queries, _rotate(queries), _rotate(keys), values)
+    return Stream(spec, *(tensor.to(dtype) for tensor in made))
 
 
 def _walk(rows: Tensor, spec: StreamSpec) -> Tensor:
@@ -106,16 +101,32 @@ def _walk(rows: Tensor, spec: StreamSpec) -> Tensor:
     return rows
 
 
-def _rotate(tensor: Tensor, positions: Tensor) -> Tensor:
+def _rotate(tensor: Tensor) -> Tensor:
+    """The rotary embedding at positions from 0 on: [heads, N, D] -> [heads, N, D]."""
     half = tensor.shape[-1] // 2
-    angles = positions.double()[:, None] * _BASE ** (-torch.arange(half).double() / half)
+    angles = torch.arange(tensor.shape[1]).double()[:, None] * _BASE ** (-torch.arange(half).double() / half)
     first, second = tensor[..., :half], tensor[..., half:]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def rings_behind(
+    prompt: int, unrotated: Tensor, queries: Tensor, keys: Tensor, values: Tensor, start: Tensor, config: MacConfig
+) -> MacState:
+    """Rings as they are behind so many tokens of queries [B, H, N, D], and keys and values [B, G, N, D]."""
+    state = MacState.empty(len(keys), queries.shape[1], queries.shape[-1], values.shape[-1], config, queries)
+    last = torch.arange(max(0, prompt - config.window), prompt, device=keys.device)
+    state.write(
+        prompt_rows(
+            unrotated[:, :, last].float(), queries[:, :, last], keys[:, :, :prompt], values[:, :, :prompt], last, start,
+            config, queries.shape[-1] ** -0.5,
+        )
+    )  # fmt: skip
+    return state
+
+
 @torch.no_grad()
-def run_stream(stream: Stream, config: MacConfig) -> dict[str, Any]:
+def run_stream(stream: Stream, config: MacConfig) -> Row:
     """Decodes a stream with MAC beside exact attention, counting every key that a head reads.
 
     Returns:
@@ -123,45 +134,33 @@ def run_stream(stream: Stream, config: MacConfig) -> dict[str, Any]:
         ``errors`` per step the relative error of the output over all heads.
     """
     spec, scale, start = stream.spec, stream.spec.width**-0.5, torch.zeros(1, dtype=torch.long)
-    keys, values = stream.keys[None], stream.values[None]
-    state = MacState.empty(1, spec.heads, spec.width, spec.width, config, stream.keys)
-    last = torch.arange(max(0, spec.context - config.window), spec.context)
-    prompt = slice(0, spec.context)
-    state.write(
-        prompt_rows(
-            stream.unrotated[None, :, last], stream.queries[None, :, last], keys[:, :, prompt], values[:, :, prompt],
-            last, start, config, scale,
-        )
-    )  # fmt: skip
+    unrotated, queries, keys, values = (t[None] for t in (stream.unrotated, stream.queries, stream.keys, stream.values))
+    state = rings_behind(spec.context, unrotated, queries, keys, values, start, config)
     group = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
-    read = exact_read = hits = most = 0
-    skipped, errors = 0.0, []
+    read, hits, errors = [], [], []
     for m in range(spec.context, spec.context + spec.steps):
-        seen = slice(0, m + 1)
-        query = stream.queries[None, :, m]
-        done = step(
-            state, stream.unrotated[None, :, m], query, keys[:, :, seen], values[:, :, seen], start, config, scale
-        )
+        seen, query = slice(0, m + 1), queries[:, :, m]
+        done = step(state, unrotated[:, :, m], query, keys[:, :, seen], values[:, :, seen], start, config, scale)
         state.write(done.rows)
         exact, _ = attend(query[0], stream.keys[group, seen], stream.values[group, seen], scale)
         errors.append(float((done.output[0] - exact).norm() / exact.norm()))
-        hit = done.match.hit[0]
-        read += int(done.keys_read.sum())
-        exact_read += spec.heads * (m + 1)
-        hits += int(hit.sum())
-        skipped += float((1 - done.keys_read[0][hit] / (m + 1)).sum())
-        most = max(most, int(done.keys_read[0][hit].max()) if bool(hit.any()) else 0)
-    searches = spec.heads * spec.steps
+        read.append(done.keys_read[0])
+        hits.append(done.match.hit[0])
+    counted, hit, searches = torch.stack(read), torch.stack(hits), spec.heads * spec.steps  # [steps, heads]
+    lengths = torch.arange(spec.context + 1, spec.context + spec.steps + 1)
+    keys_read, keys_exact = int(counted.sum()), spec.heads * int(lengths.sum())
     return {
         "spec": asdict(spec), "window": config.window, "band": config.band, "tau": config.tau,
-        "hit_rate": hits / searches, "skip_ratio": skipped / searches, "keys_read": read, "keys_exact": exact_read,
-        "read_share": read / exact_read, "read_per_step": read / searches, "exact_per_step": exact_read / searches,
-        "most_read_on_hit": most, "errors": errors, "error_mean": fmean(errors), "ring_bytes": state.nbytes,
-        "key_bytes": keys.nbytes + values.nbytes,
+        "hit_rate": int(hit.sum()) / searches,
+        "skip_ratio": float((hit * (1 - counted / lengths[:, None])).sum()) / searches,
+        "keys_read": keys_read, "keys_exact": keys_exact, "read_share": keys_read / keys_exact,
+        "read_per_step": keys_read / searches, "exact_per_step": keys_exact / searches,
+        "most_read_on_hit": int((hit * counted).max()), "errors": errors, "error_mean": fmean(errors),
+        "ring_bytes": state.nbytes, "key_bytes": keys.nbytes + values.nbytes,
     }  # fmt: skip
 
 
-def error_between(row: dict[str, Any], first: float, last: float) -> float:
+def error_between(row: Row, first: float, last: float) -> float:
     """Mean error of the steps between two shares of the decode, such as 0.9 and 1."""
     errors = row["errors"]
     return fmean(errors[int(first * len(errors)) : max(1, int(last * len(errors)))])

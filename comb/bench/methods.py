@@ -6,7 +6,7 @@ full recompute's, and rows for methods that can't run on this model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -15,7 +15,7 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from comb.bench.harness import REFUSALS, BenchmarkReport, benchmark, one_line, or_refused
+from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.memory import peak_memory
 from comb.bench.options import MaxNewTokens, Memory, Methods, QuestionOptions, split_methods
 from comb.bench.work import linked
@@ -47,30 +47,23 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
         raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
     specs = split_methods(options.methods)
     setting, examples = options.load_questions(report, options.max_new_tokens)
-    report.panels = lambda results: [Quality(results, options.metric, zoom=True)]
+    report.panels = lambda results: [Quality(results, options.metric)]
     compare(setting, examples, specs, options, report)
 
 
 def compare(
-    setting: Setting,
-    examples: Sequence[Example],
-    specs: Sequence[str],
-    options: MethodsOptions,
+    setting: Setting, examples: Sequence[Example], specs: Sequence[str], options: MethodsOptions,
     report: BenchmarkReport,
-) -> None:
+) -> None:  # fmt: skip
     """Adds a `MethodResult` per method, in order; a method that can't run here has its reason in ``refused``."""
     for spec in tqdm(specs, "methods", leave=False):
-        try:
-            result = _measured(setting, examples, spec, options)
-        except REFUSALS as error:
-            result = MethodResult.refusal(spec, one_line(error))
-        report.add(result.to_dict())
-    found = [row["method"] for row in report.rows if not row["refused"]]
+        row = MethodResult.refusal(spec, "").to_dict()
+        with or_refused(row):
+            row = _measured(setting, examples, spec, options).to_dict()
+        report.add(row)
+    found = {row["method"]: row for row in report.rows if not row["refused"]}
     if options.kl_examples and found:
-        few = examples[: options.kl_examples]
-        faithful = measure_fidelity(setting, few, found, max_new_tokens=options.max_new_tokens)
-        for row in report.rows:
-            row |= faithful.get(row["method"], {})
+        measure_fidelity(setting, examples[: options.kl_examples], found, max_new_tokens=options.max_new_tokens)
 
 
 def _measured(setting: Setting, examples: Sequence[Example], spec: str, options: MethodsOptions) -> MethodResult:
@@ -101,32 +94,31 @@ def _peak(engine: PICEngine, question: str, documents: Sequence[Document]) -> in
 
 
 def measure_fidelity(
-    setting: Setting, examples: Sequence[Example], specs: Sequence[str], *, max_new_tokens: int
-) -> dict[str, Row]:
-    """Per method ``kl`` in nats and ``top1_agreement``, means over ``kl_n`` tokens, or a ``note`` of why there is none.
+    setting: Setting, examples: Sequence[Example], rows: Mapping[str, Row], *, max_new_tokens: int
+) -> None:
+    """Puts ``kl`` in nats and ``top1_agreement``, means over ``kl_n`` tokens, or a ``note`` of why not, into the rows.
 
     Full recompute answers greedily; that answer is then forced through every method's state. Logits of one answer are
     all that is held at a time.
     """
-    reference, engines = setting.engine("full"), {spec: setting.engine(spec) for spec in specs}
-    sums: dict[str, Row] = {spec: {"kl": 0.0, "same": 0, "tokens": 0} for spec in specs}
+    reference, engines = setting.engine("full"), {spec: setting.engine(spec) for spec in rows}
+    sums: dict[str, Row] = {spec: {"kl": 0.0, "same": 0, "tokens": 0, "refused": ""} for spec in rows}
     for example in tqdm(examples, "KL", unit="question", leave=False):
         answer = reference.ask(*setting.request("full", example), max_new_tokens=max_new_tokens).token_ids
         expected = _answer_logits(reference, setting.request("full", example), answer)
         for spec, total in sums.items():
-            if "refused" not in total:
+            if not total["refused"]:
                 with or_refused(total):
                     logits = _answer_logits(engines[spec], setting.request(spec, example), answer)
                     total["kl"] += float(kl_divergence(expected, logits).sum())
                     total["same"] += int((expected.argmax(-1) == logits.argmax(-1)).sum())
                     total["tokens"] += len(expected)
-    return {
-        spec: {"note": f"no KL: {total['refused']}"}
-        if "refused" in total
-        else {"kl": total["kl"] / n, "kl_n": n, "top1_agreement": total["same"] / n}
-        for spec, total in sums.items()
-        for n in [total["tokens"]]
-    }
+    for spec, total in sums.items():
+        if total["refused"]:
+            rows[spec]["note"] = f"no KL: {total['refused']}"
+        else:
+            n = total["tokens"]
+            rows[spec].update({"kl": total["kl"] / n, "kl_n": n, "top1_agreement": total["same"] / n})
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:

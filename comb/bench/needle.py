@@ -13,7 +13,7 @@ import typer
 from tqdm import tqdm
 
 from comb.bench.harness import BenchmarkReport, benchmark, or_refused
-from comb.bench.haystack import Case, ExampleHaystack, Haystack, TextHaystack, read_text
+from comb.bench.haystack import ExampleHaystack, Haystack, TextHaystack, read_text
 from comb.bench.options import Lengths, MaxNewTokens, Methods, QuestionOptions, integers, numbers, split_methods
 from comb.evaluation.metrics import f1, normalize_answer
 from comb.evaluation.plot import Grid, Panel
@@ -100,27 +100,22 @@ def measure_needles(
         row: Row = {"method": spec, "tokens": tokens, "depth": depth, "n": 0, "f1": None, "found": None, "refused": ""}
         with or_refused(row):
             cases = [haystack.case(tokens, depth, number) for number in range(options.repeats)]
-            row |= _answered(setting, spec, cases, options.max_new_tokens)
+            engine, predictions = setting.engine(spec), []
+            for case in cases:
+                documents = () if spec == NO_DOCUMENTS else case.documents
+                answer = engine.ask(case.question, documents, max_new_tokens=options.max_new_tokens)
+                predictions.append(answer.text.strip())
+                engine.store.clear()
+            row |= {
+                "n": len(cases),
+                "f1": fmean(f1(text, [case.answer]) for text, case in zip(predictions, cases, strict=True)),
+                "found": fmean(contains(text, case.answer) for text, case in zip(predictions, cases, strict=True)),
+                "placed": [case.needle_token for case in cases],
+                "made": [case.tokens for case in cases],
+                "answers": [case.answer for case in cases],
+                "predictions": predictions,
+            }
         yield row
-
-
-def _answered(setting: Setting, spec: str, cases: Sequence[Case], max_new_tokens: int) -> Row:
-    engine = setting.engine(spec)
-    predictions = []
-    for case in cases:
-        documents = () if spec == NO_DOCUMENTS else case.documents
-        predictions.append(engine.ask(case.question, documents, max_new_tokens=max_new_tokens).text.strip())
-        engine.store.clear()
-    pairs = [(prediction, case.answer) for prediction, case in zip(predictions, cases, strict=True)]
-    return {
-        "n": len(cases),
-        "f1": fmean(f1(prediction, [answer]) for prediction, answer in pairs),
-        "found": fmean(contains(prediction, answer) for prediction, answer in pairs),
-        "placed": [case.needle_token for case in cases],
-        "made": [case.tokens for case in cases],
-        "answers": [case.answer for case in cases],
-        "predictions": predictions,
-    }
 
 
 def contains(prediction: str, answer: str) -> bool:

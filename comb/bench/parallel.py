@@ -10,21 +10,21 @@ import os
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from tqdm import tqdm
 
 from comb import methods
-from comb.bench.harness import BenchmarkReport, benchmark, ratios
+from comb.bench.harness import BenchmarkReport, benchmark, in_turns, ratios
 from comb.bench.options import Methods, OfRandomModel, QueryTokens, RandomModelOptions, Repeats, integers, split_methods
 from comb.bench.simulate import CostModel, Trace, random_trace, read_trace, simulate
-from comb.bench.work import RandomPrompt, first_token, vocabulary
+from comb.bench.work import RandomPrompt, check_logits, first_token, vocabulary
 from comb.engine.workers import CompileExecutor
 from comb.engine.workers.processes import process_executor
 from comb.evaluation.plot import Bars, Lines, Panel
@@ -34,6 +34,7 @@ from comb.methods.base import Method
 from comb.model.source import ModelSource
 
 STAGES = ("dispatch", "transfer", "combine")
+THIS = "this prompt"
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,7 @@ class ParallelOptions(RandomModelOptions):
     kv_heads: OfRandomModel = 4
 
     def prompt(self, vocab: int) -> RandomPrompt:
-        """Random token ids in the lengths asked for.
-
-        Raises:
-            ValueError: for sizes below 1, or fewer than two segments.
-        """
-        if self.segments < 2 or min(self.segment_tokens, self.query_tokens) < 1 or self.spread < 0:
-            raise ValueError(
-                "segment parallelism takes at least two segments and one token in each and in the query, got "
-                f"{self.segments} segments of {self.segment_tokens} tokens, {self.query_tokens} of query, spread "
-                f"{self.spread:g}"
-            )
+        """Random token ids in the lengths asked for."""
         (lengths,) = random_trace(1, self.segments, self.segment_tokens, sigma=self.spread, seed=self.seed)
         generator = torch.Generator().manual_seed(self.seed)
         parts = [torch.randint(vocab, (size,), generator=generator).tolist() for size in [*lengths, self.query_tokens]]
@@ -96,39 +87,32 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("exact %", "exact", percent, "where the search for it did not give up; elsewhere over a lower bound"),
     )
     found = [TextTable("A cold prompt over several workers", measured, [r for r in rows if r["kind"] == "measured"])]
-    for title, own in _simulated(rows).items():
+    for title, own in groupby(rows[len(found[0].rows) :], lambda row: f"Simulated: {row['method']}, {row['name']}"):
         remark = "With the compile, transfer and combine times that one worker has shown."
-        found.append(TextTable(f"Simulated: {title}", simulated, own, [remark]))
+        found.append(TextTable(title, simulated, list(own), [remark]))
     return found
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Stages of TTFT over workers, measured then simulated (HYPIC Fig. 14), and both plans over the optimum."""
-    measured = [row for row in rows if row["kind"] == "measured" and row["workers"]]
-    method = measured[0]["method"]
-    bars = [row for row in measured if row["method"] == method]
-    known = {row["workers"] for row in bars}
-    own = [group for title, group in _simulated(rows).items() if title.startswith(f"{method}, ")]
-    bars += [row for group in own[:1] for row in group if row["policy"] == "lpt" and row["workers"] not in known]
+    method = next(row["method"] for row in rows if row.get("workers"))
+    own = [row for row in rows if row["method"] == method]
+    measured = [row for row in own if row["kind"] == "measured"]
+    counts = {row["workers"] for row in measured}
+    beyond = [row for row in own if row["kind"] == "simulated"]
+    lpt = [row for row in beyond if row["name"] == THIS and row["policy"] == "lpt" and row["workers"] not in counts]
 
     def stages(row: Row) -> dict[str, float]:
         return {name: s.median if isinstance(s, Timing) else s for name in STAGES for s in [row[f"{name}_s"]]}
 
-    found: list[Panel] = [
-        Bars(
-            bars,
-            lambda row: f"{row['workers']}, {row['kind']}",
-            stages,
-            f"cold time to first token, {method}, ms",
-            STAGES,
-        )
-    ]
-    for group in own[-1:]:
-        label = f"workers, simulated: {group[0]['name']}"
-        found.append(
-            Lines(group, "workers", "over_optimum", label, "busiest over the least possible", "policy", log="x")
-        )
-    return found
+    bars = Bars(
+        [*measured, *lpt], lambda row: f"{row['workers']}, {row['kind']}", stages,
+        f"cold time to first token, {method}, ms",
+    )  # fmt: skip
+    others = [row for row in beyond if row["name"] != THIS]
+    label = "workers, simulated: " + "".join(row["name"] for row in others[:1])
+    over = Lines(others, "workers", "over_optimum", label, "busiest over the least possible", "policy", log="x")
+    return [bars, over]
 
 
 @benchmark("parallel", tables, panels)
@@ -155,25 +139,25 @@ def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
             f"{options.query_tokens} tokens, {options.threads} thread(s) each"
         )
         with process_executor(source, max(counts), threads=options.threads) as executor:
-            costs: dict[str, CostModel] = {}
-            for row in measure_parallel(model, executor, specs, counts, prompt, options, costs):
-                report.add(row)
-    for row in simulate_beyond(costs, prompt, beyond, requests, name):
+            measured = measure_parallel(model, executor, specs, counts, prompt, options)
+    for row in measured:
+        report.add(row)
+    for row in simulate_beyond(measured, prompt, beyond, requests, name):
         report.add(row)
     report.facts["load_after"] = os.getloadavg()
 
 
 def measure_parallel(
     model: Any, executor: CompileExecutor, specs: Sequence[str], workers: Sequence[int], prompt: RandomPrompt,
-    options: ParallelOptions, costs: dict[str, CostModel],
+    options: ParallelOptions,
 ) -> list[Row]:  # fmt: skip
-    """Rows by method, then by number of workers (0 for `full`, which prefills the whole prompt here).
+    """Rows by method, then by number of workers (0: `full`, the whole prompt here).
 
-    Before anything is timed, each method's logits from workers must be those from compiling here.
+    Before anything is timed, each method's logits from workers must be those from compiling here. ``costs`` are fitted
+    to the segments that one worker has compiled.
 
     Args:
         workers: numbers of them, 1 among them: it is what the others are compared with.
-        costs: is filled, by method, with costs fitted to the segments that one worker has compiled.
 
     Raises:
         ValueError: for numbers of workers that the executor doesn't have, or when a check fails.
@@ -185,52 +169,63 @@ def measure_parallel(
     try:
         made = {spec: methods.create(spec, model) for spec in specs}
         sizes = {spec: _check(method, executor, prompt) for spec, method in made.items()}
-        samples: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
-        segments: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
-        plain = methods.create("full", model) if options.full else None
-        total = sum(map(len, prompt.segments))
-        for _ in tqdm(range(options.repeats), "repeats", leave=False):
-            if plain is not None:
-                combine = _combine(plain, plain.compile(prompt.segments), prompt)
-                samples["full", 0].append({"dispatch": 0.0, "transfer": 0.0, "combine": combine})
-            for spec, method in made.items():
-                for count in workers:
-                    run = executor.run(method, prompt.segments, workers=count)
-                    combine = _combine(method, run.picaches, prompt)
-                    samples[spec, count].append(
-                        {"dispatch": run.dispatch_s, "transfer": run.transfer_s, "combine": combine}
-                    )
-                    if count == 1:
-                        times = zip(prompt.segments, run.segment_s, strict=True)
-                        segments[spec] += [(len(segment), s, run.decode_s / total) for segment, s in times]
+        calls = {
+            (spec, count): partial(_once, method, executor, count, prompt)
+            for spec, method in made.items()
+            for count in workers
+        }
+        if options.full:
+            calls = {("full", 0): partial(_once, methods.create("full", model), None, 0, prompt), **calls}
+        taken = in_turns(calls, options.repeats)
     finally:
         torch.set_num_threads(before)
     if executor.stats.locally:
         raise ValueError(f"workers were lost on the way, so these are no times of workers: {executor.stats}")
-    for spec, own in segments.items():
-        combine = statistics.median(repeat["combine"] for repeat in samples[spec, 1])
-        transfer = statistics.median(decode for _, _, decode in own)
-        costs[spec] = CostModel.fitted([(tokens, s) for tokens, s, _ in own], transfer, combine)
+    costs = {spec: _fitted(taken[spec, 1], prompt) for spec in specs}
     return [
         {
-            "kind": "measured", "method": spec, "workers": count, "tokens": total, "cache_bytes": sizes.get(spec, 0),
-            "costs": asdict(costs[spec]) if spec in costs else None,
-            **_stages(own, samples[spec if count else specs[0], 1]),
+            "kind": "measured", "method": spec, "workers": count, "tokens": sum(map(len, prompt.segments)),
+            "cache_bytes": sizes.get(spec, 0), "costs": asdict(costs[spec]) if count else None,
+            **_stages(own, taken[spec if count else specs[0], 1]),
         }
-        for (spec, count), own in samples.items()
+        for (spec, count), own in taken.items()
     ]  # fmt: skip
 
 
 def simulate_beyond(
-    costs: dict[str, CostModel], prompt: RandomPrompt, workers: Sequence[int], trace: Trace, name: str
+    measured: Sequence[Row], prompt: RandomPrompt, workers: Sequence[int], trace: Trace, name: str
 ) -> Iterator[Row]:
     """The measured prompt over more workers, with each method's costs; then a trace with those of the first."""
-    lengths = [[len(segment) for segment in prompt.segments]]
-    plans = [("this prompt", method, lengths) for method in costs]
+    costs = {row["method"]: CostModel(**row["costs"]) for row in measured if row["costs"]}
+    plans = [(THIS, method, [[len(segment) for segment in prompt.segments]]) for method in costs]
     plans += [(name, method, [list(request) for request in trace]) for method in list(costs)[:1]]
     for title, method, asked in plans:
         for result in simulate(asked, workers, costs[method]):
             yield {"kind": "simulated", "name": title, "method": method, **result}
+
+
+def _once(method: Method, executor: CompileExecutor | None, workers: int, prompt: RandomPrompt) -> dict[str, Any]:
+    """Seconds by stage of one cold prompt, and of every segment; without an executor it is compiled (`full`: kept)."""
+    if executor is None:
+        return {"dispatch": 0.0, "transfer": 0.0, "combine": _combine(method, method.compile(prompt.segments), prompt)}
+    run = executor.run(method, prompt.segments, workers=workers)
+    combine = _combine(method, run.picaches, prompt)
+    stages = {"dispatch": run.dispatch_s, "transfer": run.transfer_s, "combine": combine}
+    return {**stages, "segments": run.segment_s, "decode": run.decode_s}
+
+
+def _combine(method: Method, picaches: Any, prompt: RandomPrompt) -> float:
+    start = time.perf_counter()
+    first_token(method, picaches, prompt.query)
+    return time.perf_counter() - start
+
+
+def _fitted(repeats: Sequence[dict[str, Any]], prompt: RandomPrompt) -> CostModel:
+    """Costs of what one worker has compiled."""
+    lengths = [len(segment) for segment in prompt.segments]
+    segments = [(n, s) for repeat in repeats for n, s in zip(lengths, repeat["segments"], strict=True)]
+    transfer, combine = (statistics.median(repeat[name] for repeat in repeats) for name in ("decode", "combine"))
+    return CostModel.fitted(segments, transfer / sum(lengths), combine)
 
 
 def _check(method: Method, executor: CompileExecutor, prompt: RandomPrompt) -> int:
@@ -242,38 +237,16 @@ def _check(method: Method, executor: CompileExecutor, prompt: RandomPrompt) -> i
         state = method.link(picaches, prompt.query)
         logits.append(state.logits[0])
         state.release()
-    difference = float((logits[0] - logits[1]).abs().max())
-    # threads may differ in how they add up: one rounding at the size of the largest logit
-    allowed = 16 * torch.finfo(method.backbone.dtype).eps * float(logits[1].abs().max())
-    if not difference <= allowed:
-        raise ValueError(
-            f"check failed: {method.name!r} over workers differs by {difference:.2g} (allowed {allowed:.2g})"
-        )
+    check_logits(f"{method.name!r} over workers differs", logits[0], logits[1], method.backbone.dtype)
     return sum(picache.nbytes for picache in executor.compile(method, prompt.segments))
 
 
-def _combine(method: Method, picaches: Any, prompt: RandomPrompt) -> float:
-    start = time.perf_counter()
-    first_token(method, picaches, prompt.query)
-    return time.perf_counter() - start
-
-
-def _stages(own: Sequence[dict[str, float]], serial: Sequence[dict[str, float]]) -> Row:
+def _stages(own: Sequence[dict[str, Any]], serial: Sequence[dict[str, Any]]) -> Row:
     """Times of the stages and of all three; ratios to one worker within a repeat."""
-    whole, alone = ([sum(stages.values()) for stages in repeats] for repeats in (own, serial))
-    stages = {f"{name}_s": Timing.of([repeat[name] for repeat in own]) for name in STAGES}
-    combine = [repeat["combine"] for repeat in own]
+    whole, alone = ([sum(repeat[name] for name in STAGES) for repeat in repeats] for repeats in (own, serial))
     return {
         "ttft_s": Timing.of(whole),
-        **stages,
+        **{f"{name}_s": Timing.of([repeat[name] for repeat in own]) for name in STAGES},
         "speedup": ratios(alone, whole),
-        "combine_share": ratios(combine, alone),
+        "combine_share": ratios([repeat["combine"] for repeat in own], alone),
     }
-
-
-def _simulated(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["kind"] == "simulated":
-            groups.setdefault(f"{row['method']}, {row['name']}", []).append(row)
-    return groups

@@ -11,9 +11,9 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy
 
@@ -75,39 +75,22 @@ class CostModel:
         return cls(linear, 0.0, transfer_per_token_s, combine_s)
 
 
-class Stages(NamedTuple):
-    """One request's time to the first token, in seconds: the busiest worker, what waits for transfers, combining."""
+def replay(lengths: Sequence[int], plan: Plan, costs: CostModel) -> dict[str, float]:
+    """One request's seconds to the first token, in all and by stage.
 
-    dispatch_s: float
-    transfer_s: float
-    combine_s: float
-
-    @property
-    def ttft_s(self) -> float:
-        """All three."""
-        return self.dispatch_s + self.transfer_s + self.combine_s
-
-
-def replay(lengths: Sequence[int], plan: Plan, costs: CostModel) -> Stages:
-    """One request under a plan: workers compile side by side, the combiner takes results in one by one as they come."""
+    Workers compile side by side, the combiner takes results in one by one as they come: ``dispatch_s`` is the busiest
+    worker, ``transfer_s`` what then still waits to be taken in.
+    """
     finished: list[tuple[float, int]] = []
     for indices in plan:
-        clock = 0.0
-        for index in indices:
-            clock += costs.compile_s(lengths[index])
-            finished.append((clock, lengths[index]))
+        ends = accumulate(costs.compile_s(lengths[index]) for index in indices)
+        finished += zip(ends, (lengths[index] for index in indices), strict=True)
     busiest = max((end for end, _ in finished), default=0.0)
     clock = 0.0
     for end, tokens in sorted(finished):
         clock = max(clock, end) + costs.transfer_per_token_s * tokens
-    return Stages(busiest, clock - busiest, costs.combine_s)
-
-
-class Optimum(NamedTuple):
-    """The least possible load of the busiest worker; where `exact` is False, a bound that no plan can be below."""
-
-    value: float
-    exact: bool
+    stages = {"dispatch_s": busiest, "transfer_s": clock - busiest, "combine_s": costs.combine_s}
+    return {"ttft_s": clock + costs.combine_s, **stages}
 
 
 def lower_bound(costs: Sequence[float], workers: int) -> float:
@@ -117,13 +100,14 @@ def lower_bound(costs: Sequence[float], workers: int) -> float:
     return max([sum(costs) / workers, *ordered[:1], *pairs])
 
 
-def optimum(costs: Sequence[float], workers: int, *, max_nodes: int = 100_000) -> Optimum:
-    """Branch and bound from the longest segment down, starting from LPT; the lower bound where nodes don't suffice."""
-    bound = lower_bound(costs, workers)
-    best = makespan(costs, lpt(costs, workers))
-    ordered = sorted(costs, reverse=True)
-    tolerance = 1e-9 * max(best, 1.0)
-    nodes = 0
+def optimum(costs: Sequence[float], workers: int, *, max_nodes: int = 100_000) -> tuple[float, bool]:
+    """The least possible load of the busiest worker, and True; or a bound that no plan can be below, and False.
+
+    Branch and bound from the longest segment down, starting from LPT; the bound is all there is where `max_nodes` don't
+    suffice.
+    """
+    bound, best = lower_bound(costs, workers), makespan(costs, lpt(costs, workers))
+    ordered, tolerance, nodes = sorted(costs, reverse=True), 1e-9 * max(best, 1.0), 0
 
     def search(position: int, loads: tuple[float, ...]) -> bool:
         """False if the nodes are used up."""
@@ -146,8 +130,8 @@ def optimum(costs: Sequence[float], workers: int, *, max_nodes: int = 100_000) -
         return True
 
     if best <= bound + tolerance or search(0, (0.0,) * workers):
-        return Optimum(best, True)
-    return Optimum(bound, False)
+        return best, True
+    return bound, False
 
 
 def simulate(trace: Trace, workers: Sequence[int], costs: CostModel, *, max_nodes: int = 20_000) -> list[Row]:
@@ -160,35 +144,28 @@ def simulate(trace: Trace, workers: Sequence[int], costs: CostModel, *, max_node
     Raises:
         ValueError: an empty trace or request, a length below 1, or workers outside of 1..64.
     """
-    _check(trace, workers)
+    if not trace or not all(trace) or min(map(min, trace)) < 1:
+        raise ValueError("a trace needs at least one request, a request one segment, and a segment one token")
+    if not workers or not all(1 <= count <= 64 for count in workers):
+        raise ValueError(f"the simulation takes 1 to 64 workers, got {list(workers)}")
     rows: list[Row] = []
-    serial_s = fmean(replay(lengths, lpt(lengths, 1), costs).ttft_s for lengths in trace)
+    serial_s = fmean(replay(lengths, lpt(lengths, 1), costs)["ttft_s"] for lengths in trace)
     for count in workers:
         least = [optimum(lengths, count, max_nodes=max_nodes) for lengths in trace]
         for name, policy in POLICIES.items():
             plans = [policy(lengths, count) for lengths in trace]
             stages = [replay(lengths, plan, costs) for lengths, plan in zip(trace, plans, strict=True)]
             loads = (makespan(lengths, plan) for lengths, plan in zip(trace, plans, strict=True))
-            ratios = [load / best.value for load, best in zip(loads, least, strict=True)]
-            ttft_s = fmean(stage.ttft_s for stage in stages)
-            means = {field: fmean(getattr(stage, field) for stage in stages) for field in Stages._fields}
+            over = [load / best for load, (best, _) in zip(loads, least, strict=True)]
+            means = {stage: fmean(request[stage] for request in stages) for stage in stages[0]}
             rows.append(
                 {
-                    "policy": name, "workers": count, "ttft_s": ttft_s, **means, "speedup": serial_s / ttft_s,
-                    "over_optimum": fmean(ratios), "worst_over_optimum": max(ratios),
-                    "exact": fmean(best.exact for best in least),
+                    "policy": name, "workers": count, **means, "speedup": serial_s / means["ttft_s"],
+                    "over_optimum": fmean(over), "worst_over_optimum": max(over),
+                    "exact": fmean(exact for _, exact in least),
                 }
             )  # fmt: skip
     return rows
-
-
-def _check(trace: Trace, workers: Sequence[int]) -> None:
-    if not trace or not all(trace):
-        raise ValueError("a trace needs at least one request, and every request at least one segment")
-    if any(length < 1 for lengths in trace for length in lengths):
-        raise ValueError("a segment has at least one token")
-    if not workers or not all(1 <= count <= 64 for count in workers):
-        raise ValueError(f"the simulation takes 1 to 64 workers, got {list(workers)}")
 
 
 def random_trace(requests: int, segments: int, median: int, *, sigma: float = 0.7, seed: int = 0) -> list[list[int]]:
@@ -204,17 +181,16 @@ def read_trace(path: str | Path) -> list[list[int]]:
     """A file with one JSON list of segment lengths per line. Raises ValueError naming the first bad line."""
     trace = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            lengths = json.loads(line)
-        except ValueError:
-            lengths = None
-        if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n >= 1 for n in lengths):
-            raise ValueError(
-                f"{path}, line {number}: expected a JSON list of segment lengths like [512, 80], got {line}"
-            )
-        trace.append(lengths)
+        if line.strip():
+            try:
+                trace.append(json.loads(line))
+                right = bool(trace[-1]) and all(type(length) is int and length >= 1 for length in trace[-1])
+            except (ValueError, TypeError):
+                right = False
+            if not right:
+                raise ValueError(
+                    f"{path}, line {number}: expected a JSON list of segment lengths like [512, 80], got {line}"
+                )
     if not trace:
         raise ValueError(f"{path} holds no request: expected one JSON list of segment lengths per line")
     return trace

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from comb.backbones.exclusive import backbone_of
 from comb.cache.picache import PICache
@@ -103,6 +104,17 @@ def first_token(method: Method, picaches: Sequence[PICache], query: Sequence[int
     own = dict(getattr(state, "seconds", {}))
     rest = max(0.0, linked_at - start - sum(own.values()))
     return {**own, "other linking": rest, "first token": end - linked_at}
+
+
+def check_logits(what: str, logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """Raises ValueError, beginning with `what`, unless logits are those wanted, up to rounding in the model's dtype."""
+    # sums may be taken in another order: roundings at the size of the largest logit
+    allowed = 16 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    difference = float((logits - wanted).abs().max())
+    if not difference <= allowed:
+        raise ValueError(
+            f"check failed: {what} by {difference:.2g} in a logit (allowed: {allowed:.2g}); no time would mean anything"
+        )
 
 
 @contextmanager

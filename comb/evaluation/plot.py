@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from comb.evaluation.run import NO_DOCUMENTS, MethodResult, Timing
 from comb.evaluation.table import Row
 
 METRICS = {"em": "exact match, %", "f1": "F1, %", "rouge_l": "ROUGE-L, %"}
-# one colour and marker per family of methods, as in EPIC Fig. 6
-FAMILIES = {
-    NO_DOCUMENTS: ("#9a9a9a", "."),
-    "full": ("#000000", "*"),
-    "prefix": ("#7f7f7f", "v"),
-    "naive": ("#d62728", "X"),
-    "legolink": ("#1f5fbf", "o"),
-    "attnlink": ("#2a8f3c", "^"),
-    "cacheblend": ("#f07800", "s"),
-    "block": ("#8c564b", "h"),
-    "comb": ("#8a2bc2", "D"),
-}
-_OTHERS = ("#17a2b8", "#e377c2", "#9c8f1c", "#4b0f3a", "#4878cf", "#ee854a", "#6acc64", "#d65f5f")
-_LIGHTEST = 0.6
-
-
-class Style(NamedTuple):
-    """How one method is drawn."""
-
-    colour: str
-    marker: str
-    size: float
+_MARKERS = "osD^vXP*"
 
 
 class Panel(Protocol):
@@ -64,7 +42,6 @@ class Lines:
     log: str = ""
     level: float | None = None
     diagonal: str = ""
-    markers: bool = True
 
     def draw(self, axes: Any) -> None:
         """With a legend beside the axes if there is more than one line."""
@@ -73,13 +50,12 @@ class Lines:
             for line, key in self._keys(row).items():
                 if not row.get("refused") and row.get(key) is not None:
                     curves.setdefault(line, []).append((row[self.x], row[key]))
-        for (name, points), look in zip(curves.items(), styles(list(curves)).values(), strict=True):
+        for number, (name, points) in enumerate(curves.items()):
             x, values = zip(*sorted(points, key=lambda point: point[0]), strict=True)
             times = [v if isinstance(v, Timing) else Timing(v, v, v, 1) for v in values]
             low, middle, high = ([self.scale * getattr(t, end) for t in times] for end in ("low", "median", "high"))
-            marker = look.marker if self.markers else ""
-            axes.plot(x, middle, color=look.colour, marker=marker, markersize=0.7 * look.size, label=name)
-            axes.fill_between(x, low, high, color=look.colour, alpha=0.15, linewidth=0)
+            axes.plot(x, middle, **_look(number), markersize=4, label=name)
+            axes.fill_between(x, low, high, color=_look(number)["color"], alpha=0.15, linewidth=0)
         if self.diagonal:
             ends = sorted({row[self.x] for row in self.rows})
             axes.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0, label=self.diagonal)
@@ -102,20 +78,18 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bars:
-    """A horizontal bar per row, made of `parts`: seconds by name, drawn in ms; those in `order` first."""
+    """A horizontal bar per row, made of `parts`: seconds by name, drawn in ms."""
 
     rows: Sequence[Row]
     label: Callable[[Row], str]
     parts: Callable[[Row], dict[str, float]]
     xlabel: str
-    order: Sequence[str] = ()
 
     def draw(self, axes: Any) -> None:
         """With the parts' names in a legend."""
         found = [self.parts(row) for row in self.rows]
         starts = [0.0] * len(found)
-        named = {name for parts in found for name in parts}
-        for name in [*(name for name in self.order if name in named), *sorted(named - set(self.order))]:
+        for name in dict.fromkeys(name for parts in found for name in parts):
             widths = [1000 * parts.get(name, 0.0) for parts in found]
             axes.barh(range(len(found)), widths, left=starts, label=name, height=0.7)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
@@ -135,7 +109,7 @@ class Grid:
     y: str
     value: str
     title: str
-    labels: tuple[str, str] = field(default=("", ""))
+    labels: tuple[str, str]
 
     def draw(self, axes: Any) -> None:
         """With every cell's value in it."""
@@ -143,16 +117,43 @@ class Grid:
         values = {(row[self.y], row[self.x]): row.get(self.value) for row in self.rows}
         cells = [[values.get((line, column)) for column in columns] for line in lines]
         numbers = [[float("nan") if value is None else 100 * value for value in row] for row in cells]
-        axes.imshow(numbers, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        axes.grid(visible=False)
         axes.set_facecolor("#dddddd")
+        axes.imshow(numbers, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
         for y, row in enumerate(numbers):
             for x, value in enumerate(row):
-                axes.text(x, y, "-" if value != value else f"{value:.0f}", ha="center", va="center", fontsize="small")
-        axes.set_title(self.title, fontsize="small")
-        axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns], fontsize="small")
-        axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines], fontsize="small")
-        axes.set_xlabel(self.labels[0])
-        axes.set_ylabel(self.labels[1])
+                axes.text(x, y, "-" if value != value else f"{value:.0f}", ha="center", va="center")
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(lines)), lines)
+        axes.set(title=self.title, xlabel=self.labels[0], ylabel=self.labels[1])
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6). Refused methods are left out.
+
+    Args:
+        rows: of `MethodResult.to_dict`. metric: em, f1 or rouge_l.
+    """
+
+    rows: Sequence[Row]
+    metric: str = "em"
+
+    def draw(self, axes: Any) -> None:
+        """One pair of markers per method; a dotted line for a method without times."""
+        for number, row in enumerate(row for row in self.rows if not row["refused"]):
+            name, height, look = row["method"], 100 * row[self.metric], _look(number)
+            if row["ttft_cold_s"] is None or name == NO_DOCUMENTS:
+                axes.axhline(height, color=look["color"], linestyle=":", label=f"{name} ({height:.0f}%)")
+                continue
+            times = [1000 * row[key].median for key in ("ttft_cold_s", "ttft_cached_s")]
+            axes.plot(times, [height, height], **look, label=name)
+            axes.plot(times[:1], [height], **look, markerfacecolor="white")
+            axes.set_xscale("log")
+        axes.margins(y=0.12)
+        axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
+        axes.set_ylabel(METRICS[self.metric])
+        _legend_beside(axes)
 
 
 def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
@@ -171,8 +172,7 @@ def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
     FigureCanvasAgg(figure)
     several = list(figure.subplots(lines, columns, squeeze=False).flat)
     for panel, axes in zip(panels, several, strict=False):
-        if not isinstance(panel, Grid):
-            axes.grid(alpha=0.3)
+        axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
         panel.draw(axes)
     for axes in several[len(panels) :]:
@@ -181,76 +181,6 @@ def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return Path(path)
-
-
-def styles(methods: Sequence[str]) -> dict[str, Style]:
-    """One style per method: a family shares colour and marker, its members get darker in the order given."""
-    members: dict[str, list[str]] = {}
-    for method in dict.fromkeys(methods):
-        members.setdefault(_family(method), []).append(method)
-    unknown = [family for family in members if family not in FAMILIES]
-    found = {}
-    for family, names in members.items():
-        base, marker = FAMILIES.get(family) or (_OTHERS[unknown.index(family) % len(_OTHERS)], "p")
-        for place, name in enumerate(names):
-            lightness = _LIGHTEST * (1 - place / (len(names) - 1)) if len(names) > 1 else 0.0
-            found[name] = Style(_lighter(base, lightness), marker, 13 if marker == "*" else 8)
-    return {method: found[method] for method in methods}
-
-
-def _family(method: str) -> str:
-    name = re.split("[:,]", method)[0]
-    return "legolink" if name == "legolink-0" else name
-
-
-def _lighter(colour: str, share: float) -> str:
-    """`colour` mixed with `share` of white."""
-    channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return "#" + "".join(f"{round(channel + share * (255 - channel)):02x}" for channel in channels)
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6). Refused methods are left out.
-
-    Args:
-        rows: of `MethodResult.to_dict`. metric: em, f1 or rouge_l.
-        zoom: the quality axis covers what the methods reach, instead of everything from zero.
-    """
-
-    rows: Sequence[Row]
-    metric: str = "em"
-    zoom: bool = False
-
-    def draw(self, axes: Any) -> None:
-        """One pair of markers per method; a dotted line for a method without times."""
-        drawn = [row for row in self.rows if not row["refused"]]
-        looks = styles([row["method"] for row in drawn])
-        for row in drawn:
-            cold, cached, name = row["ttft_cold_s"], row["ttft_cached_s"], row["method"]
-            (colour, symbol, size), height = looks[name], 100 * row[self.metric]
-            if cold is None or name == NO_DOCUMENTS:
-                axes.axhline(height, color=colour, linestyle=":", label=f"{name} ({height:.0f}%)")
-                continue
-            ends = 1000 * cold.median, 1000 * cached.median
-            axes.plot(ends, [height, height], color=colour, linewidth=1, alpha=0.6)
-            marker = {"marker": symbol, "color": colour, "linestyle": "none"}
-            axes.plot(ends[:1], [height], markerfacecolor="white", markersize=0.8 * size, zorder=3, **marker)
-            axes.plot(ends[1:], [height], markersize=size, zorder=4, label=name, **marker)
-        axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
-        axes.set_ylabel(METRICS[self.metric])
-        times = [row[key].median for row in drawn for key in ("ttft_cold_s", "ttft_cached_s") if row[key] is not None]
-        if times and max(times) > 30 * min(times):
-            axes.set_xscale("log")
-        else:
-            axes.set_xlim(left=0)
-        heights = [100 * row[self.metric] for row in drawn if row["method"] != NO_DOCUMENTS]
-        if self.zoom and heights:
-            margin = max(1.0, 0.12 * (max(heights) - min(heights)))
-            axes.set_ylim(min(heights) - margin, max(heights) + margin)
-        else:
-            axes.set_ylim(-3, 103)
-        _legend_beside(axes)
 
 
 def plot_results(results: Sequence[MethodResult], path: str | Path, *, title: str = "", metric: str = "em") -> Path:
@@ -281,6 +211,11 @@ def plot_training(
     if any((scores or {}).values()):
         panels.append(panel(scores or {}, "held-out answers, %", 100))
     return draw(panels, path, title=title)
+
+
+def _look(number: int) -> dict[str, str]:
+    """Colour and marker of the number-th line: matplotlib's ten colours, and markers of another period."""
+    return {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
 
 
 def _legend_beside(axes: Any) -> None:

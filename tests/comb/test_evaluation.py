@@ -156,11 +156,12 @@ def test_no_store_outlives_its_method(
         made.append(weakref.ref(found := plain_engine(setting, method)))
         return found
 
-    def ask_batch(self: PICEngine, *args: Any, **options: Any) -> Any:
-        gc.collect()
-        stores = [one.store.stats() for one in (each() for each in made) if one is not None]
-        held.append(sum(tier.bytes for store in stores for tier in store.tiers.values()))
-        return plain_ask(self, *args, **options)
+    def ask_batch(self: PICEngine, requests: Any, **options: Any) -> Any:
+        if len(requests) > 1:  # quality, with which a method begins; times are of one request
+            gc.collect()
+            stores = [one.store.stats() for one in (each() for each in made) if one is not None]
+            held.append(sum(tier.bytes for store in stores for tier in store.tiers.values()))
+        return plain_ask(self, requests, **options)
 
     monkeypatch.setattr(Setting, "engine", engine)
     monkeypatch.setattr(PICEngine, "ask_batch", ask_batch)

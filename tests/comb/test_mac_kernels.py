@@ -70,7 +70,7 @@ def benchmarked(out: Path, *options: str) -> tuple[dict[str, Any], str]:
 def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
     content, _ = benchmarked(tmp_path)
     assert [item["failed"] for item in content["checks"]] == [""] * len(content["checks"])
-    points = {(item["context"], item["rows"], item["hit_rate"]): item for item in content["points"]}
+    points = {(item["context"], item["rows"], item["hit_rate"]): item for item in content["results"]}
     assert points.keys() == {(c, b, rate) for c in (48, 96) for b in (1, 2) for rate in (0.0, 1.0)}
     for (context, _, rate), point in points.items():
         assert point["read_share"] == 1 if rate == 0 else 8 / context < point["read_share"] <= 23 / context
@@ -84,7 +84,7 @@ def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_gpu_benchmark_says_what_it_had_no_time_for(tmp_path: Path) -> None:
     content, printed = benchmarked(tmp_path, "--seconds", "0")
-    assert content["points"] == content["stages"] == []
+    assert content["results"] == content["stages"] == []
     assert {"stages at 48", "1 x 48", "1 x 96", "2 x 48", "2 x 96"} <= content["left_out"].keys()
     assert "left out: 2 x 96: time is up after 0 s" in printed
     assert not (tmp_path / "mac-gpu.png").exists()

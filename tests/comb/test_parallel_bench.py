@@ -68,8 +68,7 @@ def test_stages_add_up_and_are_simulated(folder: Path, tmp_path: Path) -> None:
     lengths = [len(segment) for segment in prompt.segments]
     assert len(set(lengths)) > 1
     executor = inside(folder, 3)
-    costs: dict[str, CostModel] = {}
-    rows = measure_parallel(model, executor, ["naive", "legolink:2"], [1, 3], prompt, options, costs)
+    rows = measure_parallel(model, executor, ["naive", "legolink:2"], [1, 3], prompt, options)
     assert [(row["method"], row["workers"]) for row in rows] == [
         ("full", 0), ("naive", 1), ("naive", 3), ("legolink:2", 1), ("legolink:2", 3),
     ]  # fmt: skip
@@ -82,9 +81,8 @@ def test_stages_add_up_and_are_simulated(folder: Path, tmp_path: Path) -> None:
             assert 0 < row["combine_share"].median < 1
         busiest = makespan(lengths, lpt(lengths, row["workers"]))
         assert row["dispatch_s"].median == pytest.approx(1e-6 * busiest)
-        assert costs[row["method"]].compile_s(50) == pytest.approx(5e-5)
-        assert row["costs"] == vars(costs[row["method"]])
-    simulated = list(simulate_beyond(costs, prompt, [1, 4], [[5, 6], [7]], "a trace"))
+        assert CostModel(**row["costs"]).compile_s(50) == pytest.approx(5e-5)
+    simulated = list(simulate_beyond(rows, prompt, [1, 4], [[5, 6], [7]], "a trace"))
     assert list(dict.fromkeys((row["name"], row["method"]) for row in simulated)) == [
         ("this prompt", "naive"), ("this prompt", "legolink:2"), ("a trace", "naive"),
     ]  # fmt: skip
@@ -100,7 +98,7 @@ def test_no_time_is_shown_when_workers_are_lost_or_wrong(folder: Path) -> None:
     options = ParallelOptions(segments=3, segment_tokens=10, query_tokens=4, repeats=1)
 
     def measure(executor: CompileExecutor, workers: list[int]) -> Any:
-        return measure_parallel(model, executor, ["naive"], workers, options.prompt(250), options, {})
+        return measure_parallel(model, executor, ["naive"], workers, options.prompt(250), options)
 
     with pytest.raises(ValueError, match="no times of workers"):
         measure(inside(folder, 2, lost=True), [1, 2])
@@ -111,9 +109,8 @@ def test_no_time_is_shown_when_workers_are_lost_or_wrong(folder: Path) -> None:
         model.get_input_embeddings().weight[:100] += 1.0
     with pytest.raises(ValueError, match="workers don't compile"):
         measure(inside(folder, 2), [1, 2])
-    for wrong in ({"segments": 1}, {"segment_tokens": 0}, {"query_tokens": 0}, {"spread": -1.0}):
-        with pytest.raises(ValueError, match="at least two segments"):
-            replace(options, **wrong).prompt(250)
+    for wrong in (["--segments", "1"], ["--segment-tokens", "0"], ["--query-tokens", "0"], ["--spread", "-1"]):
+        assert "Invalid value" in runner.invoke(cli.app, ["bench", "parallel", *wrong]).output
 
 
 def test_the_commands(folder: Path, tmp_path: Path) -> None:
