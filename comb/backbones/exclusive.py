@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comb.backbones.torch_private import modules_of
+from comb.backbones.identity import modules_now
 from comb.locks import lock_of
 
 
@@ -44,7 +44,7 @@ def exclusive(model: Any) -> Iterator[None]:
         if any(model is entered or model is backbone_of(entered) for entered in outer):  # its modules have been seen to
             yield
             return
-        training = [module for module in modules_of(model) if module.training]
+        training = [module for module in modules_now(model) if module.training]
         for module in training:
             module.training = False
         token = _entered.set((*outer, model))

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ _CHUNK = 2**24
 _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "architectures", "dtype", "use_cache")
 
 _ATTRIBUTE = "_comb_identity"
-_walked: ContextVar[dict[int, Identity] | None] = ContextVar("identities of the models in this call", default=None)
 
 
 class Identity:
@@ -40,20 +40,41 @@ class Identity:
         return self._facts[name]
 
 
+@dataclass(frozen=True)
+class _Walk:
+    """What one call has found out about each of its models, by their ids."""
+
+    modules: dict[int, list[torch.nn.Module]] = field(default_factory=dict)
+    identities: dict[int, Identity] = field(default_factory=dict)
+
+
+_walk: ContextVar[_Walk | None] = ContextVar("the models of this call", default=None)
+
+
 def identity_of(model: Any) -> Identity:
     """Who `model` is now: the same object until a weight is written (other than through ``.data``) or replaced, or an
     adapter is added, switched or merged. One walk over the model, or inside `one_walk` at most one for all questions.
     """
-    walked = _walked.get()
-    if walked is not None and id(model) in walked:
-        return walked[id(model)]
+    walk = _walk.get()
+    if walk is not None and id(model) in walk.identities:
+        return walk.identities[id(model)]
     stamp = _stamp(model)
     identity: Identity | None = model.__dict__.get(_ATTRIBUTE)
     if identity is None or identity.stamp != stamp:
         identity = model.__dict__[_ATTRIBUTE] = Identity(stamp)
-    if walked is not None:
-        walked[id(model)] = identity
+    if walk is not None:
+        walk.identities[id(model)] = identity
     return identity
+
+
+def modules_now(model: Any) -> list[torch.nn.Module]:
+    """All modules of `model`, each once; inside `one_walk` those that it had when it was asked first."""
+    walk = _walk.get()
+    if walk is None:
+        return modules_of(model)
+    if id(model) not in walk.modules:
+        walk.modules[id(model)] = modules_of(model)
+    return walk.modules[id(model)]
 
 
 def weights_fingerprint(model: Any) -> str:
@@ -72,21 +93,21 @@ def forget_identity(model: Any) -> None:
 
 @contextmanager
 def one_walk() -> Iterator[None]:
-    """For one call: inside, this thread walks each model once and takes its weights to stay as they are.
+    """For one call: inside, this thread walks each model once and takes its modules and weights to stay as they are.
 
     Nested, it walks anew: what is compiled is named after the weights that are there when compiling begins.
     """
-    token = _walked.set({})
+    token = _walk.set(_Walk())
     try:
         yield
     finally:
-        _walked.reset(token)
+        _walk.reset(token)
 
 
 def _stamp(model: Any) -> int:
     """Changes when a weight is written (other than through ``.data``) or replaced, or an adapter is switched."""
     seen: list[Any] = []
-    for module in modules_of(model):
+    for module in modules_now(model):
         for _, tensor in tensors_of(module):
             seen.append((tensor.data_ptr(), writes(tensor), tensor.dtype))
         seen.append(_adapter(module))

@@ -10,6 +10,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -48,7 +49,7 @@ class PICache(ABC):
         own: Any = {field.name: tensors[field.name] for field in fields(cls) if field.name != "fingerprint"}
         return cls(fingerprint, **own)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())

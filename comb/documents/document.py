@@ -209,7 +209,7 @@ def _not_empty(blocks: list[int | _Reference]) -> list[int | _Reference]:
     return blocks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PromptBuilder:
     """Turns documents and a query into token ids, the same way in training, evaluation and serving.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -12,6 +12,22 @@ from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Document, PromptBuilder, as_document
 from comb.documents.splitting import Splitter, split_document
 from comb.methods.base import Method
+
+REMEMBERED = 256
+"""Documents whose tokens an engine remembers: tokenising them again would take a cached question more than linking."""
+
+CutDocument = Callable[[Any, int, PromptBuilder, Splitter, Document], tuple[tuple[int, ...], ...]]
+
+
+def cut_document(
+    tokenizer: Any, vocabulary: int, builder: PromptBuilder, splitter: Splitter, document: Document
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of a document's segments, which depend on the arguments alone.
+
+    Args:
+        vocabulary: size of `tokenizer`, which may have been given new tokens.
+    """
+    return tuple(split_document(tokenizer, builder.segment(document), splitter))
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,7 @@ class Segmenter:
         tokenizer: the model's, by which `splitter` finds its places.
         builder: writes a document as tokens.
         splitter: KVSplit.
+        cut: `cut_document`, or what remembers its results.
         salt: separates tenants.
     """
 
@@ -30,6 +47,7 @@ class Segmenter:
     tokenizer: Any
     builder: PromptBuilder
     splitter: Splitter
+    cut: CutDocument
     salt: str = ""
 
     def segments(self, documents: Sequence[str | Document]) -> list[KeyedSegment]:
@@ -37,7 +55,8 @@ class Segmenter:
         if isinstance(documents, str | Document):
             raise ValueError("documents is a list: write documents=[...] around a single one")
         checked = [as_document(document) for document in documents]
-        split = [split_document(self.tokenizer, self.builder.segment(each), self.splitter) for each in checked]
+        how = self.tokenizer, len(self.tokenizer), self.builder, self.splitter
+        split = [self.cut(*how, document) for document in checked]
         keys = iter(self._keys([part for parts in split for part in parts]))
         segments = []
         for document, parts in zip(checked, split, strict=True):

@@ -6,6 +6,7 @@ one floor below (documents, store, methods, model) and hands what it got to the 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from comb.documents.document import Document, Message, Prompt, PromptBuilder, re
 from comb.documents.splitting import Splitter
 from comb.engine.decoding import FirstTokenTimer, check_wanted, decoding_settings, trim, with_length
 from comb.engine.report import Answer, Report, cache_bytes, document_reports
-from comb.engine.segmenter import Segmenter
+from comb.engine.segmenter import REMEMBERED, Segmenter, cut_document
 from comb.engine.workers import CompileExecutor
 from comb.mac import MacConfig, MacSession
 from comb.mac.accounting import MacReport
@@ -94,6 +95,7 @@ class AnswerSteps:
         self.mac = mac
         self.encoder_enabled = encoder_enabled
         self.catalog = DocumentCatalog(store)
+        self._cut = functools.lru_cache(REMEMBERED)(cut_document)
         self._plain = methods.create("full", model)
 
     # ---- prepare: everything that can be refused before something is computed ----
@@ -101,7 +103,7 @@ class AnswerSteps:
     @property
     def segmenter(self) -> Segmenter:
         """How documents are cut and keyed at this moment."""
-        return Segmenter(self.method, self.tokenizer, self.prompt_builder, self.splitter, self.salt)
+        return Segmenter(self.method, self.tokenizer, self.prompt_builder, self.splitter, self._cut, self.salt)
 
     def segments_of(
         self, documents: Sequence[str | Document] = (), document_ids: Sequence[str] = ()

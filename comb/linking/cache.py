@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from comb.backbones.identity import identity_of
 from comb.cache.picache import DecoderPICache
 from comb.linking.rotation import PositionMap
 
@@ -170,7 +171,10 @@ class ScatterCache(Cache):
 
     def dynamic(self, model: Any, length: int) -> DynamicCache:
         """The first `length` tokens as an ordinary cache of `model`, which shares this one's memory where it can."""
-        cache = DynamicCache(config=model.config)
+        # from the configuration, which takes transformers some 0.2 ms, once for each state of the weights
+        empty = identity_of(model).fact("empty cache", lambda: DynamicCache(config=model.config))
+        cache = copy.copy(empty)
+        cache.layers = [copy.copy(layer) for layer in empty.layers]
         for number, (source, target) in enumerate(zip(self.layers, list(cache.layers), strict=True)):
             keys, values = source.keys[:, :, :length], source.values[:, :, :length]
             if type(target) is DynamicLayer:

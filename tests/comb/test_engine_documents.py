@@ -13,6 +13,8 @@ from transformers import LlamaForCausalLM
 from comb import CombForCausalLM, Document
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.cache.store import PICacheStore, PICacheTooLargeError
+from comb.documents import splitting
+from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine, Request, UnknownDocumentError
 from tests.helpers.tiny_engine import (
     BOOK,
@@ -65,6 +67,23 @@ def test_added_documents_follow_a_trained_adapter(tokenizer: Any) -> None:
     assert after.token_ids == PICEngine(model, tokenizer).ask(QUESTION, [LAKE], max_new_tokens=NEW).token_ids
     engine.remove_documents(ids)
     idle(engine.store)
+
+
+def test_remembered_tokens_follow_what_they_were_made_with(backbone: LlamaForCausalLM) -> None:
+    tokenizer = make_tokenizer()
+    engine = PICEngine(backbone, tokenizer, method="naive")
+    first = engine.segments_of([LAKE, Document(LAKE, title="Lakes")])
+    assert engine.segments_of([LAKE, Document(LAKE, title="Lakes")]) == first
+    assert first[0].token_ids != first[1].token_ids
+    engine.splitter = splitting.create("fixed:3")
+    assert len(engine.segments_of([LAKE])) > 1
+    engine.splitter = splitting.create("whole")
+    engine.prompt_builder = PromptBuilder(tokenizer, document_template="> {text}")
+    assert engine.segments_of([LAKE])[0].token_ids == PromptBuilder(tokenizer, "> {text}").segment(LAKE)
+    engine.prompt_builder = PromptBuilder(tokenizer)
+    tokenizer.add_tokens([LAKE.split()[0]])
+    again = engine.segments_of([LAKE])[0].token_ids
+    assert again == PromptBuilder(tokenizer).segment(LAKE) != first[0].token_ids
 
 
 def test_two_ids_of_one_text(engine: PICEngine) -> None:
