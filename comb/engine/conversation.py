@@ -12,7 +12,8 @@ from typing import Any
 
 from comb.backbones.identity import one_walk
 from comb.documents.catalog import KeyedSegment
-from comb.documents.document import Document, Generated, Message, referenced_documents
+from comb.documents.document import Document
+from comb.documents.messages import Generated, Message, referenced_documents
 from comb.engine.decoding import AnswerStream, FirstTokenTimer, check_no_streamer, check_wanted
 from comb.engine.report import Answer, continued_reports
 from comb.engine.steps import AnswerSteps, PreparedQuestion

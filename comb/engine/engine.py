@@ -22,7 +22,8 @@ from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.store import PICacheStore
 from comb.documents import splitting
 from comb.documents.catalog import UnknownDocumentError, by_document
-from comb.documents.document import Document, Message, PromptBuilder
+from comb.documents.document import Document, PromptBuilder
+from comb.documents.messages import Message
 from comb.documents.splitting import Boundaries, Splitter
 from comb.engine.conversation import Conversation
 from comb.engine.decoding import AnswerStream, check_no_streamer

@@ -23,7 +23,8 @@ from comb.backbones.tokenizer import check_tokenizer
 from comb.cache.picache import PICache
 from comb.cache.store import PICacheRef, PICacheStore
 from comb.documents.catalog import DocumentCatalog, KeyedSegment
-from comb.documents.document import Document, Message, Prompt, PromptBuilder, referenced_documents
+from comb.documents.document import Document, Prompt, PromptBuilder
+from comb.documents.messages import Message, referenced_documents
 from comb.documents.splitting import Splitter
 from comb.engine.decoding import FirstTokenTimer, check_wanted, decoding_settings, trim, with_length
 from comb.engine.report import Answer, Report, cache_bytes, document_reports

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from comb.backbones.loading import backbones, is_hub_id
-from comb.hub.card.facts import RESULTS, TRAINING, read_evaluations, read_training
+from comb.hub.card.facts import RESULTS, TRAINING
 from comb.hub.card.licence import KEYS, Licence, inherited_licence
 from comb.hub.card.parts import Card, edited_last, parse_card, with_own
 from comb.hub.card.render import render
@@ -54,16 +54,11 @@ class PushPlan:
     parent: str | None = None
 
 
-def write_card(config: Any, folder: Path, *, repo: str | None = None, dtype: Any = None) -> None:
-    """Writes the generated part of the model card, and leaves alone what a person wrote.
-
-    Args:
-        repo: name of the repository it is for; the folder's by default.
-        dtype: of the adapter's weights, and so of its cache; read from their file by default.
-    """
-    stored, parameters = read_weights(folder) if any(folder.glob("model*.safetensors")) else (dtype, None)
+def write_card(config: Any, folder: Path) -> None:
+    """Writes the generated part of the model card, and leaves alone what a person wrote."""
+    weights = read_weights(folder) if any(folder.glob("model*.safetensors")) else (None, None)
     here = _read_card(folder)
-    card = _card(config, folder, repo or folder.name, here, dtype=dtype or stored, parameters=parameters)
+    card = _card(config, folder, folder.name, here, weights)
     if here is not None and here.body_was_edited:
         logger.warning(_REPLACED, folder / CARD)
     (folder / CARD).write_text(str(card), encoding="utf-8")
@@ -98,12 +93,12 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
     config = AutoConfig.from_pretrained(folder)
     if config.model_type != ADAPTER_TYPE:
         raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
-    dtype, parameters = read_weights(folder)
+    weights = read_weights(folder)
     here, there, parent = _read_card(folder), None, None
     if api is not None:
         there, parent = _read_remote(api, repo, private)
     person = edited_last(here, there, repo)
-    card = _card(config, folder, repo, person, dtype=dtype, parameters=parameters, api=api, pushing=True)
+    card = _card(config, folder, repo, person, weights, api=api, pushing=True)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | {CARD}
     # fnmatch's * crosses slashes; only files at the top are published
     chosen = {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
@@ -205,15 +200,12 @@ def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str
 
 
 def _card(
-    config: Any, folder: Path, repo: str, person: Card | None, *, dtype: Any, parameters: int | None,
+    config: Any, folder: Path, repo: str, person: Card | None, weights: tuple[str | None, int | None], *,
     api: HfApi | None = None, pushing: bool = False,
 ) -> Card:  # fmt: skip
     """The card as it is generated now, with what a person wrote."""
     licence = _licence(config, folder, person, api)
-    generated = render(
-        config, repo, dtype=dtype, parameters=parameters, licence=licence, training=read_training(folder),
-        evaluations=read_evaluations(folder),
-    )  # fmt: skip
+    generated = render(config, folder, repo, licence, *weights)
     if person is not None and "license" in person.own["header"]:  # said in the text, but not ours to rewrite
         own = {name: value for name, value in generated.header.items() if name not in KEYS}
         generated = replace(generated, header=own)

@@ -195,7 +195,7 @@ class CombPreTrainedModel(PreTrainedModel):
         weights = self.state_dict() if state_dict is None else state_dict
         adapter = {name: tensor for name, tensor in weights.items() if not name.startswith("backbone.")}
         super().save_pretrained(folder, state_dict=adapter, **kwargs)
-        write_card(self.config, folder, dtype=self.encoder.dtype)
+        write_card(self.config, folder)
         if push_to_hub:
             push(folder, repo_id or folder.name, private=private, api=_api(token))
 

@@ -10,7 +10,8 @@ import torch
 
 from comb import CombForCausalLM, Document, PICEngine
 from comb.cache.store import PICacheStore
-from comb.documents.document import PromptBuilder, referenced_documents
+from comb.documents.document import PromptBuilder
+from comb.documents.messages import referenced_documents
 from comb.engine.engine import UnknownDocumentError
 from tests.comb.test_documents import byte_tokenizer
 from tests.helpers.families import open_gates, tiny

@@ -105,7 +105,7 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path: Path) -> None:
     content = settings(tmp_path / "out", limit=320)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(content))
-    code = "import sys, typer; from comb_training.cli.commands import answers; sys.argv[0] = 'comb'; typer.run(answers)"
+    code = "import sys, typer; from comb_training.cli.answers import answers; sys.argv[0] = 'comb'; typer.run(answers)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, "-c", code, str(path), "--engine", "transformers"]
     process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -20,7 +20,7 @@ from comb import CombForCausalLM
 from comb.documents.document import PromptBuilder
 from comb.evaluation.run import evaluate
 from comb_training import plugin
-from comb_training.cli import demo
+from comb_training.cli import demonstration
 from comb_training.config import config_from_dict, load_config
 from comb_training.data.mixture import read_examples
 from comb_training.models import training_method
@@ -162,7 +162,7 @@ def test_commands_say_what_is_missing(backbone_folder: Path, tmp_path: Path) -> 
 
 def test_the_demo_trains_as_the_nano_recipe_does() -> None:
     recipe = load_config(Path(__file__).resolve().parents[2] / "configs" / "nano.yaml")
-    ours = demo.demo_config(recipe.train.output_dir, recipe.train.max_seconds, recipe.train.seed)
+    ours = demonstration.demo_config(recipe.train.output_dir, recipe.train.max_seconds, recipe.train.seed)
     assert (ours.data, ours.train) == (recipe.data, recipe.train)
     assert dataclasses.replace(ours.model, device=recipe.model.device) == recipe.model
 
@@ -170,14 +170,14 @@ def test_the_demo_trains_as_the_nano_recipe_does() -> None:
 @pytest.mark.skipif(not (CHECKPOINT / "config.json").exists(), reason=f"needs the nano checkpoint at {CHECKPOINT}")
 def test_demo_fails_when_the_encoder_has_learned_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole demo in small: two steps of training are too few, and it must say so."""
-    whole = demo.demo_config
+    whole = demonstration.demo_config
 
     def small(*arguments: Any) -> Any:
         config = whole(*arguments)
         data = dataclasses.replace(config.data, options={"scenes": 4, "questions": 4})
         return dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, steps=2))
 
-    monkeypatch.setattr(demo, "demo_config", small)
+    monkeypatch.setattr(demonstration, "demo_config", small)
     out = tmp_path / "demo"
     result = invoke("demo", "--output-dir", str(out), "--questions", "12")
     assert result.exit_code == 1, result.output
@@ -185,7 +185,7 @@ def test_demo_fails_when_the_encoder_has_learned_nothing(tmp_path: Path, monkeyp
     assert "encoder on, cached" in result.output
     content = json.loads((out / "results.json").read_text())
     scores = {row["method"]: row["em"] for row in content["results"]}
-    assert list(scores) == list(demo.METHODS)
+    assert list(scores) == list(demonstration.METHODS)
     assert scores["full"] == scores["prefix"] > 0.8
     assert scores["comb"] < 0.9 * scores["full"]
     assert scores["none"] < 0.2
@@ -206,13 +206,15 @@ def test_trained_weights_stay_in_float32(config_for: Callable[..., Any], dtype: 
 def test_evaluating_on_the_training_dataset_keeps_its_split(
     config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from comb_training.cli import commands
+    from comb_training.cli import evaluate
 
     run_training(config_for(answers="gold"), progress=False)
     seen: list[Any] = []
-    monkeypatch.setattr(commands, "_evaluate", lambda model, tokenizer, settings, *a, **k: seen.append(settings.data))
-    commands.evaluate(str(tmp_path / "out"), dataset="jsonl", path=str(tmp_path / "data.jsonl"))
-    commands.evaluate(str(tmp_path / "out"), dataset="squad", path="elsewhere.json")
+    monkeypatch.setattr(
+        evaluate, "show_evaluation", lambda model, tokenizer, settings, *a, **k: seen.append(settings.data)
+    )
+    evaluate.evaluate(str(tmp_path / "out"), dataset="jsonl", path=str(tmp_path / "data.jsonl"))
+    evaluate.evaluate(str(tmp_path / "out"), dataset="squad", path="elsewhere.json")
     assert seen[0].heldout_share == 0.2
     assert (seen[1].dataset, seen[1].path, seen[1].heldout_share) == ("squad", "elsewhere.json", None)
 

@@ -8,7 +8,8 @@ import pytest
 
 from comb import Prompt
 from comb_training.data.batches import TrainingExample
-from comb_training.trainer.sampler import BatchSampler, Budget, bucket_rows, row_length
+from comb_training.plan.buckets import bucket_rows
+from comb_training.trainer.sampler import BatchSampler, Budget, row_length
 
 
 def example(index: int, documents: tuple[tuple[int, ...], ...], query: int, target: int = 2) -> TrainingExample:

@@ -23,10 +23,11 @@ def register() -> None:
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands to the `comb` application."""
     from comb.bench.harness import benchmarks
-    from comb_training.cli import commands
+    from comb_training.cli.answers import answers
+    from comb_training.cli.demo import demo
+    from comb_training.cli.evaluate import evaluate
+    from comb_training.cli.train import train
 
-    app.command("train")(commands.train)
-    app.command("answers")(commands.answers)
-    app.command("eval")(commands.evaluate)
-    app.command("demo")(commands.demo)
+    for name, command in (("train", train), ("answers", answers), ("eval", evaluate), ("demo", demo)):
+        app.command(name)(command)
     benchmarks.look_in("comb_training.bench")

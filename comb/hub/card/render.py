@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from comb.backbones.loading import backbones, is_hub_id
-from comb.hub.card.facts import Evaluation, Training, eval_results
+from comb.hub.card.facts import Training, eval_results, read_evaluations, read_training
 from comb.hub.card.licence import Licence
 from comb.hub.card.parts import BEGIN, END, Card, parse_card
 
@@ -25,22 +25,16 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-def render(
-    config: Any,
-    repo: str,
-    *,
-    dtype: Any,
-    parameters: int | None,
-    licence: Licence,
-    training: Training | None,
-    evaluations: tuple[Evaluation, ...],
-) -> Card:
-    """The card of an adapter as it is before anybody edits it.
+def render(config: Any, folder: Path, repo: str, licence: Licence, dtype: str | None, parameters: int | None) -> Card:
+    """The card of an adapter as it is before anybody edits it, with what `comb train` and `comb eval` left beside it.
 
     Args:
-        dtype: of the adapter's weights, and so of its cache.
-        parameters: of the adapter.
+        dtype: of the adapter's weights, and so of its cache; `parameters` is their number.
+
+    Raises:
+        ValueError: if a record in `folder` is damaged.
     """
+    training, evaluations = read_training(folder), read_evaluations(folder)
     encoder: Any = config.encoder_config
     backbone = config.backbone_name_or_path
     layers = config.cross_attention_layers or []

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from comb.documents.document import Document, References, referenced_documents
+from comb.documents.document import Document
+from comb.documents.messages import References, referenced_documents
 from comb_serving.api.errors import RequestError
 from comb_serving.pool.handles import KEY
 

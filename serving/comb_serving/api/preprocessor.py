@@ -13,7 +13,8 @@ from comb.backbones.loading import resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.picache import content_key
 from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
-from comb.documents.document import Document, PromptBuilder, References
+from comb.documents.document import Document, PromptBuilder
+from comb.documents.messages import References
 from comb.model.config import CombConfig
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import (

@@ -1,152 +1,22 @@
-"""`comb demo`: the whole story on a CPU in minutes.
-
-The nano backbone gets an encoder, which is trained on the backbone's own answers, saved, and loaded again from disk.
-Then questions over documents: encoder on and off, cold and cached. It ends with one table, and fails if COMB does
-not reach 90% of what full recompute reaches.
-"""
+"""`comb demo`: its options; `comb_training.cli.demonstration` is what runs."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
-
-from comb.backbones.tokenizer import load_tokenizer
-from comb.documents.datasets import read_dataset
-from comb.documents.document import Example
-from comb.engine.engine import Answer, PICEngine
-from comb.evaluation.plot import plot_results
-from comb.evaluation.record import write_results
-from comb.evaluation.run import MethodResult, evaluate
-from comb.evaluation.table import result_table
-from comb.hub.push import refresh_card
-from comb.model.modeling import CombForCausalLM
-from comb_training.config import Config, DataConfig, ModelConfig, TrainConfig
-from comb_training.train import LOSS_PLOT, run_training
-
-METHODS = ("full", "prefix", "comb", "none")
-NEEDED = 0.9  # COMB's exact match, as a share of full recompute's
-MAX_NEW_TOKENS = 48
 
 
-def demo_config(output_dir: str | Path, train_seconds: float, seed: int) -> Config:
-    """Two encoder layers, cross blocks before two of the six backbone layers: a third of its K/V bytes."""
-    return Config(
-        model=ModelConfig(
-            backbone="nano", num_encoder_layers=2, cross_attention_layers=(2, 4), device="cpu", cpu_threads=1
-        ),
-        data=DataConfig(dataset="nano", seed=seed, options={"scenes": 2400, "questions": 8}),
-        train=TrainConfig(
-            max_seconds=train_seconds, batch_size=64, learning_rate=3e-3, seed=seed, output_dir=str(output_dir)
-        ),
-    )
+def demo(
+    output_dir: Annotated[Path, typer.Option(help="Folder for adapter, table and plots.")] = Path("out/demo"),
+    train_seconds: Annotated[float, typer.Option(help="Seconds of training.")] = 120.0,
+    questions: Annotated[int, typer.Option(help="Held-out questions in the table.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of data and training.")] = 0,
+) -> None:
+    """The whole story on a CPU in minutes: train, save, reload, ask, compare."""
+    from comb_training.cli.demonstration import run_demo
 
-
-def run_demo(folder: Path, *, train_seconds: float, questions: int, seed: int, console: Console) -> bool:
-    """Trains, saves, reloads, asks, compares; writes adapter, results.json and plots to `folder`.
-
-    Args:
-        train_seconds: of optimisation; the backbone's answers before it come on top.
-        questions: held-out questions in the final table.
-
-    Returns:
-        Whether `comb` reached `NEEDED` of `full`.
-
-    Raises:
-        ValueError: if the nano backbone's checkpoint is not there.
-    """
-    start = time.monotonic()
-    config = demo_config(folder, train_seconds, seed)
-    _train(config, console)
-
-    console.rule("Questions over documents, with the adapter loaded from disk")
-    model = CombForCausalLM.from_pretrained(folder)
-    tokenizer = load_tokenizer(folder, model)
-    heldout = list(read_dataset("nano", split="heldout", seed=seed, limit=questions))
-    _ask(model, tokenizer, _shown(heldout), console)
-
-    console.rule("Comparison on held-out names")
-    results = evaluate(
-        (model, tokenizer), heldout, METHODS, max_new_tokens=MAX_NEW_TOKENS, batch_size=50, timing_examples=8
-    )
-    console.print(result_table(results, f"nano backbone, {len(heldout)} held-out questions over 4 to 8 documents"))
-    write_results(folder / "results.json", results, seed=seed, split="heldout", config=config.to_dict())
-    refresh_card(folder)
-    plots = _plots(folder, results)
-    full, comb = (next(result for result in results if result.method == name) for name in ("full", "comb"))
-    passed = comb.em >= NEEDED * full.em
-    verdict = "[green]reached[/green]" if passed else "[red]missed[/red]"
-    console.print(
-        f"COMB answers {100 * comb.em:.1f}% exactly, full recompute {100 * full.em:.1f}%: "
-        f"{100 * comb.em / max(full.em, 1e-9):.0f}% of it, goal of {100 * NEEDED:.0f}% {verdict}."
-    )
-    console.print(f"Adapter, results.json{plots} are in {folder}/. All in {time.monotonic() - start:.0f} s.")
-    return passed
-
-
-def _train(config: Config, console: Console) -> None:
-    from comb_training.nano import CHECKPOINT
-
-    if not (CHECKPOINT / "config.json").is_file():
-        raise ValueError(f"the nano backbone is not there ({CHECKPOINT}): run scripts/pretrain-nano to make it")
-    console.rule("Training an encoder on the backbone's own answers")
-    result = run_training(config)
-    trainable, total = result.parameters["trainable"], result.parameters["all"]
-    console.print(f"data: {result.counts}")
-    console.print(
-        f"backbone frozen with {total - trainable:,} parameters, {trainable:,} trained; "
-        f"{result.statistics.examples} answers generated in {result.answer_seconds:.0f} s"
-        + (f" ({100 * result.teacher.em:.1f}% exactly right)" if result.teacher else "")
-    )
-    if result.losses:
-        console.print(
-            f"loss {result.losses[0][1]:.3f} -> {result.losses[-1][1]:.3f} "
-            f"in {result.steps} steps, {result.seconds:.0f} s"
-        )
-
-
-def _shown(examples: Sequence[Example]) -> list[Example]:
-    """The first question of three different sets of documents."""
-    first = {example.group: example for example in reversed(examples)}
-    return sorted(first.values(), key=examples.index)[:3]
-
-
-def _ask(model: CombForCausalLM, tokenizer: Any, examples: Sequence[Example], console: Console) -> None:
-    engine = PICEngine(model, tokenizer, method="comb")
-    engine.ask("Who?", ["Nobody is here."], max_new_tokens=1)  # warm-up, so that the first time shown is a fair one
-    for example in examples:
-        documents = "\n".join(f"{number}. {document.text}" for number, document in enumerate(example.documents, 1))
-        console.print(Panel(documents, title=f"{len(example.documents)} documents", title_align="left"))
-        console.print(f"[bold]{example.query}[/bold]   (right: {example.answer})")
-        answers = {
-            "encoder on, cold": engine.ask(example.query, example.documents, max_new_tokens=MAX_NEW_TOKENS),
-            "encoder on, cached": engine.ask(example.query, example.documents, max_new_tokens=MAX_NEW_TOKENS),
-            "encoder off": engine.ask(example.query, example.documents, encoder=False, max_new_tokens=MAX_NEW_TOKENS),
-        }
-        console.print(_answer_table(answers))
-
-
-def _answer_table(answers: dict[str, Answer]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "answer", "documents", "prompt tokens", "first token"):
-        table.add_column(column, justify="left" if column in ("", "answer", "documents") else "right")
-    for name, answer in answers.items():
-        report = answer.report
-        states = [document.state for document in report.documents]
-        summary = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        table.add_row(name, answer.text, summary, str(report.prompt_tokens), f"{1000 * report.ttft_s:.1f} ms")
-    return table
-
-
-def _plots(folder: Path, results: Sequence[MethodResult]) -> str:
-    """Draws the comparison; what to call the plots in the closing line, empty without matplotlib."""
-    try:
-        plot_results(results, folder / "results.png", title="nano backbone, held-out names")
-    except ImportError:
-        return ""
-    return f", results.png and {LOSS_PLOT}"
+    if not run_demo(output_dir, train_seconds=train_seconds, questions=questions, seed=seed, console=Console()):
+        raise typer.Exit(1)

@@ -14,10 +14,11 @@ from comb_training.data.mixture import read_tokenized
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.plan.activations import PassSize
+from comb_training.plan.buckets import bucket_rows
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, Sharding, memory_of
 from comb_training.trainer import distributed
-from comb_training.trainer.sampler import batch_sampler, bucket_rows
+from comb_training.trainer.sampler import batch_sampler
 from comb_training.trainer.schedule import total_steps
 
 

@@ -1,0 +1,61 @@
+"""Chat messages as structure: text, documents named inside of them, and what a model has generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class References:
+    """Ids of documents inside of messages, in order: before the place of a prompt's other documents, and after it."""
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+def referenced_documents(query: str | Sequence[Message]) -> References:
+    """The documents that messages name in parts ``{"type": "document", "id": ...}``.
+
+    Raises:
+        ValueError: for a malformed part.
+    """
+    before: list[str] = []
+    after: list[str] = []
+    found = before
+    for message in () if isinstance(query, str) else query:
+        if message.get("role") == "user":
+            found = after
+        found += [str(part) for kind, part in message_parts(message) if kind == "document"]
+    return References(tuple(before), tuple(after))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A part of a message that a model has generated, as tokens: text would not always become the same ones again."""
+
+    token_ids: tuple[int, ...]
+
+
+def message_parts(message: Message) -> list[tuple[str, str | Generated]]:
+    """A message's content as (kind, text, document id or generated tokens)."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [("text", content)]
+    parts: list[tuple[str, str | Generated]] = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        if isinstance(part, Generated):
+            parts.append(("generated", part))
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        value = part.get({"text": "text", "document": "id"}.get(kind or "", "")) if isinstance(part, Mapping) else None
+        if kind not in ("text", "document") or not isinstance(value, str):
+            raise ValueError(
+                'message content must be text, or a list of {"type": "text", "text": ...} and '
+                f'{{"type": "document", "id": ...}}, not {part!r}'
+            )
+        parts.append((kind, value))
+    return parts

@@ -1,0 +1,77 @@
+"""`comb answers`: the backbone's own answers, made before a run trains on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from comb_training.answers import Targets
+    from comb_training.trainer.prepare import PreparedRun
+
+console = Console()
+
+
+def answers(
+    config: Annotated[Path, typer.Argument(help="YAML file; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, for example data.limit=100", metavar="[KEY=VALUE]...")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="transformers, vllm, or auto: vllm where it is installed.")] = "auto",
+    vllm: Annotated[
+        list[str] | None, typer.Option(help="key=value for vllm.LLM, for example tensor_parallel_size=4")
+    ] = None,
+    show: Annotated[int, typer.Option(help="Answers to print.")] = 2,
+) -> None:
+    """Let the backbone (or train.teacher) answer the training questions; `comb train` finds the answers.
+
+    Can be stopped at any time and started again. Under torchrun each rank answers its share.
+    """
+    from comb_training.answers import answer_prepared, choose_engine
+    from comb_training.config import load_config, override
+    from comb_training.trainer.prepare import prepare
+
+    settings = load_config(config, overrides or [])
+    chosen = choose_engine(engine)
+    if vllm and chosen != "vllm":
+        raise ValueError(f"--vllm is for vLLM, but the engine is {chosen}")
+    if chosen == "vllm":  # the GPU is vLLM's; the weights are loaded here to tell what the answers belong to
+        settings = override(settings, ["model.device=cpu"])
+    options = dict(_engine_option(item) for item in vllm or [])
+    run = prepare(settings)
+    _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)
+
+
+def _engine_option(item: str) -> tuple[str, Any]:
+    import yaml
+
+    name, equals, value = item.partition("=")
+    if not equals or not name:
+        raise ValueError(f"expected --vllm key=value, got {item!r} (for example tensor_parallel_size=4)")
+    return name.replace("-", "_"), yaml.safe_load(value)
+
+
+def _show_answers(targets: Targets, run: PreparedRun, show: int) -> None:
+    answered, settings = targets.answered, targets.answered.settings
+    share = f" of rank {targets.share.rank} of {targets.share.ranks}" if targets.share.ranks > 1 else ""
+    rate = f", {answered.generated / answered.seconds:.1f} answers/s" if answered.seconds else ""
+    by = f" by {answered.engine}" if answered.engine else ""
+    pending = f", {targets.pending} left to other ranks" if targets.pending else ""
+    console.print(f"answers{share}: {answered.found} found, {answered.generated} generated{by}{rate}{pending}")
+    if targets.share.rank > 0:  # the rest is the same on every rank
+        return
+    console.print(f"data: {run.counts}")
+    console.print(
+        f"settings: {escape(settings.model)}, {settings.dtype}, weights {settings.weights}, greedy, at most "
+        f"{settings.max_new_tokens} tokens, stop tokens {', '.join(map(str, settings.stop_token_ids))}"
+    )
+    if targets.scores is not None:
+        console.print(f"agreement with the data's answers: {100 * targets.scores.em:.1f}% exact match")
+    for example, text in list(zip(targets.examples, targets.texts, strict=True))[:show]:
+        query = run.tokenizer.decode(example.prompt.tail, skip_special_tokens=True).strip()
+        console.print(f"  {escape(query)}\n    answer: {escape(text)}\n    data:   {escape(example.references[0])}")
+    console.print(f"kept in {escape(str(targets.folder))}")

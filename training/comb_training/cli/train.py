@@ -1,0 +1,114 @@
+"""`comb train`: a run from one file, or what it would be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from comb_training.cli.evaluate import show_evaluation
+
+if TYPE_CHECKING:
+    from comb_training.config import Config
+    from comb_training.plan import Plan
+    from comb_training.trainer.prepare import PreparedRun
+
+console = Console()
+logger = logging.getLogger(__name__)
+
+TERMINATED = 143
+"""Exit status of a run that SIGTERM ended, as shells give it: a scheduler must not take it for done."""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, for example train.steps=20", metavar="[KEY=VALUE]...")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="A checkpoint-N folder, or auto for the newest one (needs train.save_steps).")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show configuration, parameters, memory and data; train nothing.")
+    ] = False,
+    evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
+) -> None:
+    """Fine-tune an encoder for a frozen backbone."""
+    from comb_training.config import load_config
+    from comb_training.models.loading import load_checkpoint
+    from comb_training.train import run_training
+    from comb_training.trainer import distributed
+
+    settings = load_config(config, overrides or [])
+    if dry_run:
+        from comb_training.plan import plan
+
+        _show_plan(plan(settings))
+        return
+    result = run_training(settings, resume=_checkpoint(resume, settings), prepared=_show_data)
+    if not distributed.is_main():
+        raise typer.Exit(TERMINATED if result.terminated else 0)
+    if settings.train.answers == "on_policy":  # answering drops examples, too
+        console.print(f"data, answered: {escape(str(result.counts))}")
+    if result.teacher is not None:
+        console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
+    if result.losses:
+        console.print(
+            f"loss {result.losses[0][1]:.4f} -> {result.losses[-1][1]:.4f} in {result.steps} steps, "
+            f"{result.seconds:.0f} s"
+        )
+    if result.terminated:
+        console.print(
+            f"stopped by SIGTERM after step {result.steps}; the checkpoint is in {escape(str(result.output_dir))}, "
+            "go on with --resume auto"
+        )
+        raise typer.Exit(TERMINATED)
+    console.print(f"adapter: {escape(str(result.output_dir))}")
+    if evaluation and settings.eval.limit > 0:
+        model = result.model
+        if model is None:  # it was sharded; what was written is whole
+            model = load_checkpoint(str(result.output_dir), settings)
+        show_evaluation(model, result.tokenizer, settings, result.output_dir / "results.json")
+
+
+def _checkpoint(resume: str | None, settings: Config) -> Path | None:
+    """The checkpoint to go on from; None to start. Raises ValueError if the one asked for is not there."""
+    if resume is None:
+        return None
+    from comb_training.trainer.checkpoints import checkpoints
+
+    folder = Path(settings.train.output_dir)
+    if resume == "auto":
+        found = checkpoints(folder)
+        if not found:
+            logger.warning("--resume auto: no checkpoint-N in %s, the run starts from the beginning", folder)
+        return found[-1] if found else None
+    if not Path(resume).is_dir():
+        raise ValueError(f"there is no checkpoint folder {resume!r} to resume from")
+    return Path(resume)
+
+
+def _show_plan(run: Plan) -> None:
+    import yaml
+    from rich.syntax import Syntax
+
+    from comb_training.plan.table import blocks
+    from comb_training.trainer import distributed
+
+    if not distributed.is_main():
+        return
+    console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
+    for block in blocks(run):
+        console.print(block)
+
+
+def _show_data(run: PreparedRun) -> None:
+    """What became of the rows, and how long the examples are."""
+    from comb_training.data.token_statistics import data_table
+
+    console.print(f"data: {escape(str(run.counts))}")
+    console.print(data_table(run.statistics, run.sets))
