@@ -36,8 +36,8 @@ from comb.evaluation.plot import Quality, draw
 from comb.evaluation.record import write_results
 from comb.evaluation.run import MethodResult, Setting, Timing
 from comb.evaluation.table import Column, Row, TextTable, result_table
-from tests.comb.test_documents import byte_tokenizer
 from tests.comb.test_hybrid_methods import text_model
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates
 
 runner = CliRunner()

@@ -38,11 +38,14 @@ def edit(path: Path, **values: object) -> None:
     path.write_text(json.dumps(config))
 
 
-def test_the_folder_holds_the_adapter_alone(saved: Path) -> None:
+def test_the_folder_holds_the_adapter_alone(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = {path.name for path in (saved / "adapter").iterdir()}
     assert {"config.json", "model.safetensors", "README.md", "generation_config.json"} <= names
     weights = load_file(saved / "adapter" / "model.safetensors")
-    model = CombForCausalLM.from_pretrained(saved / "adapter")
+    with caplog.at_level(logging.WARNING, logger="comb"):
+        model = CombForCausalLM.from_pretrained(saved / "adapter")
+    assert not caplog.records
+    assert all(p.requires_grad == (not n.startswith("backbone.")) for n, p in model.named_parameters())
     assert set(weights) == {name for name, p in model.named_parameters() if p.requires_grad}
     config = json.loads((saved / "adapter" / "config.json").read_text())
     assert config["model_type"] == "comb"
@@ -63,11 +66,6 @@ def test_round_trip(saved: Path, loader: type) -> None:
     direct = CombForCausalLM.from_pretrained(saved / "adapter", backbone=tiny("llama"))
     assert torch.equal(logits(model), logits(direct))
     assert isinstance(AutoConfig.from_pretrained(saved / "adapter"), CombConfig)
-
-
-def test_trainable_after_loading(saved: Path) -> None:
-    model = CombForCausalLM.from_pretrained(saved / "adapter")
-    assert all(p.requires_grad == (not n.startswith("backbone.")) for n, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,29 +152,34 @@ def test_a_plain_model_is_no_adapter(saved: Path) -> None:
         CombForCausalLM.from_pretrained(saved / "backbone")
 
 
-def test_nan_in_an_adapter_is_refused(saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder.layers.1.mlp.up_proj.weight": lambda w: w.index_fill(0, torch.tensor([3]), torch.nan)},
+         r"encoder\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
+        ({"cross_blocks.0.mlp_gate": None}, r"lacks 1 weights, among them \['cross_blocks.0.mlp_gate'\]"),
+        ({"cross_blocks.0.mlp_gate": lambda w: w.repeat(2)},
+         r"mlp_gate has shape \(2,\), its configuration says \(1,\)"),
+    ],
+    ids=["NaN", "missing", "misshapen"],
+)  # fmt: skip
+def test_damaged_weights_are_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
     path = saved / "adapter" / "model.safetensors"
     weights = load_file(path)
-    weights["encoder.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    for name, change in changes.items():
+        weight = weights.pop(name)
+        weights |= {name: change(weight)} if change else {}
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"encoder\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+    with pytest.raises(ValueError, match=message):
         CombForCausalLM.from_pretrained(saved / "adapter")
 
 
-def test_missing_and_misshapen_weights_are_refused(saved: Path) -> None:
+def test_no_weights_or_half_of_them(saved: Path) -> None:
     path = saved / "adapter" / "model.safetensors"
-    weights = load_file(path)
-    gate = weights.pop("cross_blocks.0.mlp_gate")
-    save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 weights, among them \['cross_blocks.0.mlp_gate'\]"):
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"(?i)incomplete|invalid|deserializ"):
         CombForCausalLM.from_pretrained(saved / "adapter")
-    save_file({**weights, "cross_blocks.0.mlp_gate": gate.repeat(2)}, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"mlp_gate has shape \(2,\), its configuration says \(1,\)"):
-        CombForCausalLM.from_pretrained(saved / "adapter")
-
-
-def test_a_folder_without_weights(saved: Path) -> None:
-    (saved / "adapter" / "model.safetensors").unlink()
+    path.unlink()
     with pytest.raises(OSError, match="not an adapter checkpoint"):
         CombForCausalLM.from_pretrained(saved / "adapter")
 
@@ -189,33 +192,14 @@ def test_a_name_is_a_folder_or_may_be_on_the_hub(tmp_path: Path) -> None:
     assert resolve_name("owner/name") == "owner/name"
 
 
-def test_a_truncated_weights_file(saved: Path) -> None:
-    path = saved / "adapter" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(Exception, match=r"(?i)incomplete|invalid|deserializ"):
-        CombForCausalLM.from_pretrained(saved / "adapter")
-
-
-def test_keys_of_a_newer_version_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_and_weights_of_a_newer_version_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit(saved / "adapter" / "config.json", format_version=7, seam_tokens=3, other_new_key="x")
-    with caplog.at_level(logging.WARNING, logger="comb.model.config"):
-        CombForCausalLM.from_pretrained(saved / "adapter")
-    assert "other_new_key, seam_tokens" in caplog.text
-    assert "format 7, this is 1" in caplog.text
-
-
-def test_known_keys_are_not_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="comb.model.config"):
-        CombForCausalLM.from_pretrained(saved / "adapter")
-    assert not caplog.records
-
-
-def test_unknown_weights_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved / "adapter" / "model.safetensors"
     save_file({**load_file(path), "encoder.extra": torch.zeros(1)}, path, metadata={"format": "pt"})
-    with caplog.at_level(logging.WARNING, logger="comb.backbones.loading"):
+    with caplog.at_level(logging.WARNING, logger="comb"):
         CombForCausalLM.from_pretrained(saved / "adapter")
-    assert "encoder.extra" in caplog.text
+    for named in ("other_new_key, seam_tokens", "format 7, this is 1", "encoder.extra"):
+        assert named in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from comb import CombForCausalLM
 from comb.cli import main as cli
-from tests.comb.test_documents import byte_tokenizer
-from tests.helpers.families import open_gates, tiny
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
+from tests.helpers.families import BASE, open_gates, tiny
 
 runner = CliRunner()
 
@@ -19,12 +19,7 @@ runner = CliRunner()
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     """An adapter with a byte tokenizer, its backbone beside it."""
-    import transformers as tf
-
-    from tests.helpers.families import BASE
-
-    backbone = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "vocab_size": 300})).eval()
-    backbone.save_pretrained(tmp_path / "backbone")
+    byte_llama(**{**BASE, "vocab_size": 300}).save_pretrained(tmp_path / "backbone")
     byte_tokenizer().save_pretrained(tmp_path / "backbone")
     model = open_gates(CombForCausalLM.from_backbone(str(tmp_path / "backbone"), num_encoder_layers=2))
     model.save_pretrained(tmp_path / "adapter", tokenizer=byte_tokenizer())
@@ -76,17 +71,8 @@ def test_ask_compares_methods(adapter: Path, tmp_path: Path) -> None:
 
 def test_ask_keeps_documents_on_disk(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    arguments = [
-        "ask",
-        adapter,
-        "why?",
-        "--doc",
-        tmp_path / "a.txt",
-        "--max-new-tokens",
-        2,
-        "--cache",
-        tmp_path / "kept",
-    ]
+    arguments = ["ask", adapter, "why?", "--doc", tmp_path / "a.txt", "--max-new-tokens", 2]
+    arguments += ["--cache", tmp_path / "kept"]
     assert "compiled" in run(*arguments).output
     again = run(*arguments)
     assert "hit" in again.output

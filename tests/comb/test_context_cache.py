@@ -13,7 +13,7 @@ from comb.cache.store import PICacheStore
 from comb.documents.document import PromptBuilder
 from comb.documents.messages import referenced_documents
 from comb.engine.engine import UnknownDocumentError
-from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import open_gates, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,14 +28,8 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2,
-                         max_position_embeddings=512, initializer_range=0.2)  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+def model() -> Any:
+    return byte_llama(num_hidden_layers=3, num_key_value_heads=2, initializer_range=0.2)
 
 
 def mixed(first: str, second: str) -> list[dict[str, Any]]:

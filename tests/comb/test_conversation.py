@@ -18,8 +18,8 @@ from transformers import LogitsProcessor
 from comb import CombForCausalLM, PICEngine
 from comb.engine.conversation import Conversation
 from comb.engine.decoding import AnswerStream
-from tests.comb.test_documents import byte_tokenizer
 from tests.comb.test_hybrid_methods import text_model
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import FAMILIES, open_gates
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -55,68 +55,51 @@ def test_the_backbone_is_a_plain_model(tmp_path: Path) -> None:
 
 
 def write_release(
-    folder: Path,
-    *,
-    tied: bool = False,
-    bias: bool = False,
-    output_bias: bool = False,
-    head_dim: int = 8,
+    folder: Path, *, tied: bool = False, bias: bool = False, output_bias: bool = False, head_dim: int = 8,
     shards: int = 1,
-) -> Path:
+) -> Path:  # fmt: skip
     """A random checkpoint in the release's layout: 5 backbone layers, cross layers before 1, 3 and 4."""
     torch.manual_seed(0)
     hidden, inner, heads, kv_heads, vocab, cross = 24, 40, 6, 3, 50, [1, 3, 4]
-    sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-    weights: dict[str, torch.Tensor] = {}
+    wide, narrow = heads * head_dim, kv_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"language_model.model.embed_tokens.weight": (vocab, hidden)}
 
-    def norm(name: str, size: int = hidden) -> None:
-        weights[f"{name}.weight"] = 1 + 0.1 * torch.randn(size)
+    def linear(name: str, out: int, size: int, biased: bool = False) -> None:
+        shapes[f"{name}.weight"] = (out, size)
+        shapes.update({f"{name}.bias": (out,)} if biased else {})
 
-    def linear(name: str, out: int, size: int = hidden) -> None:
-        weights[f"{name}.weight"] = torch.randn(out, size) * 0.1
+    def mlp_and_norms(name: str) -> None:
+        for part, out, size in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            linear(f"{name}.mlp.{part}_proj", out, size)
+        for norm in ("input", "post_attention"):
+            shapes[f"{name}.{norm}_layernorm.weight"] = (hidden,)
 
     def layer(name: str) -> None:
-        for letter, size in sizes.items():
-            linear(f"{name}.self_attn.{letter}_proj", size)
-            if bias or output_bias:
-                weights[f"{name}.self_attn.{letter}_proj.bias"] = torch.randn(size) * 0.1
-        linear(f"{name}.self_attn.o_proj", hidden, heads * head_dim)
-        if output_bias:  # Llama's attention_bias has one here too, and the release's cross-attention has none at all
-            weights[f"{name}.self_attn.o_proj.bias"] = torch.randn(hidden) * 0.1
-        mlp(name)
-        norm(f"{name}.input_layernorm")
-        norm(f"{name}.post_attention_layernorm")
+        for letter, size in (("q", wide), ("k", narrow), ("v", narrow)):
+            linear(f"{name}.self_attn.{letter}_proj", size, hidden, bias or output_bias)
+        # Llama's attention_bias has one here too, and the release's cross-attention has none at all
+        linear(f"{name}.self_attn.o_proj", hidden, wide, output_bias)
+        mlp_and_norms(name)
 
-    def mlp(name: str) -> None:
-        linear(f"{name}.mlp.gate_proj", inner)
-        linear(f"{name}.mlp.up_proj", inner)
-        linear(f"{name}.mlp.down_proj", hidden, inner)
-
-    linear("language_model.model.embed_tokens", vocab)
-    weights["chunk_model.embed_tokens.weight"] = weights["language_model.model.embed_tokens.weight"].clone()
     if not tied:
-        linear("language_model.lm_head", vocab)
-    norm("language_model.model.norm")
+        linear("language_model.lm_head", vocab, hidden)
+    shapes["language_model.model.norm.weight"] = (hidden,)
     for index in range(5):
         layer(f"language_model.model.layers.{index}")
     for index in range(3):
         layer(f"chunk_model.layers.{index}")
         for letter in "kv":
-            linear(f"chunk_model.{letter}_proj.{index}", kv_heads * head_dim)
-            if bias:
-                weights[f"chunk_model.{letter}_proj.{index}.bias"] = torch.randn(kv_heads * head_dim) * 0.1
+            linear(f"chunk_model.{letter}_proj.{index}", narrow, hidden, bias)
         name = f"language_model.model.cross_layers.{index}"
-        linear(f"{name}.cross_attn.q_proj", heads * head_dim)
-        if bias:
-            weights[f"{name}.cross_attn.q_proj.bias"] = torch.randn(heads * head_dim) * 0.1
-        linear(f"{name}.cross_attn.o_proj", hidden, heads * head_dim)
-        norm(f"{name}.cross_attn.q_norm", head_dim)
-        norm(f"{name}.cross_attn.k_norm", head_dim)
-        mlp(name)
-        norm(f"{name}.input_layernorm")
-        norm(f"{name}.post_attention_layernorm")
-        weights[f"{name}.cross_attn_attn_gate"] = torch.tensor([0.4])
-        weights[f"{name}.cross_attn_mlp_gate"] = torch.tensor([-0.3])
+        linear(f"{name}.cross_attn.q_proj", wide, hidden, bias)
+        linear(f"{name}.cross_attn.o_proj", hidden, wide)
+        shapes |= {f"{name}.cross_attn.{letter}_norm.weight": (head_dim,) for letter in "qk"}
+        mlp_and_norms(name)
+    weights = {name: torch.randn(shape) * 0.1 + ("norm" in name) for name, shape in shapes.items()}  # norms around one
+    weights["chunk_model.embed_tokens.weight"] = weights["language_model.model.embed_tokens.weight"].clone()
+    for index in range(3):
+        weights[f"language_model.model.cross_layers.{index}.cross_attn_attn_gate"] = torch.tensor([0.4])
+        weights[f"language_model.model.cross_layers.{index}.cross_attn_mlp_gate"] = torch.tensor([-0.3])
     text: dict[str, Any] = {
         "model_type": "qwen2" if bias else "llama", "hidden_size": hidden, "intermediate_size": inner,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
@@ -128,9 +111,8 @@ def write_release(
     (folder / "config.json").write_text(json.dumps(config))
     names = sorted(weights)
     for shard in range(shards):
-        part = {name: weights[name] for name in names[shard::shards]}
         suffix = "" if shards == 1 else f"-{shard + 1:05d}-of-{shards:05d}"
-        save_file(part, folder / f"model{suffix}.safetensors")
+        save_file({name: weights[name] for name in names[shard::shards]}, folder / f"model{suffix}.safetensors")
     return folder
 
 
@@ -153,28 +135,6 @@ def test_other_sizes(tmp_path: Path, options: dict[str, Any]) -> None:
     assert (linked - loaded(ids).logits).abs().max() > 1e-3
 
 
-def test_the_result_can_be_moved(tmp_path: Path) -> None:
-    convert_release(write_release(tmp_path / "release"), tmp_path / "out")
-    (tmp_path / "out").rename(tmp_path / "elsewhere")
-    CombForCausalLM.from_pretrained(tmp_path / "elsewhere")
-
-
-def test_the_result_can_be_saved_elsewhere(tmp_path: Path) -> None:
-    convert_release(write_release(tmp_path / "release"), tmp_path / "out")
-    CombForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "tuned")
-    CombForCausalLM.from_pretrained(tmp_path / "tuned")
-
-
-def test_tokenizer_files_come_along(tmp_path: Path) -> None:
-    source = write_release(tmp_path / "release")
-    (source / "tokenizer.json").write_text("{}")
-    (source / "chat_template.jinja").write_text("x")
-    convert_release(source, tmp_path / "out")
-    for folder in (tmp_path / "out", tmp_path / "out" / "backbone"):
-        assert (folder / "tokenizer.json").exists()
-        assert (folder / "chat_template.jinja").exists()
-
-
 @pytest.mark.parametrize("kept", ["chunk_model.embed_tokens.weight", "language_model.model.embed_tokens.weight"])
 def test_a_shared_table_may_be_saved_under_either_name(tmp_path: Path, kept: str) -> None:
     source = write_release(tmp_path / "release")
@@ -185,46 +145,65 @@ def test_a_shared_table_may_be_saved_under_either_name(tmp_path: Path, kept: str
     assert torch.equal(model.get_input_embeddings().weight, weights[kept])
 
 
+def test_the_result_has_tokenizer_files_and_can_be_moved_and_saved_elsewhere(tmp_path: Path) -> None:
+    source = write_release(tmp_path / "release")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("x")
+    convert_release(source, tmp_path / "out")
+    for folder in (tmp_path / "out", tmp_path / "out" / "backbone"):
+        assert {"tokenizer.json", "chat_template.jinja"} <= {path.name for path in folder.iterdir()}
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    CombForCausalLM.from_pretrained(tmp_path / "elsewhere").save_pretrained(tmp_path / "tuned")
+    CombForCausalLM.from_pretrained(tmp_path / "tuned")
+
+
 def test_a_published_backbone_can_be_named(tmp_path: Path) -> None:
     model = convert_release(write_release(tmp_path / "release"), tmp_path / "out", backbone_name="owner/backbone")
     assert model.config.backbone_name_or_path == "owner/backbone"
 
 
-def test_what_is_not_the_release_is_refused(tmp_path: Path) -> None:
+def test_folders_that_are_no_release_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         convert_release(tmp_path, tmp_path / "out")
     source = write_release(tmp_path / "release")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    with pytest.raises(ValueError, match="model_type 'llama'"):
-        convert_release(source, tmp_path / "out")
-    (source / "config.json").write_text(json.dumps(config))
-    weights = load_file(source / "model.safetensors")
-    save_file({**weights, "vision_tower.weight": torch.zeros(1)}, source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"vision_tower\.weight"):
-        convert_release(source, tmp_path / "out")
     with pytest.raises(ValueError, match="would be overwritten"):
         convert_release(source, source)
-    for broken, message in [
-        ({"cross_attention_layers": [4, 1, 3]}, "don't ascend"),
-        ({"text_config": {}}, "names its model_type"),
-        ({"text_config": {**config["text_config"], "tie_word_embeddings": False}}, "lm_head.weight is missing"),
-    ]:
-        (source / "config.json").write_text(json.dumps({**config, **broken}))
-        without_head = {name: tensor for name, tensor in weights.items() if "lm_head" not in name}
-        save_file(without_head, source / "model.safetensors")
-        with pytest.raises(ValueError, match=message):
-            convert_release(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "message"),
+    [
+        ({"model_type": "llama"}, {}, "model_type 'llama'"),
+        ({"cross_attention_layers": [4, 1, 3]}, {}, "don't ascend"),
+        ({}, None, "names its model_type"),
+        ({}, {"tie_word_embeddings": False}, "lm_head.weight is missing"),
+    ],
+)
+def test_configurations_that_are_not_the_releases_are_refused(
+    tmp_path: Path, config: dict[str, Any], text: dict[str, Any] | None, message: str
+) -> None:
+    source = write_release(tmp_path / "release", tied=True)
+    known = json.loads((source / "config.json").read_text())
+    config = {**known, **config, "text_config": {} if text is None else {**known["text_config"], **text}}
     (source / "config.json").write_text(json.dumps(config))
-    damaged = {**weights, "chunk_model.k_proj.1.weight": weights["chunk_model.k_proj.1.weight"] * float("nan")}
-    save_file(damaged, source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"encoder\.key_value_heads\.1\.k_proj\.weight holds NaN"):
+    with pytest.raises(ValueError, match=message):
         convert_release(source, tmp_path / "out")
-    own = {**weights, "chunk_model.embed_tokens.weight": weights["chunk_model.embed_tokens.weight"] + 1}
-    save_file(own, source / "model.safetensors")
-    with pytest.raises(ValueError, match="embedding differs"):
-        convert_release(source, tmp_path / "out")
-    weights.pop("chunk_model.k_proj.2.weight")
-    save_file(weights, source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing \['encoder\.key_value_heads\.2\.k_proj\.weight'\]"):
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("vision_tower.weight", lambda _: torch.zeros(1), r"vision_tower\.weight"),
+        ("chunk_model.k_proj.1.weight", lambda w: w * torch.nan,
+         r"encoder\.key_value_heads\.1\.k_proj\.weight holds NaN"),
+        ("chunk_model.embed_tokens.weight", lambda w: w + 1, "embedding differs"),
+        ("chunk_model.k_proj.2.weight", None, r"missing \['encoder\.key_value_heads\.2\.k_proj\.weight'\]"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_the_releases_are_refused(tmp_path: Path, name: str, change: Any, message: str) -> None:
+    source = write_release(tmp_path / "release")
+    weights = load_file(source / "model.safetensors")
+    weight = weights.pop(name, None)
+    save_file(weights | ({name: change(weight)} if change else {}), source / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
         convert_release(source, tmp_path / "out")

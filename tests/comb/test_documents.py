@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from comb import Document, Prompt, PromptBuilder
 from comb.documents.document import as_document
-
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-def byte_tokenizer(chat_template: str | None = TEMPLATE, **special: Any) -> Any:
-    """Every byte a token, and four special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", **special)
-    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]})
-    fast.chat_template = chat_template
-    return fast
+from tests.helpers.byte_text import byte_tokenizer
 
 
 def ids(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -111,6 +95,23 @@ def test_text_that_spells_a_special_token_stays_text(text: str) -> None:
     assert special & set(query) == set(ids(tokenizer, "<|assistant|>"))
     # control: plain tokenisation would have made it one
     assert special & set(ids(tokenizer, text))
+
+
+def test_threads_share_a_tokenizer() -> None:
+    """Splitting special tokens is a switch on the tokenizer itself: one thread's must not be another's."""
+    tokenizer = byte_tokenizer()
+    builders, text = [PromptBuilder(tokenizer), PromptBuilder(tokenizer)], "a <|end|> b"
+    prompt, segment = builders[0].build("Hm").flat, builders[0].segment(text)
+    assert tokenizer.eos_token_id not in segment
+    work = [lambda b=b: b.build("Hm").flat == prompt for b in builders]
+    work += [lambda b=b: b.segment(text) == segment for b in builders]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(lambda same: all(same() for _ in range(300)), work))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_segment_does_not_depend_on_its_neighbours() -> None:

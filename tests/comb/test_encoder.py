@@ -234,6 +234,10 @@ def test_a_copied_layer_computes_what_the_backbones_layer_computes(family: str) 
     model, layer, x, y = _layer_in_and_out(family)
     ours, copied, config = _our_layer(model, layer)
     assert sorted(copied) == sorted(name for name, _ in ours.named_parameters())
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    read = read_layer(layer, inspect_backbone(model), text_config(model)).weights.values()
+    if family in ("llama", "phi3", "qwen3"):  # Granite's are scaled
+        assert {tensor.untyped_storage().data_ptr() for tensor in read if tensor.ndim == 2} <= storages  # no copies
     with torch.no_grad():
         result = ours(x, Rotary(config)(torch.arange(7)[None]))
     torch.testing.assert_close(result, y, rtol=1e-4, atol=1e-5)
@@ -242,20 +246,7 @@ def test_a_copied_layer_computes_what_the_backbones_layer_computes(family: str) 
 
 @pytest.mark.parametrize("family", PARTLY)
 def test_other_layers_give_what_has_a_counterpart(family: str) -> None:
-    model, layer, *_ = _layer_in_and_out(family)
-    _, copied, _ = _our_layer(model, layer)
-    assert len(copied) == PARTLY[family]
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
-def test_reading_a_layer_copies_no_matrix(family: str) -> None:
-    model = tiny(family)
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    info = inspect_backbone(model)
-    parts = read_layer(model.get_submodule(info.layers_path)[1], info, text_config(model))
-    matrices = [tensor for tensor in parts.weights.values() if tensor.ndim == 2]
-    assert matrices
-    assert all(tensor.untyped_storage().data_ptr() in storages for tensor in matrices)
+    assert len(_our_layer(*_layer_in_and_out(family)[:2])[1]) == PARTLY[family]
 
 
 def test_every_family_is_covered() -> None:

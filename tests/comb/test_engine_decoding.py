@@ -14,15 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from comb.engine.engine import PICEngine, UnknownDocumentError
-from tests.helpers.tiny_engine import (
-    CITY,
-    LAKE,
-    NEW,
-    QUESTION,
-    Always,
-    make_backbone,
-    states,
-)
+from tests.helpers.tiny_engine import CITY, LAKE, NEW, QUESTION, Always, make_backbone, states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def test_remembered_tokens_follow_what_they_were_made_with(backbone: LlamaForCau
     assert again == PromptBuilder(tokenizer).segment(LAKE) != first[0].token_ids
 
 
-def test_two_ids_of_one_text(engine: PICEngine) -> None:
+def test_an_id_stands_for_one_text_and_a_text_may_have_two(engine: PICEngine) -> None:
     engine.add_documents([Document(LAKE, id="a"), Document(LAKE, id="b")], pin=True)
     engine.remove_documents(["a"])
     assert states(engine.ask(QUESTION, document_ids=["b"], max_new_tokens=1)) == ["hit"]
@@ -94,26 +93,11 @@ def test_two_ids_of_one_text(engine: PICEngine) -> None:
     engine.remove_documents(["b"])
     assert engine.store.stats().pinned == 0
     assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
-
-
-def test_an_id_stands_for_one_text(engine: PICEngine) -> None:
-    engine.add_documents([Document(LAKE, id="a")])
-    engine.add_documents([Document(LAKE, id="a")])
-    with pytest.raises(ValueError, match="another text"):
-        engine.add_documents([Document(CITY, id="a")])
-    with pytest.raises(ValueError, match="another text"):
-        engine.add_documents([Document(CITY, id="n"), Document(LAKE, id="n")])
-
-
-def test_documents_expire(engine: PICEngine) -> None:
-    with pytest.raises(ValueError, match="ttl"):
-        engine.add_documents([LAKE], ttl=0)
-    ids = engine.add_documents([LAKE], pin=True, ttl=0.05)
-    time.sleep(0.06)
-    with pytest.raises(UnknownDocumentError):
-        engine.ask(QUESTION, document_ids=ids)
-    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
-    assert engine.store.stats().pinned == 0
+    for _ in range(2):
+        engine.add_documents([Document(LAKE, id="a")])
+    for documents in ([Document(CITY, id="a")], [Document(CITY, id="n"), Document(LAKE, id="n")]):
+        with pytest.raises(ValueError, match="another text"):
+            engine.add_documents(documents)
 
 
 def test_expiry_follows_the_last_call(comb_model: CombForCausalLM, tokenizer: Any) -> None:
@@ -121,12 +105,19 @@ def test_expiry_follows_the_last_call(comb_model: CombForCausalLM, tokenizer: An
     store = PICacheStore(clock=lambda: now[0], wall_clock=lambda: now[0])
     engine = PICEngine(comb_model, tokenizer, store=store)
     engine.catalog.clock = lambda: now[0]
+    with pytest.raises(ValueError, match="ttl"):
+        engine.add_documents([LAKE], ttl=0)
     engine.ask("Where?", [LAKE], max_new_tokens=1)  # compiled without an end, which `ttl` then sets
     (name,) = engine.add_documents([LAKE], ttl=5)
     now[0] = 6.0
     assert store.sweep() == 1
     with pytest.raises(UnknownDocumentError):
         engine.ask("Where?", document_ids=[name])
+
+    engine.add_documents([CITY], pin=True, ttl=5)
+    now[0] = 12.0
+    assert states(engine.ask("Where?", [CITY], max_new_tokens=1)) == ["compiled"]  # looked at, not swept
+    assert store.stats().pinned == 0
 
     engine.add_documents([LAKE], pin=True, ttl=5)
     engine.add_documents([LAKE], pin=True)  # renewed, for ever
@@ -174,14 +165,14 @@ def test_picaches_survive_on_disk(comb_model: CombForCausalLM, tokenizer: Any, t
 
 
 def test_bad_documents(engine: PICEngine) -> None:
-    with pytest.raises(ValueError, match=r"\[\.\.\.\]"):
-        engine.ask(QUESTION, LAKE)
-    with pytest.raises(ValueError, match="empty document"):
-        engine.ask(QUESTION, [""])
-    with pytest.raises(ValueError, match="another tokenizer"):
-        engine.ask(QUESTION, [Document(token_ids=(3, 259))])
-    with pytest.raises(ValueError, match="empty"):
-        engine.ask("")
+    for question, documents, message in [
+        (QUESTION, LAKE, r"\[\.\.\.\]"),
+        (QUESTION, [""], "empty document"),
+        (QUESTION, [Document(token_ids=(3, 259))], "another tokenizer"),
+        ("", [], "empty"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.ask(question, documents)
     with pytest.raises(ValueError, match="list"):
         engine.ask(QUESTION, document_ids="lake")
 

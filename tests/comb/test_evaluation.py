@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from comb import CombForCausalLM, Document, Example
 from comb.engine.engine import PICEngine
@@ -22,33 +21,20 @@ from comb.evaluation.plot import plot_results, plot_training
 from comb.evaluation.record import environment, write_results
 from comb.evaluation.run import MethodResult, Setting, Timing, evaluate
 from comb.evaluation.table import result_table
+from tests.helpers.training import TOKENIZER, backbone, comb_model
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "progress": False}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<pad>", "<end>", *alphabet])}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+    return TOKENIZER
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer: PreTrainedTokenizerFast) -> CombForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-        initializer_range=0.2,
-    )  # fmt: skip
-    model = CombForCausalLM.from_backbone(LlamaForCausalLM(config), num_encoder_layers=1, cross_attention_layers=[1])
-    for name, parameter in model.named_parameters():
-        if name.endswith("gate"):
-            torch.nn.init.constant_(parameter, 0.7)
-    return model.eval()
+def model() -> CombForCausalLM:
+    wide: Any = backbone(max_position_embeddings=256, initializer_range=0.2)
+    return comb_model(0.7, on=wide).eval()
 
 
 @pytest.fixture(scope="module")

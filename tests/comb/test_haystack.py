@@ -11,7 +11,7 @@ from comb import Document, Example
 from comb.bench.haystack import ExampleHaystack, TextHaystack, place, read_text, supporting
 from comb.bench.needle import contains
 from comb.documents.document import PromptBuilder
-from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.byte_text import byte_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from comb.cli.main import main
 from comb.hub.card.render import TEMPLATE
 from comb.hub.errors import UploadFailedError
 from comb.hub.push import plan_push, push
-from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.fake_hub import Failure, Hub, fake_hub
 from tests.helpers.families import open_gates, tiny
 

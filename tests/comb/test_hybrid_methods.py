@@ -21,8 +21,8 @@ from comb.evaluation.drift import drift_of, exact_states, state_drift
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.methods.base import LinkRequest
-from tests.comb.test_documents import byte_tokenizer
 from tests.comb.test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates, tiny
 from tests.helpers.hybrids import BASE, GDN, HYBRIDS, MAMBA2, slow_decays, tiny_hybrid
 

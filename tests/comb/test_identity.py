@@ -19,6 +19,7 @@ from tests.helpers.tiny_engine import CITY, LAKE, QUESTION, TEMPLATE, make_backb
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Change = Callable[[Any], Any]
+DOCUMENTS = [list(range(20, 31)), list(range(50, 57)), list(range(70, 83))]
 
 
 def optimizer_step(model: Any) -> None:
@@ -30,6 +31,12 @@ def optimizer_step(model: Any) -> None:
 
 def other_weights(model: Any) -> None:
     model.load_state_dict({name: tensor + 0.25 for name, tensor in model.state_dict().items()})
+
+
+def swapped_rows(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    with torch.no_grad():
+        weight[[0, 1]] = weight[[1, 0]]
 
 
 def replaced_weight(model: Any) -> None:
@@ -51,11 +58,17 @@ def other_dtype(model: Any) -> None:
     model.to(torch.float64)
 
 
-@pytest.mark.parametrize(
-    "change", [optimizer_step, other_weights, replaced_weight, assigned_weights, replaced_layer, other_dtype]
-)
+def changed_buffer(model: Any) -> None:
+    model.model.layers[0].mlp.gate_proj.qweight[0] = 5
+
+
+CHANGES = [optimizer_step, other_weights, swapped_rows, replaced_weight, assigned_weights, replaced_layer, other_dtype]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, changed_buffer])
 def test_a_change_of_weights_is_another_identity(change: Change) -> None:
     model = tiny("llama", std=0.15)
+    model.model.layers[0].mlp.gate_proj.register_buffer("qweight", torch.tensor([1, 2, 3], dtype=torch.int32))
     known, name, support = identity_of(model), weights_fingerprint(model), find_support(model)
     method = methods.create("naive", model)
     picaches = method.compile([[5, 6, 7]])
@@ -64,9 +77,12 @@ def test_a_change_of_weights_is_another_identity(change: Change) -> None:
     change(model)
     assert identity_of(model) is not known
     assert weights_fingerprint(model) != name
-    assert find_support(model) is not support
+    assert method.support is find_support(model) is not support
     with pytest.raises(ValueError, match="compiled by another model"):
         method.link(picaches, [8])
+    fresh = methods.create("naive", model)
+    now, anew = (each.link(each.compile([[5, 6, 7]]), [8]).logits for each in (method, fresh))
+    assert torch.equal(now, anew)
 
 
 def test_adapters_added_switched_off_scaled_and_merged_are_other_identities() -> None:
@@ -78,6 +94,22 @@ def test_adapters_added_switched_off_scaled_and_merged_are_other_identities() ->
     names.append(weights_fingerprint(plain))
     with model.disable_adapter():
         names.append(weights_fingerprint(plain))
+    model.add_adapter("other", settings)
+    method = methods.create("legolink:99", model)
+    picaches = method.compile(DOCUMENTS)
+    model.set_adapter("other")
+    names.append(weights_fingerprint(plain))
+    with pytest.raises(ValueError, match="compiled by another model"):
+        method.link(picaches, [8, 9])
+    full = methods.create("full", model)
+    ours, exact = (each.link(each.compile(DOCUMENTS), [8, 9]).logits for each in (method, full))
+    assert float((ours - exact).abs().max() / exact.abs().max()) < 1e-4
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["other"] *= 5
+    names.append(weights_fingerprint(plain))
+    model.delete_adapter("other")
+    model.set_adapter("default")
     model.base_model.merge_adapter()
     names.append(weights_fingerprint(plain))
     model.base_model.unmerge_adapter()

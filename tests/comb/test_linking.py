@@ -16,7 +16,7 @@ from comb.cache.picache_file import deserialize, serialize
 from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble
 from comb.linking.fork import fork_cache
 from comb.linking.masks import Masks, masked_attention
-from comb.linking.passes import recompute, recompute_in_order, runs
+from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import UnmovableError, find_positions
 from comb.linking.rotation import Rerotation, Rotation
 from comb.linking.support import find_support
@@ -229,16 +229,14 @@ def test_refusals_say_why(family: str) -> None:
 # ---- what each method recomputes ----
 
 
-def test_legolink_recomputes_the_start_of_all_but_the_first() -> None:
-    spans = [Span(0, 4, first=True), Span(4, 2), Span(8, 5)]
-    assert methods.create("legolink:3", model_of("llama")).select(spans) == [4, 5, 8, 9, 10]
-    assert methods.create("legolink:0", model_of("llama")).select(spans) == []
-
-
-def test_attnlink_recomputes_both_sides_of_a_boundary() -> None:
+@pytest.mark.parametrize(
+    ("spec", "rows"),
+    [("legolink:3", [4, 5, 8, 9, 10]), ("legolink:0", []), ("attnlink:4", [2, 3, 4, 5, 8, 9]),
+     ("attnlink:20", [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12])],
+)  # fmt: skip
+def test_starts_or_both_sides_of_a_boundary_are_recomputed(spec: str, rows: list[int]) -> None:
     spans = [Span(0, 4, first=True), Span(4, 2), Span(8, 5)]  # a gap of two fresh tokens before the last
-    assert methods.create("attnlink:4", model_of("llama")).select(spans) == [2, 3, 4, 5, 8, 9]
-    assert methods.create("attnlink:20", model_of("llama")).select(spans) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
+    assert methods.create(spec, model_of("llama")).select(spans) == rows
 
 
 def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> None:
@@ -410,6 +408,8 @@ def test_a_prompt_that_ends_with_a_document() -> None:
         assert state.recomputed[0] == (20 if spec.startswith("legolink") else 31), spec
         assert error(state.logits, link(model, "full", query=[]).logits) < 1e-4
     assert link(model, "naive", query=[]).recomputed == (1,)
+    # the first document is right already, unless its frequencies are another prompt's
+    assert link(model_of("dynamic_ntk"), "legolink:99", [[5, 6, 7], [8, 9]], query=[]).recomputed == (2,)
 
 
 # ---- bad input ----
@@ -429,6 +429,7 @@ def test_parameters_out_of_range() -> None:
         "legolink-0:4,token=128": "below 128",
         "naive:rotate=2": "true or false",
         "naive:k=2": "no parameter k",
+        "full:3": "full",
         "legolinc:2": "known: .*legolink, legolink-0",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -453,18 +454,13 @@ def test_caches_of_others_are_refused() -> None:
 
 def test_lengths_are_checked_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     method = methods.create("legolink:2", model_of("llama"))
+    with pytest.raises(ValueError, match="256 positions"):  # each fits, all together don't
+        method.link(method.compile([list(range(3, 103))] * 3), QUERY)
     monkeypatch.setattr("comb.methods.decoder.run_decoder", lambda *a, **k: pytest.fail("computed"))
     with pytest.raises(ValueError, match="at most 255"):
         method.compile([DOCUMENTS[0], list(range(3, 120)) * 3])
     with pytest.raises(ValueError, match="empty segment"):
         method.compile([DOCUMENTS[0], []])
-
-
-def test_a_prompt_longer_than_the_positions() -> None:
-    method = methods.create("legolink:2", model_of("llama"))
-    picaches = method.compile([list(range(3, 103))] * 3)
-    with pytest.raises(ValueError, match="256 positions"):
-        method.link(picaches, QUERY)
 
 
 def test_broken_weights_never_reach_a_cache() -> None:
@@ -483,10 +479,6 @@ def test_picaches_survive_the_disk() -> None:
     loaded = [deserialize(serialize(picache, "k"), "k") for picache in picaches]
     got = method.link(loaded, QUERY, head_ids=HEAD).logits
     assert torch.equal(got, method.link(picaches, QUERY, head_ids=HEAD).logits)
-
-
-def test_runs() -> None:
-    assert list(runs(torch.tensor([0, 1, 2, 5, 7, 8]))) == [(0, 3), (5, 6), (7, 9)]
 
 
 def test_discovery_finds_the_layouts() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from typing import Any
 
 import pytest
@@ -12,13 +10,8 @@ import transformers as tf
 from torch import Tensor
 
 from comb import methods
-from comb.backbones.identity import weights_fingerprint
 from comb.cache.store import PICacheStore
-from comb.documents.document import PromptBuilder
-from comb.documents.splitting import Splitter, split_document
-from comb.documents.splitting import create as create_splitter
 from comb.linking.support import find_support
-from comb_training.nano import CHECKPOINT
 from tests.helpers.families import tiny
 
 _generator = torch.Generator().manual_seed(1)
@@ -27,12 +20,8 @@ QUERY = [90, 17, 33, 41, 12]
 CACHED = ("naive", "legolink:4", "cacheblend:1.0", "prefix")
 
 
-def make(spec: str, model: Any) -> Any:
-    return methods.create(spec, model, **({"store": PICacheStore(), "salt": "test"} if spec == "prefix" else {}))
-
-
 def link(model: Any, spec: str, documents: Any = DOCUMENTS, query: Any = QUERY) -> Any:
-    method = make(spec, model)
+    method = methods.create(spec, model, **({"store": PICacheStore(), "salt": "test"} if spec == "prefix" else {}))
     return method.link(method.compile(documents), query)
 
 
@@ -79,18 +68,6 @@ def test_a_channel_of_great_size_does_not_hide_that_the_others_turn(dtype: torch
 # ---- the model changes after a method was made ----
 
 
-def test_a_change_of_dtype_is_noticed() -> None:
-    model = tiny("llama", std=0.15)
-    method = methods.create("naive", model)
-    before = method.support
-    model.bfloat16()
-    assert method.support is not before
-    with torch.no_grad():
-        fresh = methods.create("naive", model)
-    left, right = (m.link(m.compile(DOCUMENTS), QUERY).logits for m in (method, fresh))
-    assert torch.equal(left, right)
-
-
 def test_refusals_end_when_the_weights_are_right_again() -> None:
     model = tiny("llama", std=0.15)
     weight = model.model.layers[0].self_attn.k_proj.weight
@@ -104,43 +81,12 @@ def test_refusals_end_when_the_weights_are_right_again() -> None:
     assert set(methods.create("naive", model).support.positions.layers) != {(None, None)}
 
 
-def test_switching_an_adapter_is_another_model() -> None:
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(tiny("llama", std=0.15), settings, adapter_name="a").eval()
-    model.add_adapter("b", settings)
-    names = {weights_fingerprint(model)}
-    method = methods.create("legolink:99", model)
-    picaches = method.compile(DOCUMENTS)
-    model.set_adapter("b")
-    names.add(weights_fingerprint(model))
-    with pytest.raises(ValueError, match="compiled by another model"):
-        method.link(picaches, QUERY)
-    assert error(link(model, "legolink:99").logits, link(model, "full").logits) < 1e-4
-    with model.disable_adapter():
-        names.add(weights_fingerprint(model))
-    for module in model.modules():
-        if isinstance(getattr(module, "scaling", None), dict):
-            module.scaling["b"] *= 5
-    names.add(weights_fingerprint(model))
-    assert len(names) == 4
-
-
 def test_prompt_learning_is_refused() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(tiny("llama"), settings).eval()
     with pytest.raises(ValueError, match="prompt learning"):
         methods.create("legolink", model)
-
-
-def test_weights_in_buffers_count() -> None:
-    model = tiny("llama")
-    layer = model.model.layers[0].mlp.gate_proj
-    layer.register_buffer("qweight", torch.tensor([1, 2, 3], dtype=torch.int32))
-    before = weights_fingerprint(model)
-    layer.qweight[0] = 5
-    assert weights_fingerprint(model) != before
 
 
 # ---- the surroundings of a call ----
@@ -206,84 +152,3 @@ def test_another_prompt_does_not_change_this_one(family: str) -> None:
     assert error(state.logits, before) < 1e-5
     method.link(method.compile(longer), QUERY).logits  # noqa: B018
     assert answer(state) == tokens
-
-
-@pytest.mark.parametrize("family", ["dynamic_ntk", "longrope"])
-def test_everything_recomputed_is_full_prefill_beyond_the_original_length(family: str) -> None:
-    model = tiny(family, std=0.15)
-    limit = find_support(model).positions.max_segment_tokens
-    assert limit is not None
-    generator = torch.Generator().manual_seed(3)
-    documents = [torch.randint(3, 120, (limit - 2,), generator=generator).tolist() for _ in range(2)]
-    reference = link(model, "full", documents).logits
-    for spec in ("legolink:9999", "cacheblend:1.0"):
-        state = link(model, spec, documents)
-        assert state.recomputed == (2 * (limit - 2),)
-        assert error(state.logits, reference) < 1e-4, spec
-
-
-def test_a_prompt_that_ends_with_a_document_counts_its_tokens_once() -> None:
-    # the first document is right already, unless its frequencies are another prompt's
-    for family, recomputed in (("llama", 2), ("dynamic_ntk", 2)):
-        assert link(tiny(family, std=0.15), "legolink:99", [[5, 6, 7], [8, 9]], []).recomputed == (recomputed,)
-
-
-# ---- threads ----
-
-
-@pytest.mark.skipif(not (CHECKPOINT / "config.json").exists(), reason=f"needs the nano tokenizer at {CHECKPOINT}")
-def test_threads_share_a_tokenizer() -> None:
-    """Splitting special tokens is a switch on the tokenizer itself: one thread's must not be another's."""
-    tokenizer = tf.AutoTokenizer.from_pretrained(CHECKPOINT)
-    special = tokenizer.all_special_tokens[-1]
-    builders = [PromptBuilder(tokenizer), PromptBuilder(tokenizer)]
-    text = f"a {special} b"
-    prompt, segment = builders[0].build("Hm").flat, builders[0].segment(text)
-    assert tokenizer.convert_tokens_to_ids(special) not in segment
-    wrong: list[Any] = []
-
-    def prompts(builder: PromptBuilder) -> None:
-        wrong.extend(found for found in (builder.build("Hm").flat for _ in range(300)) if found != prompt)
-
-    def segments(builder: PromptBuilder) -> None:
-        wrong.extend(found for found in (builder.segment(text) for _ in range(300)) if found != segment)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(b,)) for work in (prompts, segments) for b in builders]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert wrong == []
-
-
-# ---- splitters of a user's own ----
-
-
-class _Own(Splitter):
-    def __init__(self, made: list[list[int]]) -> None:
-        self.made = made
-
-    def split(self, token_ids: Any, pieces: Any) -> Any:
-        return self.made
-
-
-@pytest.mark.skipif(not (CHECKPOINT / "config.json").exists(), reason=f"needs the nano tokenizer at {CHECKPOINT}")
-@pytest.mark.parametrize("made", [[], [[5, 6]], [[6, 5], [7]], [[5, 6], [], [7]]])
-def test_a_splitter_that_loses_or_turns_tokens_is_refused(made: list[list[int]]) -> None:
-    tokenizer = tf.AutoTokenizer.from_pretrained(CHECKPOINT)
-    with pytest.raises(ValueError, match=r"_Own made \d segments that are not the document"):
-        split_document(tokenizer, [5, 6, 7], _Own(made))
-    assert split_document(tokenizer, [5, 6, 7], _Own([[5], [6, 7]])) == [(5,), (6, 7)]
-
-
-@pytest.mark.parametrize("found", [None, [1.5], ["x"]])
-def test_boundaries_that_are_not_numbers_are_refused(found: Any) -> None:
-    splitter = create_splitter(lambda text: found)
-    splitter.max_tokens = 2
-    with pytest.raises(ValueError, match="whole numbers"):
-        splitter.split([5, 6, 7], ["a", "b", "c"])

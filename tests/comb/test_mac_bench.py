@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from comb import Document, Example
@@ -24,7 +23,7 @@ from comb.mac import MacConfig
 from comb.mac.breakeven import AttentionShape
 from comb.mac.measure import at_length, reusing
 from comb.mac.rotation import LayerQueries
-from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import BASE
 
 SPEC = StreamSpec(200, 20, heads=2, kv_heads=1, width=32, drift=0.1)
@@ -72,10 +71,9 @@ def test_sweeps_tables_and_plot(tmp_path: Path) -> None:
 
 
 def setting() -> Setting:
-    torch.manual_seed(1)
-    config = LlamaConfig(**{**BASE, "vocab_size": 300, "num_hidden_layers": 2, "initializer_range": 0.2})
+    model = byte_llama(seed=1, **{**BASE, "vocab_size": 300, "num_hidden_layers": 2}, initializer_range=0.2)
     tokenizer = byte_tokenizer()
-    return Setting(LlamaForCausalLM(config).eval(), tokenizer, PromptBuilder(tokenizer))
+    return Setting(model, tokenizer, PromptBuilder(tokenizer))
 
 
 def test_quality_compares_with_exact_answers() -> None:

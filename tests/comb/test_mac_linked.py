@@ -9,27 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, methods
 from comb.cache.store import PICacheStore
 from comb.cli import main as cli
 from comb.engine.engine import PICEngine
-from comb.mac import MacConfig, mac
-from tests.comb.test_documents import byte_tokenizer
+from comb.mac import mac
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import BASE, open_gates, tiny
+from tests.helpers.mac_models import FREE, NEVER, NEW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-NEW = 16
-FREE = MacConfig(
-    window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None, break_even=False
-)
-NEVER = replace(FREE, tau=1.0, audit_every=4, audit_bound=1e-3)
-
-
-# --- linked caches, the engine, the command line --------------------------------------------------------------------
 
 SEGMENTS = [list(range(3, 23)), list(range(30, 55)), list(range(60, 75))]
 QUERY = [80, 81, 82, 83, 84, 85, 86]
@@ -94,12 +85,8 @@ def test_a_single_recomputed_token_is_no_decode_step() -> None:
 
 @pytest.mark.parametrize("method", ["comb", "full", "legolink:4"])
 def test_the_engine_takes_mac(method: str) -> None:
-    torch.manual_seed(1)
-    backbone = LlamaForCausalLM(LlamaConfig(**{**BASE, "vocab_size": 300, "max_position_embeddings": 512}))
-    for parameter in backbone.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    model = open_gates(CombForCausalLM.from_backbone(backbone.eval(), num_encoder_layers=1)).eval()
+    backbone = byte_llama(seed=1, **{**BASE, "vocab_size": 300, "max_position_embeddings": 512}, initializer_range=0.2)
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=1)).eval()
     documents = ["The lake is twelve metres deep.", "Rill is a small city."]
     arguments: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": -1}
     texts = {}
@@ -123,11 +110,8 @@ def test_the_engine_takes_mac(method: str) -> None:
 
 def test_ask_on_the_command_line(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    byte = byte_tokenizer()
-    LlamaForCausalLM(LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
-                     ).save_pretrained(folder)  # fmt: skip
-    byte.save_pretrained(folder)
+    byte_llama().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     (tmp_path / "a.txt").write_text("The lake is deep.")
     arguments = ["ask", str(folder), "--doc", str(tmp_path / "a.txt"), "--max-new-tokens", "6", "How deep?"]
     done = CliRunner().invoke(cli.app, [*arguments, "--mac", "context:min_length=4,window=8,band=4,break_even=false"])

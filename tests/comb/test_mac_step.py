@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -40,6 +40,19 @@ def error(left: Tensor, right: Tensor) -> float:
     return float((left.double() - right.double()).abs().max())
 
 
+def exact_steps(decode: Decode, prompt: int, bound: float, *, hits: bool) -> int:
+    """Decodes all behind a prompt, each step exactly, all or none of them by reuse; returns the keys read."""
+    if prompt:
+        decode.fill(prompt)
+    read = 0
+    for m in range(prompt, decode.queries.shape[2]):
+        done = decode.step(m)
+        assert done.match.hit.all() if hits else not done.match.hit.any()
+        assert error(done.output, decode.exact(m)) < bound
+        read += int(done.keys_read.sum())
+    return read
+
+
 # --- M1: tau = 1 is exact attention ---------------------------------------------------------------------------------
 
 
@@ -49,13 +62,7 @@ def error(left: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("prompt", [0, 1, 5, 30])
 def test_tau_one_is_exact(groups: int, dtype: torch.dtype, sink: int, prompt: int) -> None:
     config = replace(SMALL, tau=1.0, sink=sink, min_length=12)
-    decode = made(config, prompt + 20, groups=groups, dtype=dtype, same=True)
-    if prompt:
-        decode.fill(prompt)
-    for m in range(prompt, prompt + 20):
-        done = decode.step(m)
-        assert not done.match.hit.any()
-        assert error(done.output, decode.exact(m)) < EXACT[dtype]
+    exact_steps(made(config, prompt + 20, groups=groups, dtype=dtype, same=True), prompt, EXACT[dtype], hits=False)
 
 
 def test_a_lower_tau_is_not_exact() -> None:
@@ -69,24 +76,12 @@ def test_a_lower_tau_is_not_exact() -> None:
 
 @pytest.mark.parametrize("band", [40, 10**6])
 def test_a_band_over_everything_is_exact(band: int) -> None:
-    decode = made(replace(SMALL, band=band), 40, same=True)
-    decode.fill(30)
-    for m in range(30, 40):
-        done = decode.step(m)
-        assert not done.match.hit.any()
-        assert error(done.output, decode.exact(m)) < 1e-13
+    exact_steps(made(replace(SMALL, band=band), 40, same=True), 30, 1e-13, hits=False)
 
 
 @pytest.mark.parametrize("sink", [0, 3])
 def test_equal_queries_without_positions_are_exact_at_a_fraction_of_the_keys(sink: int) -> None:
-    decode = made(replace(SMALL, sink=sink), 80, same=True)
-    decode.fill(40)
-    read = 0
-    for m in range(40, 80):
-        done = decode.step(m)
-        assert done.match.hit.all()
-        assert error(done.output, decode.exact(m)) < 1e-13
-        read += int(done.keys_read.sum())
+    read = exact_steps(made(replace(SMALL, sink=sink), 80, same=True), 40, 1e-13, hits=True)
     assert read < 0.4 * 4 * sum(range(41, 81))
 
 
@@ -197,38 +192,29 @@ def test_match_takes_the_nearest_and_the_older_of_two() -> None:
     assert found(ring(SMALL, [7, 8], [0.5, 0.5]), SMALL, 13) == 7
 
 
-def test_the_threshold_is_strict() -> None:
+@pytest.mark.parametrize(
+    ("changes", "m", "hit"),
+    [
+        # the last position whose window reaches back to 10: the very slot of 18; itself; the future
+        ({}, 18, True), ({}, 19, False), ({}, 10, False), ({}, 9, False),
+        ({"max_gap": 2}, 12, True), ({"max_gap": 2}, 13, False),
+        ({"band": 10}, 12, True), ({"band": 11}, 12, False),  # E(10) = 0: nothing is summed up
+        ({"sink": 6}, 12, True), ({"sink": 7}, 12, False),
+        ({"min_length": 12}, 12, True), ({"min_length": 13}, 12, False),
+        ({"tau": 1.0}, 11, False),
+    ],
+)  # fmt: skip
+def test_window_gap_band_sink_and_length_limit_the_search(changes: dict[str, float], m: int, hit: bool) -> None:
+    assert found(ring(SMALL, [10], [0.0]), replace(SMALL, **changes), m) == (10 if hit else -1)
+
+
+def test_the_threshold_is_strict_and_what_holds_nothing_never_matches() -> None:
     half = replace(SMALL, tau=0.5)  # 2 d (1 - tau)^2 = 1
     assert found(ring(half, [10], [1.0]), half, 11) == -1
-    assert found(ring(half, [10], [1 - 1e-12]), half, 11) == 10
-    never = replace(SMALL, tau=1.0)
-    assert found(ring(never, [10], [0.0]), never, 11) == -1
-
-
-def test_stale_slots_and_the_query_itself_never_match() -> None:
-    state = ring(SMALL, [10], [0.0])
-    assert found(state, SMALL, 18) == 10  # the last position whose window reaches back to 10: the very slot of 18
-    assert found(state, SMALL, 19) == -1
-    assert found(state, SMALL, 10) == -1  # itself
-    assert found(state, SMALL, 9) == -1  # the future
-
-
-def test_gap_band_sink_and_length_limit_the_search() -> None:
-    state = ring(SMALL, [10], [0.0])
-    assert found(state, replace(SMALL, max_gap=2), 12) == 10
-    assert found(state, replace(SMALL, max_gap=2), 13) == -1
-    assert found(state, replace(SMALL, band=10), 12) == 10
-    assert found(state, replace(SMALL, band=11), 12) == -1  # E(10) = 0: nothing is summed up
-    assert found(state, replace(SMALL, sink=6), 12) == 10
-    assert found(state, replace(SMALL, sink=7), 12) == -1
-    assert found(state, replace(SMALL, min_length=12), 12) == 10
-    assert found(state, replace(SMALL, min_length=13), 12) == -1
-
-
-def test_entries_that_hold_nothing_never_match() -> None:
-    state = ring(SMALL, [10], [0.0])
+    state = ring(half, [10], [1 - 1e-12])
+    assert found(state, half, 11) == 10
     state.lse.fill_(EMPTY)
-    assert found(state, SMALL, 11) == -1
+    assert found(state, half, 11) == -1
 
 
 # --- M7: chains and drift -------------------------------------------------------------------------------------------
@@ -453,17 +439,11 @@ def test_presets_and_parsing() -> None:
 def test_bad_configurations_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MacConfig.parse(text)
-
-
-def test_a_switch_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="break_even must be True or False, got 'off'"):
         MacConfig(break_even="off")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("values", [{"taus": 1}, {"audit_every": 3}, {"tau": 7}])
-def test_bad_layer_overrides_are_refused(values: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"layer 2 has no|tau must lie"):
-        MacConfig(layers={2: values})
+    for values in ({"taus": 1}, {"audit_every": 3}, {"tau": 7}):
+        with pytest.raises(ValueError, match=r"layer 2 has no|tau must lie"):
+            MacConfig(layers={2: values})
 
 
 def test_chance_tau_hits_its_rate() -> None:
@@ -499,9 +479,6 @@ def test_constants_are_found_again_from_measured_times() -> None:
     sizes = [1e6, 3e7, 5e8, 1e10]
     exact = [(size, costs.exact_s + size / costs.bytes_per_s) for size in sizes]
     reused = [(size / 50, costs.mac_s + size / 50 / costs.bytes_per_s) for size in sizes]
-    found = fit_costs(exact, reused)
-    assert found.exact_s == pytest.approx(costs.exact_s, rel=1e-6)
-    assert found.mac_s == pytest.approx(costs.mac_s, rel=1e-6)
-    assert found.bytes_per_s == pytest.approx(costs.bytes_per_s, rel=1e-6)
+    assert asdict(fit_costs(exact, reused)) == pytest.approx(asdict(costs), rel=1e-6)
     with pytest.raises(ValueError, match="grow"):
         fit_costs([(1e6, 1e-5), (1e7, 1e-5)], reused)

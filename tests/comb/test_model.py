@@ -14,6 +14,7 @@ import transformers as tf
 from comb import CombForCausalLM
 from comb.backbones.identity import forget_identity
 from comb.cli.doctor import run_checks
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import BASE, FAMILIES, MIXTURES, open_gates, tiny
 
 SEGMENTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16, 17]]
@@ -66,11 +67,8 @@ def test_doctor_passes(family: str) -> None:
 
 
 def test_doctor_finds_a_broken_model(model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    # an encoder that leaks the other segments of its batch into a document
-    honest = model.encoder.forward
-    monkeypatch.setattr(
-        model.encoder, "forward", lambda embeddings: honest([e + embeddings[-1][0] for e in embeddings])
-    )
+    honest = model.encoder.forward  # one that leaks the other segments of its batch into a document
+    monkeypatch.setattr(model.encoder, "forward", lambda batch: honest([each + batch[-1][0] for each in batch]))
     failed = {check.name for check in run_checks(model) if not check.passed}
     assert "cached == fresh (file round trip, encoded alone)" in failed
 
@@ -104,24 +102,11 @@ def test_left_padded_batch_equals_single_rows(model: CombForCausalLM, query: tor
 
 @torch.no_grad()
 def test_beams_and_several_sequences_keep_their_rows(model: CombForCausalLM, query: torch.Tensor) -> None:
-    pics = model.encode(SEGMENTS)
-    both = model.generate(
-        query,
-        documents=[[pics[0], pics[2]], []],
-        num_beams=3,
-        num_return_sequences=2,
-        max_new_tokens=4,
-        do_sample=False,
-    )
-    first = model.generate(
-        query[:1],
-        documents=[[pics[0], pics[2]]],
-        num_beams=3,
-        num_return_sequences=2,
-        max_new_tokens=4,
-        do_sample=False,
-    )
-    plain = model.generate(query[1:], num_beams=3, num_return_sequences=2, max_new_tokens=4, do_sample=False)
+    row = model.encode(SEGMENTS)[::2]
+    beams: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": False}
+    both = model.generate(query, documents=[row, []], **beams)
+    first = model.generate(query[:1], documents=[row], **beams)
+    plain = model.generate(query[1:], **beams)
     assert torch.equal(both[:2, : first.shape[1]], first)
     assert torch.equal(both[2:, : plain.shape[1]], plain)
 
@@ -189,20 +174,14 @@ def test_nested_models_keep_their_documents_apart(query: torch.Tensor) -> None:
         assert torch.equal(right(query, documents=[right.encode([SEGMENTS[1]])] * 2).logits, wanted)
 
 
-def test_copies_are_independent(model: CombForCausalLM, query: torch.Tensor) -> None:
-    twin = copy.deepcopy(model)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_independent(model: CombForCausalLM, query: torch.Tensor, copied: Any) -> None:
+    twin = copied(model)
     with torch.no_grad():
         documents = [model.encode([SEGMENTS[0]]), []]
         assert torch.equal(twin(query, documents=documents).logits, model(query, documents=documents).logits)
         twin.cross_blocks[0].attention_gate.fill_(-2.0)
         assert not torch.equal(twin(query, documents=documents).logits, model(query, documents=documents).logits)
-
-
-def test_can_be_pickled(model: CombForCausalLM, query: torch.Tensor) -> None:
-    twin = pickle.loads(pickle.dumps(model))
-    with torch.no_grad():
-        documents = [model.encode([SEGMENTS[0]]), []]
-        assert torch.equal(twin(query, documents=documents).logits, model(query, documents=documents).logits)
 
 
 @torch.no_grad()
@@ -249,10 +228,8 @@ def test_generation_config_is_the_backbones(model: CombForCausalLM, query: torch
 
 
 @torch.no_grad()
-def test_pipeline(model: CombForCausalLM) -> None:
-    from tests.comb.test_documents import byte_tokenizer
-
-    backbone = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "vocab_size": 300})).eval()
+def test_pipeline() -> None:
+    backbone = byte_llama(**{**BASE, "vocab_size": 300})
     comb = CombForCausalLM.from_backbone(backbone, num_encoder_layers=1)
     options = {"max_new_tokens": 4, "do_sample": False, "return_tensors": True}
     tokenizer = byte_tokenizer()
@@ -261,22 +238,23 @@ def test_pipeline(model: CombForCausalLM) -> None:
     assert ours == plain
 
 
-def test_writes_behind_torchs_back_are_noticed_after_training_mode(model: CombForCausalLM) -> None:
-    before = model.fingerprint
-    model.train()
-    model.encoder.layers[0].mlp.up_proj.weight.data.mul_(1.5)
-    model.eval()
-    assert model.fingerprint != before
-
-
-def test_the_fingerprint_covers_the_embedding_and_outlives_an_upgrade(
-    model: CombForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fingerprint_covers_all_weights_and_outlives_an_upgrade(model: CombForCausalLM, query: torch.Tensor) -> None:
     before = model.fingerprint
     model.encoder.config.transformers_version = "9.9.9"
     forget_identity(model.encoder)
     assert model.fingerprint == before
+    (pic,) = model.encode([SEGMENTS[0]])
+    weight = model.encoder.layers[0].mlp.up_proj.weight
+    kept = weight.detach().clone()
+    model.train()
+    weight.data.mul_(1.5)  # behind torch's back, noticed after training mode
+    model.eval()
+    assert model.fingerprint != before
+    with pytest.raises(ValueError, match="compiled by another model or adapter"):
+        model(query, documents=[[pic], []])
     with torch.no_grad():
+        weight.copy_(kept)
+        assert model.fingerprint == before
         model.get_input_embeddings().weight.mul_(1.01)
     assert model.fingerprint != before
 
@@ -292,14 +270,6 @@ def test_documents_while_the_encoder_is_off(model: CombForCausalLM, query: torch
         model(query, documents=[[], []])
 
 
-def test_one_list_of_documents_per_row(model: CombForCausalLM, query: torch.Tensor) -> None:
-    pics = model.encode(SEGMENTS[:1])
-    with pytest.raises(ValueError, match="1 lists for 2 rows"):
-        model(query, documents=[pics])
-    with pytest.raises(ValueError, match="1 lists for 2 rows"):
-        model.generate(query, documents=[pics])
-
-
 @pytest.mark.parametrize(
     "documents", ["text", [[8, 9]], [["text"], []], [[None], []], [[torch.ones(2, 2)], []], [[[1.5]], []], ["ab", "cd"]]
 )
@@ -313,9 +283,12 @@ def test_documents_nested_wrongly(model: CombForCausalLM, query: torch.Tensor, d
         model.encode([8, 9])
 
 
-def test_embeddings_have_rows_too(model: CombForCausalLM, query: torch.Tensor) -> None:
-    embedded = model.get_input_embeddings()(query.repeat(2, 1))
+def test_one_list_of_documents_per_row(model: CombForCausalLM, query: torch.Tensor) -> None:
     documents = [model.encode([SEGMENTS[0]]), []]
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="1 lists for 2 rows"):
+            call(query, documents=documents[:1])
+    embedded = model.get_input_embeddings()(query.repeat(2, 1))  # embeddings have rows too
     with pytest.raises(ValueError, match="2 lists for 4 rows"):
         model.generate(inputs_embeds=embedded, documents=documents, max_new_tokens=2)
 
@@ -325,12 +298,23 @@ def test_what_cannot_be_done_to_an_adapter(model: CombForCausalLM) -> None:
         CombForCausalLM.from_backbone(model)
     with pytest.raises(ValueError, match=r"before CombForCausalLM\.from_backbone"):
         model.resize_token_embeddings(200)
-    with pytest.raises(ValueError, match="dtype, revision can't apply to a backbone that is loaded"):
-        CombForCausalLM.from_backbone(tiny("llama"), dtype="bfloat16", revision="main")
-    with pytest.raises(ValueError, match="max_document_tokens must be at least 1"):
-        CombForCausalLM.from_backbone(tiny("llama"), max_document_tokens=0)
-    with pytest.raises(ValueError, match="must ascend from 0"):
-        CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, cross_attention_layers=[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16", "revision": "main"}, "dtype, revision can't apply to a backbone that is loaded"),
+        ({"max_document_tokens": 0}, "max_document_tokens must be at least 1"),
+        ({"cross_attention_layers": [-1]}, "must ascend from 0"),
+        ({"cross_attention_layers": [1, 4]}, "exceed the backbone's 4 layers"),
+        ({"cross_attention_layers": [1, 1]}, "without repeats"),
+        ({"num_encoder_layers": 0}, "num_encoder_layers"),
+        ({"initialization": "zeros"}, "'backbone' or 'random'"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CombForCausalLM.from_backbone(tiny("llama"), **{"num_encoder_layers": 2, **options})
 
 
 @pytest.mark.parametrize(
@@ -343,33 +327,13 @@ def test_segments_that_cannot_be_encoded(model: CombForCausalLM, segment: list[i
         model.encode([[5, 6], segment])
 
 
-def test_a_picache_of_other_weights_is_refused(model: CombForCausalLM, query: torch.Tensor) -> None:
-    (pic,) = model.encode([SEGMENTS[0]])
-    with torch.no_grad():
-        model.encoder.layers[0].mlp.up_proj.weight.mul_(1.5)
-    with pytest.raises(ValueError, match="compiled by another model or adapter"):
-        model(query, documents=[[pic], []])
-
-
-def test_cross_layers_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match="exceed the backbone's 4 layers"):
-        CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, cross_attention_layers=[1, 4])
-    with pytest.raises(ValueError, match="without repeats"):
-        CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2, cross_attention_layers=[1, 1])
-    with pytest.raises(ValueError, match="num_encoder_layers"):
-        CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=0)
-    with pytest.raises(ValueError, match="'backbone' or 'random'"):
-        CombForCausalLM.from_backbone(tiny("llama"), initialization="zeros")
-
-
 # --- options -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def test_more_cross_blocks_than_encoder_layers(query: torch.Tensor) -> None:
-    model = open_gates(
-        CombForCausalLM.from_backbone(tiny("qwen3"), num_encoder_layers=2, cross_attention_layers=[0, 1, 3])
-    )
+    options: dict[str, Any] = {"num_encoder_layers": 2, "cross_attention_layers": [0, 1, 3]}
+    model = open_gates(CombForCausalLM.from_backbone(tiny("qwen3"), **options))
     assert model.config.cross_encoder_layers == [0, 1, 1]
     (pic,) = model.encode([SEGMENTS[0]])
     assert pic.keys.shape == (3, 4, 2, 16)

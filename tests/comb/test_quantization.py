@@ -13,7 +13,7 @@ from comb.cache.picache import CrossPICache, DecoderPICache
 from comb.cache.picache_file import PICacheError, deserialize, serialize
 from comb.cache.quantization import SCHEMES, QuantizedPICache, dequantize, quantize, quantize_picache
 from comb.cache.store import PICacheStore
-from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import open_gates, tiny
 
 DOCUMENTS = [list(range(3, 14)), list(range(50, 61))]
@@ -118,12 +118,7 @@ def test_every_method(name: str, scheme: str) -> None:
 
 
 def test_the_engine_stores_the_small_ones(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=512)).eval()
+    model, tokenizer = byte_llama(hidden_size=64, num_attention_heads=1), byte_tokenizer()
 
     def ask(store: PICacheStore, **options: Any) -> Any:
         engine = PICEngine(model, tokenizer, store=store, **options)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from comb import PICEngine, splitters
 from comb.documents.boundaries import sentences
 from comb.documents.splitting import FunctionSplitter, Splitter, create, split_document, token_pieces
-from tests.comb.test_documents import byte_tokenizer
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 
 BUDGETED = [name for name in splitters.names() if name != "whole"]
 SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "pretrain_text" / "wiki_passages_2wiki.jsonl.gz"
@@ -77,22 +77,8 @@ def metaspace() -> Any:
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_lost_and_no_budget_exceeded(tokenizer: Any, name: str, seed: int) -> None:
     draw = random.Random(seed)
-    alphabet = [
-        "word ",
-        "End. ",
-        "\n\n",
-        "\n",
-        "\r\n\r\n",
-        "  ",
-        "x" * 50,
-        "# h\n",
-        "```\n",
-        "é",
-        "日本。",
-        "🙂",
-        "e.g. ",
-        "\t",
-    ]
+    alphabet = ["word ", "End. ", "\n\n", "\n", "\r\n\r\n", "  ", "x" * 50, "# h\n", "```\n"]
+    alphabet += ["é", "日本。", "🙂", "e.g. ", "\t"]
     text = "".join(draw.choices(alphabet, k=draw.randrange(1, 60)))
     ids = tokenizer.encode(text, add_special_tokens=False)
     budget = draw.randrange(1, 40)
@@ -194,6 +180,27 @@ def test_a_registered_class(tokenizer: Any) -> None:
         splitters.register("test-bars")(type("Other", (Splitter,), {}))
 
 
+class _Own(Splitter):
+    def __init__(self, made: list[list[int]]) -> None:
+        self.made = made
+
+    def split(self, token_ids: Any, pieces: Any) -> Any:
+        return self.made
+
+
+@pytest.mark.parametrize("made", [[], [[5, 6]], [[6, 5], [7]], [[5, 6], [], [7]]])
+def test_a_splitter_that_loses_or_turns_tokens_is_refused(tokenizer: Any, made: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"_Own made \d segments that are not the document"):
+        split_document(tokenizer, [5, 6, 7], _Own(made))
+    assert split_document(tokenizer, [5, 6, 7], _Own([[5], [6, 7]])) == [(5,), (6, 7)]
+
+
+@pytest.mark.parametrize("found", [None, [1.5], ["x"]])
+def test_boundaries_that_are_not_numbers_are_refused(tokenizer: Any, found: Any) -> None:
+    with pytest.raises(ValueError, match="whole numbers"):
+        split(tokenizer, "abc", FunctionSplitter(lambda text: found, 2))
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -220,19 +227,12 @@ def test_real_text(tokenizer: Any) -> None:
 
 
 def test_the_engine_splits_and_reports_whole_documents(tokenizer: Any) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=512)).eval()
+    model = byte_llama()
     engine = PICEngine(model, tokenizer, method="legolink:2", splitter="sentences:24")
     text = "Anna lives in Rome. Bela lives in York. She left."
     first = engine.ask("who?", documents=[text, "Short."], max_new_tokens=2)
-    assert [(d.state, d.tokens, d.segments) for d in first.report.documents] == [
-        ("compiled", 50, 3),
-        ("compiled", 7, 1),
-    ]
+    found = [(d.state, d.tokens, d.segments) for d in first.report.documents]
+    assert found == [("compiled", 50, 3), ("compiled", 7, 1)]
     assert "in 3 segments" in str(first.report)
     (again,) = engine.ask("who?", documents=["Bela lives in York. "], max_new_tokens=2).report.documents
     assert again.state == "compiled"  # the template puts a line end behind a document: another text

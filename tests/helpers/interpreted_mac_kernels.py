@@ -101,46 +101,47 @@ def assert_same_rings(left: MacState, right: MacState, bound: float) -> None:
         assert distance(getattr(left, name), getattr(right, name)) < bound, name
 
 
+def assert_same_step(stream: Stream, m: int, bound: float, kept: float, launch: Launch = TILES) -> MacStep:
+    """A step of the kernels that writes its rows, and the rings behind it, against the plain one, which is returned."""
+    plain, before = step(*stream.inputs(m)), copy_of(stream.state)
+    assert_same(mac_step_triton(*stream.inputs(m), launch=launch, write=True), plain, bound)
+    before.write(plain.rows)
+    assert_same_rings(stream.state, before, kept)
+    return plain
+
+
 # --- whole steps ----------------------------------------------------------------------------------------------------
 
 CASES = {
     # some heads of a group match and others don't; K no multiple of the tile
-    "mixed": (SMALL, {"rows": 2}, (50,)),
-    "16 bits": (SMALL, {"dtype": torch.bfloat16}, (50,)),
-    "half": (SMALL, {"dtype": torch.float16}, (50,)),
-    "caps": (replace(SMALL, max_chain=1, max_drift=True, tau=0.5), {}, (50,)),
-    "gap": (replace(SMALL, max_gap=3, sink=2), {}, (50,)),
-    "sink": (replace(SMALL, sink=19), {}, (50,)),
-    "all hit": (replace(SMALL, tau=0.0), {"alike": 1.0}, (50,)),
-    "all miss": (replace(SMALL, tau=1.0), {"alike": 1.0}, (50,)),
-    "below min_length": (replace(SMALL, min_length=46), {"rows": 2}, (50,)),  # the first row, by its padding
-    "one key": (SMALL, {"start": (0,)}, (0,)),
-    "shorter than r": (SMALL, {}, (8,)),
-    "as long as r": (SMALL, {"start": (0,)}, (9,)),
-    "at K": (SMALL, {"start": (0,)}, (20,)),
-    "five heads to one": (SMALL, {"heads": 5, "groups": 1, "width": 17, "value_width": 3}, (50,)),
-    "one head to one": (SMALL, {"heads": 3, "groups": 3}, (50,)),
-    "16-bit rings": (replace(SMALL, ring_dtype="bfloat16"), {}, (50,)),
+    "mixed": (SMALL, {"rows": 2}, 50),
+    "16 bits": (SMALL, {"dtype": torch.bfloat16}, 50),
+    "half": (SMALL, {"dtype": torch.float16}, 50),
+    "caps": (replace(SMALL, max_chain=1, max_drift=True, tau=0.5), {}, 50),
+    "gap": (replace(SMALL, max_gap=3, sink=2), {}, 50),
+    "sink": (replace(SMALL, sink=19), {}, 50),
+    "all hit": (replace(SMALL, tau=0.0), {"alike": 1.0}, 50),
+    "all miss": (replace(SMALL, tau=1.0), {"alike": 1.0}, 50),
+    "below min_length": (replace(SMALL, min_length=46), {"rows": 2}, 50),  # the first row, by its padding
+    "one key": (SMALL, {"start": (0,)}, 0),
+    "shorter than r": (SMALL, {}, 8),
+    "as long as r": (SMALL, {"start": (0,)}, 9),
+    "at K": (SMALL, {"start": (0,)}, 20),
+    "five heads to one": (SMALL, {"heads": 5, "groups": 1, "width": 17, "value_width": 3}, 50),
+    "one head to one": (SMALL, {"heads": 3, "groups": 3}, 50),
+    "16-bit rings": (replace(SMALL, ring_dtype="bfloat16"), {}, 50),
 }
 
 
-@pytest.mark.parametrize(("config", "sizes", "positions"), CASES.values(), ids=list(CASES))
-def test_steps_equal_the_plain_ones(config: MacConfig, sizes: dict[str, Any], positions: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("config", "sizes", "m"), CASES.values(), ids=list(CASES))
+def test_steps_equal_the_plain_ones(config: MacConfig, sizes: dict[str, Any], m: int) -> None:
     stream = Stream(config, 60, **sizes)
-    stream.fill(positions[0])
+    stream.fill(m)
     bound = EXACT if sizes.get("dtype", torch.float32) == torch.float32 else HALF
     # the interpreter cuts numbers to bfloat16, torch rounds them
-    kept = bound if config.ring_dtype == "auto" else HALF
-    hits = 0
-    for m in positions:
-        plain = step(*stream.inputs(m))
-        before = copy_of(stream.state)
-        assert_same(mac_step_triton(*stream.inputs(m), launch=TILES, write=True), plain, bound)
-        before.write(plain.rows)
-        assert_same_rings(stream.state, before, kept)
-        hits += int(plain.match.hit.sum())
-    if config is SMALL and positions[0] == 50:
-        assert 0 < hits < plain.match.hit.numel() * len(positions)
+    hit = assert_same_step(stream, m, bound, bound if config.ring_dtype == "auto" else HALF).match.hit
+    if config is SMALL and m == 50:
+        assert 0 < int(hit.sum()) < hit.numel()
 
 
 def test_a_ring_that_has_come_round_and_the_slot_that_is_its_own() -> None:
@@ -149,12 +150,7 @@ def test_a_ring_that_has_come_round_and_the_slot_that_is_its_own() -> None:
     stream = Stream(config, 40, heads=3, groups=1, alike=1.0, start=(0,))
     stream.fill(20)
     for m in range(20, 23):  # equal queries: the older one wins, so each step reuses position m - K
-        plain, before = step(*stream.inputs(m)), copy_of(stream.state)
-        fast = mac_step_triton(*stream.inputs(m), launch=TILES, write=True)
-        assert bool((plain.match.pos == m - 4).all())
-        assert_same(fast, plain, EXACT)
-        before.write(plain.rows)
-        assert_same_rings(stream.state, before, EXACT)
+        assert bool((assert_same_step(stream, m, EXACT, EXACT).match.pos == m - 4).all())
 
 
 def test_empty_rings_and_forgotten_rows() -> None:
@@ -328,57 +324,26 @@ def test_pieces_and_merge_are_the_reference_s() -> None:
 # --- each of these comparisons can fail -----------------------------------------------------------------------------
 
 
-MUTANTS = {
-    "the younger of two": (
-        match_module, "_match_kernel",
-        "tl.min(tl.where(able & (squared == near), pos, NO_POSITION)",
-        "tl.max(tl.where(able & (squared == near), pos, 0)",
-    ),
-    "the oldest left out": (
-        match_module, "_match_kernel",
-        "tl.maximum(m - reach, 0), m)",
-        "tl.maximum(m - reach + 1, 0), m)",
-    ),
-    "a span too short": (
-        schedule_module, "_select_kernel",
-        "tl.cdiv(own_end - farthest, KEYS)",
-        "((own_end - farthest) // KEYS)",
-    ),
-    "tiles twice": (
-        schedule_module, "_schedule_kernel",
-        "axis=0) - count",
-        "axis=0)",
-    ),
-    "no start": (
-        attend_module, "_attend_kernel",
-        "index = place + start",
-        "index = place",
-    ),
-    "heads share the first key": (
-        attend_module, "_attend_kernel",
-        " & (place[None, :] >= low[:, None])",
-        "",
-    ),
-    "no rescaling": (
-        attend_module, "_attend_kernel",
-        "o = o * shrink[:, None] + ",
-        "o = o + ",
-    ),
-    "the neighbour's pieces": (
-        merge_module, "_merge_kernel",
-        "(last - 1) // share + span + 1, begin)",
-        "(last - 1) // share + span + 2, begin)",
-    ),
-    "another slot": (
-        merge_module, "_merge_kernel",
-        "slot = tl.maximum(m, 0) % window",
-        "slot = tl.maximum(m + 1, 0) % window",
-    ),
-    "chain": (
-        merge_module, "_merge_kernel",
-        "other=-1) + 1",
-        "other=-1) + 2",
-    ),
+MUTANTS: dict[tuple[Any, str], dict[str, tuple[str, str]]] = {
+    (match_module, "_match_kernel"): {
+        "the younger of two": ("tl.min(tl.where(able & (squared == near), pos, NO_POSITION)",
+                               "tl.max(tl.where(able & (squared == near), pos, 0)"),
+        "the oldest left out": ("tl.maximum(m - reach, 0), m)", "tl.maximum(m - reach + 1, 0), m)"),
+    },
+    (schedule_module, "_select_kernel"): {
+        "a span too short": ("tl.cdiv(own_end - farthest, KEYS)", "((own_end - farthest) // KEYS)"),
+    },
+    (schedule_module, "_schedule_kernel"): {"tiles twice": ("axis=0) - count", "axis=0)")},
+    (attend_module, "_attend_kernel"): {
+        "no start": ("index = place + start", "index = place"),
+        "heads share the first key": (" & (place[None, :] >= low[:, None])", ""),
+        "no rescaling": ("o = o * shrink[:, None] + ", "o = o + "),
+    },
+    (merge_module, "_merge_kernel"): {
+        "the neighbour's pieces": ("(last - 1) // share + span + 1, begin)", "(last - 1) // share + span + 2, begin)"),
+        "another slot": ("slot = tl.maximum(m, 0) % window", "slot = tl.maximum(m + 1, 0) % window"),
+        "chain": ("other=-1) + 1", "other=-1) + 2"),
+    },
 }  # fmt: skip
 
 
@@ -387,14 +352,13 @@ def _compare() -> None:
     stream = Stream(replace(SMALL, sink=2), 60)
     stream.queries[:, :2] = stream.queries[:, :2, :1]
     stream.fill(50)
-    plain, before = step(*stream.inputs(50)), copy_of(stream.state)
-    fast = mac_step_triton(*stream.inputs(50), launch=replace(TILES, programs=1), write=True)
-    assert_same(fast, plain, EXACT)
-    before.write(plain.rows)
-    assert_same_rings(stream.state, before, EXACT)
+    assert_same_step(stream, 50, EXACT, EXACT, replace(TILES, programs=1))
 
 
-@pytest.mark.parametrize(("module", "name", "old", "new"), MUTANTS.values(), ids=list(MUTANTS))
+@pytest.mark.parametrize(
+    ("module", "name", "old", "new"),
+    [pytest.param(*place, *change, id=what) for place, each in MUTANTS.items() for what, change in each.items()],
+)
 def test_a_wrong_kernel_is_noticed(
     module: Any, name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -31,14 +31,14 @@ def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
 TOKENIZER = byte_tokenizer()
 
 
-def backbone(seed: int = 0) -> LlamaForCausalLM:
+def backbone(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-        initializer_range=0.1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    sizes = {
+        "vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "eos_token_id": 1,
+        "pad_token_id": 0, "bos_token_id": None, "initializer_range": 0.1,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
 
 
 def comb_model(gate: float = 0.0, on: Any = None) -> CombForCausalLM:
