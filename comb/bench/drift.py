@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 from tqdm import tqdm
 
+from comb.backbones.exclusive import exclusive
 from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.bench.work import linked
 from comb.documents.document import Example
-from comb.evaluation.drift import Drift, drift_of, exact_states
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Setting, Timing
 from comb.evaluation.table import Column, Row, TextTable, fixed, spread
+from comb.hybrid.caches import new_cache, read_state, run
+from comb.hybrid.support import find_hybrid_support
+from comb.methods.base import DecodeState
 
 
 @dataclass(frozen=True)
@@ -38,33 +44,68 @@ def measure_drift(setting: Setting, examples: Sequence[Example], specs: Sequence
     rows: list[Row] = [
         {"method": spec, "n": 0, "layers": [], "recomputed_tokens": 0.0, "refused": ""} for spec in specs
     ]
-    found: dict[str, list[list[Drift]]] = {spec: [] for spec in specs}
+    found: dict[str, list[list[Row]]] = {spec: [] for spec in specs}
     for example in tqdm(examples, "drift", unit="prompt", leave=False):
         exact = cache(exact_states)  # once for all methods
         for row in rows:
             if not row["refused"]:
                 with or_refused(row):
-                    drifts, recomputed = _drift(setting, row["method"], example, exact)
-                    found[row["method"]].append(drifts)
-                    row["recomputed_tokens"] += recomputed / len(examples)
+                    engine = setting.engine(row["method"])
+                    if engine.method.uses_encoder:
+                        raise ValueError(f"{row['method']} puts no document into the decoder's states")
+                    with linked(engine, *setting.request(row["method"], example)) as state:
+                        found[row["method"]].append(drift_of(engine.method.backbone, state, exact))
+                        row["recomputed_tokens"] += state.recomputed_tokens / len(examples)
     for row in rows:
         if not row["refused"]:
-            row |= {"n": len(examples), "layers": [_over(layer) for layer in zip(*found[row["method"]], strict=True)]}
+            row["n"] = len(examples)
+            for layer in zip(*found[row["method"]], strict=True):
+                over = {name: Timing.over([prompt[name] for prompt in layer]) for name in ("error", "degrees")}
+                row["layers"].append({"layer": layer[0]["layer"], **over})
     return rows
 
 
-def _drift(setting: Setting, spec: str, example: Example, exact: Any) -> tuple[list[Drift], int]:
-    """By layer, and how many document tokens were prefilled again."""
-    engine = setting.engine(spec)
-    if engine.method.uses_encoder:
-        raise ValueError(f"{spec} puts no document into the decoder's states")
-    with linked(engine, *setting.request(spec, example)) as state:
-        return drift_of(engine.method.backbone, state, exact), state.recomputed_tokens
+@torch.no_grad()
+def exact_states(model: Any, token_ids: Sequence[int]) -> dict[int, Tensor]:
+    """States behind these tokens by full recompute, by layer."""
+    with exclusive(model):
+        past = new_cache(model)
+        run(model, list(token_ids), past, 0)
+        return _states(model, past)
 
 
-def _over(prompts: Sequence[Drift]) -> Row:
-    error, degrees = (Timing.over([getattr(drift, name) for drift in prompts]) for name in ("error", "degrees"))
-    return {"layer": prompts[0].layer, "error": error, "degrees": degrees}
+@torch.no_grad()
+def drift_of(
+    model: Any, state: DecodeState, exact: Callable[[Any, tuple[int, ...]], Mapping[int, Tensor]] = exact_states
+) -> list[Row]:
+    """Drift of a linked prompt behind the tokens that its cache covers (hypic: all but the last).
+
+    Returns:
+        By linear layer that keeps a state (convolutions have none), from the first on: ``error``, the relative distance
+        from ``exact``'s in the Frobenius norm, and the angle between both in ``degrees``.
+
+    Raises:
+        ValueError: where nothing can be compared: no state behind the prompt, or no linear layer that keeps one.
+    """
+    covered = 0 if state.past_key_values is None else int(state.past_key_values.get_seq_length())
+    if not covered:
+        raise ValueError("this method leaves the whole prompt to the model: there is no state to compare")
+    with exclusive(model):
+        ours = _states(model, state.past_key_values)
+    theirs, found = exact(model, tuple(state.input_ids[0, :covered].tolist())), []
+    for number in sorted(ours.keys() & theirs.keys()):
+        left, right = ours[number].double().flatten(), theirs[number].double().flatten()
+        cosine = float(left @ right / (left.norm() * right.norm()).clamp_min(1e-300))
+        error = float((left - right).norm() / right.norm().clamp_min(1e-300))
+        found.append({"layer": number, "error": error, "degrees": math.degrees(math.acos(max(-1, min(1, cosine))))})
+    if not found:
+        raise ValueError("none of this model's layers keeps a state: convolutions alone have no drift")
+    return found
+
+
+def _states(model: Any, past: Any) -> dict[int, Tensor]:
+    states = ((number, read_state(past, number)[1]) for number in find_hybrid_support(model).linear)
+    return {number: state for number, state in states if state is not None}
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:

@@ -15,18 +15,13 @@ from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example
 from comb.bench.arrivals import AsyncOptions, budget, measure_async, poisson_arrivals, serve_in_order, summarize
-from comb.bench.arrivals import tables as async_tables
 from comb.bench.context_length import ContextLengthOptions, growth_exponent, measure_context_length
 from comb.bench.context_length import tables as length_tables
 from comb.bench.drift import measure_drift
 from comb.bench.drift import tables as drift_tables
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, benchmarks
-from comb.bench.haystack import TextHaystack
 from comb.bench.memory import peak_memory, running_maximum
 from comb.bench.methods import MethodsOptions, compare, kl_divergence
-from comb.bench.needle import NeedleOptions, measure_needles
-from comb.bench.needle import panels as needle_panels
-from comb.bench.needle import tables as needle_tables
 from comb.bench.options import drop_too_long, integers, numbers, split_methods
 from comb.bench.work import RandomPrompt, linked, random_model
 from comb.cli import main as cli
@@ -68,6 +63,32 @@ def examples() -> list[Example]:
         Example((Document(f"fact {n} is here"), Document(f"and other {n}")), f"what is {n}?", f"fact {n}", group=str(n))
         for n in range(5)
     ]
+
+
+def run(*arguments: object) -> Any:
+    return runner.invoke(cli.app, ["bench", *(str(argument) for argument in arguments)], env={"COLUMNS": "100"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model: CombForCausalLM) -> Path:
+    """The tiny model without its encoder, and data beside it."""
+    folder = tmp_path_factory.mktemp("bench")
+    model.backbone.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    rows = [{"documents": [f"fact {n} is here", f"and other {n}"], "query": f"what is {n}?", "answer": f"fact {n}"}
+            for n in range(12)]  # fmt: skip
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def written(path: Path, *arguments: object) -> Any:
+    """The JSON of a command, which also writes a table and a plot."""
+    result = run(*arguments, "--out", path)
+    assert result.exit_code == 0, result.output
+    assert path.with_suffix(".md").read_text().count("|") > 20
+    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return json.loads(path.read_text())
 
 
 # --- lists on the command line --------------------------------------------------------------------------------------
@@ -174,8 +195,6 @@ def test_a_run_that_is_broken_off_keeps_what_it_has(tmp_path: Path) -> None:
 
 # --- comb bench methods ---------------------------------------------------------------------------------------------
 
-METHODS = ("full", "prefix", "naive", "comb", "none")
-
 
 def compared(setting: Setting, examples: list[Example], specs: Sequence[str], **options: Any) -> list[Row]:
     """The rows of `comb bench methods`."""
@@ -187,8 +206,9 @@ def compared(setting: Setting, examples: list[Example], specs: Sequence[str], **
 
 @pytest.fixture(scope="module")
 def results(setting: Setting, examples: list[Example]) -> dict[str, Row]:
-    found = compared(setting, examples, METHODS, max_new_tokens=4, timing_examples=2, kl_examples=3)
-    assert [row["method"] for row in found] == list(METHODS)
+    methods = ("full", "prefix", "naive", "comb", "none")
+    found = compared(setting, examples, methods, max_new_tokens=4, timing_examples=2, kl_examples=3)
+    assert [row["method"] for row in found] == list(methods)
     return {row["method"]: row for row in found}
 
 
@@ -201,17 +221,10 @@ def test_full_recompute_does_not_diverge_from_itself(results: dict[str, Row]) ->
     assert 3 <= results["full"]["kl_n"] <= 3 * 4
 
 
-def test_controls_diverge(results: dict[str, Row]) -> None:
-    for method in ("none", "naive", "comb"):
-        kl = results[method]["kl"]
-        assert kl is not None
-        assert kl > 1e-3
-
-
-def test_peak_memory_grows_with_the_prompt(results: dict[str, Row]) -> None:
-    peaks = {method: result["peak_memory_bytes"] or 0 for method, result in results.items()}
-    assert min(peaks.values()) > 0
-    assert peaks["full"] > peaks["none"]
+def test_controls_diverge_and_peaks_grow_with_the_prompt(results: dict[str, Row]) -> None:
+    assert min(results[method]["kl"] for method in ("none", "naive", "comb")) > 1e-3
+    assert min(row["peak_memory_bytes"] for row in results.values()) > 0
+    assert results["full"]["peak_memory_bytes"] > results["none"]["peak_memory_bytes"]
 
 
 def test_what_cannot_run_is_a_row_with_a_reason(setting: Setting, examples: list[Example], tmp_path: Path) -> None:
@@ -307,20 +320,23 @@ def test_the_store_gets_its_share() -> None:
         budget([100, 100, 200], 0.4)
 
 
-def test_what_does_not_fit_the_store_is_compiled_again(setting: Setting, examples: list[Example]) -> None:
-    options = AsyncOptions(users=4, seconds=20.0, max_new_tokens=1)
-    found = list(measure_async(setting, examples, ["naive", "full"], [2.0], [1.0, 0.5, 0.1], options))
-    whole, half, tenth, full = found
+def test_what_does_not_fit_the_store_is_compiled_again(folder: Path, tmp_path: Path) -> None:
+    content = written(
+        tmp_path / "a.json", "async", "--model", folder / "model", "--methods", "naive,full", "--dataset",
+        folder / "data.jsonl", "--split", "all", "--users", 4, "--rates", "2", "--seconds", 20, "--ccr", "1,0.5,0.1",
+        "--max-new-tokens", 1,
+    )  # fmt: skip
+    whole, half, tenth, full = content["results"]
+    assert [(row["method"], row["ccr"], row["rate"]) for row in (whole, half, tenth, full)] == [
+        ("naive", 1.0, 2.0), ("naive", 0.5, 2.0), ("naive", 0.1, 2.0), ("full", None, 2.0),
+    ]  # fmt: skip
     assert whole["hit_share"] == 1.0
-    assert half["hit_share"] is not None
     assert half["hit_share"] < 1.0
-    assert whole["store_bytes"] == 2 * (half["store_bytes"] or 0)
+    assert whole["store_bytes"] == 2 * half["store_bytes"]
     assert whole["n"] == half["n"] == full["n"] > 20  # the same arrivals
     assert "ccr" in tenth["refused"]
-    assert (full["ccr"], full["hit_share"]) == (None, None)
-    [table] = async_tables(found)
-    assert [line[0] for line in table.lines()] == ["naive", "naive", "naive", "full"]
-    assert any("naive at ccr 0.1, offered/s 2 refused" in note for note in table.notes())
+    assert full["hit_share"] is None
+    assert "naive at ccr 0.1, offered/s 2 refused" in (tmp_path / "a.md").read_text()
 
 
 def test_users_need_documents_of_their_own(setting: Setting, examples: list[Example]) -> None:
@@ -408,11 +424,10 @@ def test_random_models_are_seeded_and_checked() -> None:
 # --- comb bench needle ----------------------------------------------------------------------------------------------
 
 
-def test_needles_are_scored_by_cell(setting: Setting, tmp_path: Path) -> None:
-    haystack = TextHaystack(setting.tokenizer, 64)
-    plain = Setting(setting.model.backbone, setting.tokenizer, setting.builder)
-    options = NeedleOptions(repeats=2, max_new_tokens=2)
-    cells = list(measure_needles(plain, haystack, ["full", "naive", "comb"], [100, 400], [0, 100], options))
+def test_needles_are_scored_by_cell(folder: Path, tmp_path: Path) -> None:
+    common = ["needle", "--model", folder / "model", "--depths", "0,100", "--max-new-tokens", 2]
+    options = ["--methods", "full,naive,comb", "--lengths", "100,400", "--chunk-tokens", 64, "--repeats", 2]
+    cells = written(tmp_path / "n.json", *common, *options)["results"]
     assert [(cell["method"], cell["tokens"], cell["depth"]) for cell in cells] == [
         (method, tokens, depth) for method in ("full", "naive", "comb") for tokens in (100, 400) for depth in (0, 100)
     ]
@@ -421,10 +436,11 @@ def test_needles_are_scored_by_cell(setting: Setting, tmp_path: Path) -> None:
     assert cells[0]["found"] is not None
     assert "256 positions" in cells[2]["refused"]
     assert "plain backbone" in cells[-1]["refused"]
-    [table] = needle_tables(cells)
-    assert table.lines()[0][2] == "0 (0)"
-    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
-    assert draw(needle_panels(cells), tmp_path / "needles.png").read_bytes().startswith(b"\x89PNG")
+    assert "| full | 100 | 0 (0) |" in (tmp_path / "n.md").read_text()
+    options = ["--methods", "full,naive", "--lengths", 80, "--dataset", folder / "data.jsonl", "--split", "all"]
+    chosen = run(*common, *options, "--repeats", 1)
+    assert chosen.exit_code == 0, chosen.output
+    assert "refused" not in chosen.output
 
 
 # --- comb bench drift -----------------------------------------------------------------------------------------------
@@ -441,43 +457,13 @@ def test_what_has_no_drift_says_so(setting: Setting, examples: list[Example], me
 # --- the commands ---------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: object) -> Any:
-    return runner.invoke(cli.app, ["bench", *(str(argument) for argument in arguments)], env={"COLUMNS": "100"})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, model: CombForCausalLM) -> Path:
-    """The tiny model without its encoder, and data beside it."""
-    folder = tmp_path_factory.mktemp("bench")
-    model.backbone.save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    with (folder / "data.jsonl").open("w") as file:
-        for n in range(12):
-            row = {
-                "documents": [f"fact {n} is here", f"and other {n}"],
-                "query": f"what is {n}?",
-                "answer": f"fact {n}",
-            }
-            file.write(json.dumps(row) + "\n")
-    return folder
-
-
-def written(path: Path) -> Any:
-    assert path.with_suffix(".md").read_text().count("|") > 20
-    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    return json.loads(path.read_text())
-
-
 def test_methods_command(folder: Path, tmp_path: Path) -> None:
-    result = run(
-        "methods", "--model", folder / "model", "--methods", "full,legolink:2,comb", "--dataset", folder / "data.jsonl",
-        "--split", "all", "--limit", 4, "--max-new-tokens", 3, "--timing-examples", 1, "--kl-examples", 2,
-        "--out", tmp_path / "m.json",
+    content = written(
+        tmp_path / "m.json", "methods", "--model", folder / "model", "--methods", "full,legolink:2,comb", "--dataset",
+        folder / "data.jsonl", "--split", "all", "--limit", 4, "--max-new-tokens", 3, "--timing-examples", 1,
+        "--kl-examples", 2,
     )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert "comb refused: method 'comb' needs a model with a trained encoder" in " ".join(result.output.split())
-    content = written(tmp_path / "m.json")
+    assert "comb refused: method 'comb' needs a model with a trained encoder" in (tmp_path / "m.md").read_text()
     assert [row["method"] for row in content["results"]] == ["full", "legolink:2", "comb"]
     assert content["results"][0]["kl"] == 0.0
     assert content["results"][0]["n"] == 4
@@ -502,54 +488,26 @@ def test_an_adapters_own_results_are_left_alone(folder: Path) -> None:
     assert "choose another name" in str(result.exception)
 
 
-def test_async_command(folder: Path, tmp_path: Path) -> None:
-    result = run(
-        "async", "--model", folder / "model", "--methods", "full,naive", "--dataset", folder / "data.jsonl", "--split",
-        "all", "--users", 3, "--rates", "1,4", "--seconds", 2, "--ccr", "1,0.7", "--max-new-tokens", 2,
-        "--out", tmp_path / "a.json",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    content = written(tmp_path / "a.json")
-    assert [(row["method"], row["ccr"], row["rate"]) for row in content["results"]] == [
-        ("full", None, 1.0), ("full", None, 4.0), ("naive", 1.0, 1.0), ("naive", 1.0, 4.0), ("naive", 0.7, 1.0),
-        ("naive", 0.7, 4.0),
-    ]  # fmt: skip
-
-
 def test_context_length_command(tmp_path: Path) -> None:
-    result = run(
-        "context-length", "--lengths", "16,32", "--segment-tokens", 8, "--query-tokens", 2, "--methods",
-        "full,legolink:2,legolink-0", "--repeats", 1, "--layers", 1, "--hidden", 16, "--heads", 2, "--kv-heads", 2,
-        "--vocab", 40, "--out", tmp_path / "c.json",
+    content = written(
+        tmp_path / "c.json", "context-length", "--lengths", "16,32", "--segment-tokens", 8, "--query-tokens", 2,
+        "--methods", "full,legolink:2,legolink-0", "--repeats", 1, "--layers", 1, "--hidden", 16, "--heads", 2,
+        "--kv-heads", 2, "--vocab", 40,
     )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert "Growth of cached TTFT" in result.output
-    content = written(tmp_path / "c.json")
+    assert "Growth of cached TTFT" in (tmp_path / "c.md").read_text()
     assert content["results"][1]["speedup"]["n"] == 1
     assert content["threads"] == torch.get_num_threads()
-
-
-def test_needle_command(folder: Path, tmp_path: Path) -> None:
-    common = ["--model", folder / "model", "--methods", "full,naive", "--depths", "0,100", "--repeats", 1,
-              "--max-new-tokens", 2]  # fmt: skip
-    result = run("needle", *common, "--lengths", "64,128", "--chunk-tokens", 64, "--out", tmp_path / "n.json")
-    assert result.exit_code == 0, result.output
-    assert len(written(tmp_path / "n.json")["results"]) == 8
-    chosen = run("needle", *common, "--lengths", 80, "--dataset", folder / "data.jsonl", "--split", "all")
-    assert chosen.exit_code == 0, chosen.output
-    assert "refused" not in chosen.output
 
 
 def test_drift_command(folder: Path, tmp_path: Path) -> None:
     for part in text_model("bamba"):
         part.save_pretrained(tmp_path / "hybrid")
-    result = run(
-        "drift", "--model", tmp_path / "hybrid", "--methods", "full,addition,hypic:2,hypic:100", "--dataset",
-        folder / "data.jsonl", "--split", "all", "--limit", 3, "--out", tmp_path / "d.json",
+    content = written(
+        tmp_path / "d.json", "drift", "--model", tmp_path / "hybrid", "--methods", "full,addition,hypic:2,hypic:100",
+        "--dataset", folder / "data.jsonl", "--split", "all", "--limit", 3,
     )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert "full refused: this method leaves the whole prompt" in " ".join(result.output.split())
-    _, addition, hypic, covered = written(tmp_path / "d.json")["results"]
+    assert "full refused: this method leaves the whole prompt" in (tmp_path / "d.md").read_text()
+    _, addition, hypic, covered = content["results"]
     for row in (addition, hypic, covered):
         assert row["n"] == 3
         assert [layer["layer"] for layer in row["layers"]] == [0, 1, 3]

@@ -13,11 +13,11 @@ from torch import nn
 
 from comb import CombForCausalLM, PICEngine, methods
 from comb.backbones.discovery import inspect_backbone
+from comb.bench.drift import drift_of, exact_states
 from comb.cache.picache_file import PICacheError, deserialize, serialize
 from comb.cache.store import PICacheStore
 from comb.cli.doctor import check_methods
 from comb.cli.info import describe
-from comb.evaluation.drift import drift_of, exact_states, state_drift
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.methods.base import LinkRequest
@@ -67,9 +67,13 @@ def test_full_in_a_batch(name: str) -> None:
     assert error(batch.logits[0], batch.logits[1]) > 20 * EXACT
 
 
+def drifts_of(method: Any, documents: list[list[int]], query: list[int]) -> list[dict[str, Any]]:
+    return drift_of(method.backbone, method.link(method.compile(documents), query))
+
+
 def test_convolutions_have_no_drift() -> None:
     with pytest.raises(ValueError, match="keeps a state"):
-        state_drift(methods.create("hypic", model_of("lfm2")), [A, B], QUERY)
+        drifts_of(methods.create("hypic", model_of("lfm2")), [A, B], QUERY)
 
 
 def test_drift_is_relative_to_full_recompute() -> None:
@@ -84,26 +88,28 @@ def test_drift_is_relative_to_full_recompute() -> None:
     drifts = drift_of(model, state, longer)
     assert drifts
     for drift in drifts:
-        assert drift.error == pytest.approx(0.75, abs=1e-4)
-        assert drift.degrees < 0.1
+        assert drift["error"] == pytest.approx(0.75, abs=1e-4)
+        assert drift["degrees"] < 0.1
 
 
 @pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "lfm2"])
 def test_drift_grows_from_an_exact_first_layer(name: str) -> None:
     model = model_of(name)
-    drifts = {spec: state_drift(methods.create(spec, model), [A, B, C], QUERY)
+    drifts = {spec: drifts_of(methods.create(spec, model), [A, B, C], QUERY)
               for spec in ("hypic", "addition", "hypic:100")}  # fmt: skip
-    deepest = {spec: f"{100 * each[-1].error:.1f}%, {each[-1].degrees:.1f} degrees" for spec, each in drifts.items()}
-    print(f"{name}, layer {drifts['hypic'][-1].layer}: {deepest}")
-    assert drifts["hypic"][0].error < EXACT
-    assert drifts["hypic"][0].degrees < 1e-3
-    assert drifts["hypic"][-1].error > 1e-3
-    assert all(ours.error < naive.error for ours, naive in zip(drifts["hypic"], drifts["addition"], strict=True))
-    assert all(drift.error < EXACT for drift in drifts["hypic:100"])
+    deepest = {
+        spec: f"{100 * each[-1]['error']:.1f}%, {each[-1]['degrees']:.1f} degrees" for spec, each in drifts.items()
+    }
+    print(f"{name}, layer {drifts['hypic'][-1]['layer']}: {deepest}")
+    assert drifts["hypic"][0]["error"] < EXACT
+    assert drifts["hypic"][0]["degrees"] < 1e-3
+    assert drifts["hypic"][-1]["error"] > 1e-3
+    assert all(ours["error"] < naive["error"] for ours, naive in zip(drifts["hypic"], drifts["addition"], strict=True))
+    assert all(drift["error"] < EXACT for drift in drifts["hypic:100"])
     for spec in ("hypic", "prefix"):  # caches that cover the whole prompt but its last token, or less
-        assert state_drift(methods.create(spec, model), [A], [5])[-1].error < EXACT
+        assert drifts_of(methods.create(spec, model), [A], [5])[-1]["error"] < EXACT
     with pytest.raises(ValueError, match="no state to compare"):
-        state_drift(methods.create("full", model), [A], [5])
+        drifts_of(methods.create("full", model), [A], [5])
 
 
 def test_modes_leave_out_what_their_names_say() -> None:
