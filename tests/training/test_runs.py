@@ -73,8 +73,8 @@ def config_for(backbone_folder: Path, tmp_path: Path) -> Callable[..., Any]:
 def test_run_training_end_to_end(config_for: Callable[..., Any], tmp_path: Path, answers: str) -> None:
     config = config_for(answers=answers)
     result = run_training(config, progress=False)
-    assert result.steps == 4
-    assert all(math.isfinite(loss) for _, loss in result.losses)
+    assert result.record["steps"] == 4
+    assert all(math.isfinite(loss) for _, loss in result.record["losses"])
     report = json.loads((tmp_path / "out" / "training.json").read_text())
     assert report["steps"] == 4
     assert report["seed"] == 0
@@ -259,9 +259,10 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
         }
     )  # fmt: skip
     result = run_training(settings, progress=False)
-    assert [step for step, _ in result.heldout_em] == [2, 4] == [step for step, _ in result.heldout_losses]
+    for name in ("heldout_em", "heldout_losses"):
+        assert [step for step, _ in result.record[name]] == [2, 4]
     record = json.loads((tmp_path / "training.json").read_text())
-    assert record["heldout_f1"] == [list(pair) for pair in result.heldout_f1]
+    assert record["heldout_f1"] == [list(pair) for pair in result.record["heldout_f1"]]
     # the last ones are those of the finished model, by the same questions
     model = result.model
     assert model is not None
@@ -269,6 +270,6 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
         settings.data, PromptBuilder(result.tokenizer), model.max_document_tokens, split="heldout", limit=6
     )
     [found] = evaluate((model, result.tokenizer), examples, ["comb"], timing_examples=0, progress=False)
-    assert result.heldout_em[-1] == (4, found.em)
-    assert result.heldout_f1[-1] == (4, pytest.approx(found.f1))
+    assert result.record["heldout_em"][-1] == (4, found.em)
+    assert result.record["heldout_f1"][-1] == (4, pytest.approx(found.f1))
     assert (tmp_path / "loss.png").stat().st_size > 5000

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,31 +51,22 @@ class TrainResult:
 
     Args:
         model: as it was trained; None when it is sharded (ZeRO-3) or this process isn't the first: load `output_dir`.
-        losses: (step, mean loss per target token).
-        heldout_losses: the same on held-out examples, where `eval_steps` asked for them.
-        heldout_em, heldout_f1: (step, mean in 0..1) of answers to `eval_answers` of them.
-        terminated: a signal ended the run before its time; the last checkpoint is where to go on.
+        record: what training.json holds. Of its values ``losses`` and ``heldout_losses`` are (step, mean loss per
+            target token), ``heldout_em`` and ``heldout_f1`` (step, mean in 0..1), as `train.eval_steps` and
+            `train.eval_answers` asked for them; ``seconds`` is of optimisation, ``answer_seconds`` of answering before.
+        counts, statistics: what happened to the data's rows, and how long the examples trained on are.
         teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
-        seconds: of optimisation, and of answering before it.
+        terminated: a signal ended the run before its time; the last checkpoint is where to go on.
     """
 
     output_dir: Path
     model: Any
     tokenizer: Any
-    losses: list[tuple[int, float]]
-    steps: int
-    seconds: float
-    answer_seconds: float
+    record: dict[str, Any]
     counts: Counts
     statistics: TokenStatistics
-    teacher: Scores | None = None
-    parameters: dict[str, int] = field(default_factory=dict)
-    heldout_losses: list[tuple[int, float]] = field(default_factory=list)
-    heldout_em: list[tuple[int, float]] = field(default_factory=list)
-    heldout_f1: list[tuple[int, float]] = field(default_factory=list)
-    terminated: bool = False
-    bad_batches: int = 0
-    sets: dict[str, TokenStatistics] = field(default_factory=dict)
+    teacher: Scores | None
+    terminated: bool
 
 
 def run_training(
@@ -114,74 +105,54 @@ def run_training(
     parameters = run.parameters  # before ZeRO-3 takes them apart
     trainer.train(resume)
     run.model.eval()
+    statistics = TokenStatistics.of(examples)
+    sets = statistics_by_set(examples) if config.data.mixture else {}
+    record = {
+        **environment(seed=config.train.seed),
+        "config": config.to_dict(),
+        "ranks": distributed.world_size(),
+        "parameters": parameters,
+        "data": run.counts.to_dict(),
+        "tokens": asdict(statistics),
+        "tokens_by_set": {name: asdict(of_set) for name, of_set in sets.items()},
+        "teacher": asdict(teacher) if teacher else None,
+        "steps": trainer.step,
+        "seconds": round(trainer.schedule.used, 2),
+        "answer_seconds": round(answer_seconds, 2),
+        "bad_batches": trainer.objective.bad_batches,
+        "losses": trainer.losses,
+        "heldout_losses": trainer.logged("eval_loss"),
+        "heldout_em": trainer.logged("eval_em"),
+        "heldout_f1": trainer.logged("eval_f1"),
+    }
+    model = run.model if distributed.is_main() and not trainer.sharded else None
+    folder = Path(config.train.output_dir)
     result = TrainResult(
-        output_dir=Path(config.train.output_dir),
-        model=run.model if distributed.is_main() and not trainer.sharded else None,
-        tokenizer=run.tokenizer,
-        losses=trainer.losses,
-        steps=trainer.step,
-        seconds=trainer.schedule.used,
-        answer_seconds=answer_seconds,
-        counts=run.counts,
-        statistics=TokenStatistics.of(examples),
-        teacher=teacher,
-        parameters=parameters,
-        heldout_losses=trainer.logged("eval_loss"),
-        heldout_em=trainer.logged("eval_em"),
-        heldout_f1=trainer.logged("eval_f1"),
-        terminated=trainer.terminated,
-        bad_batches=trainer.objective.bad_batches,
-        sets=statistics_by_set(examples) if config.data.mixture else {},
+        folder, model, run.tokenizer, record, run.counts, statistics, teacher, terminated=trainer.terminated
     )
     if not trainer.terminated:
         # scores of an adapter that was in this folder before don't hold for this one, and the card would show them
         if distributed.is_main():
-            for results in result.output_dir.glob(RESULTS):
+            for results in folder.glob(RESULTS):
                 results.unlink()
-        trainer.save_model(config.train.output_dir)
-        if result.model is not None:
-            unload(result.model)
-            result.model = training_method(config.train.method).answering(result.model)
+        trainer.save_model(folder)
+        if model is not None:
+            unload(model)
+            result.model = training_method(config.train.method).answering(model)
         if distributed.is_main():
-            _save_report(result, config)
-            refresh_card(result.output_dir)  # it tells what training.json says
+            write_json(folder / TRAINING_JSON, record)
+            _plot(record, folder / LOSS_PLOT, title=f"{config.model.backbone}: {config.data.label}")
+            refresh_card(folder)  # it tells what training.json says
     distributed.leave()
     # while it is set, transformers loads every model in parts (ZeRO-3), over ranks that are gone now
     unset_hf_deepspeed_config()
     return result
 
 
-def _save_report(result: TrainResult, config: Config) -> None:
-    """Writes training.json and the loss plot beside the adapter."""
-    write_json(
-        result.output_dir / TRAINING_JSON,
-        {
-            **environment(seed=config.train.seed),
-            "config": config.to_dict(),
-            "ranks": distributed.world_size(),
-            "parameters": result.parameters,
-            "data": result.counts.to_dict(),
-            "tokens": asdict(result.statistics),
-            "tokens_by_set": {name: asdict(statistics) for name, statistics in result.sets.items()},
-            "teacher": asdict(result.teacher) if result.teacher else None,
-            "steps": result.steps,
-            "seconds": round(result.seconds, 2),
-            "answer_seconds": round(result.answer_seconds, 2),
-            "bad_batches": result.bad_batches,
-            "losses": result.losses,
-            "heldout_losses": result.heldout_losses,
-            "heldout_em": result.heldout_em,
-            "heldout_f1": result.heldout_f1,
-        },
-    )
+def _plot(record: dict[str, Any], path: Path, *, title: str) -> None:
+    scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"]}
     try:
-        plot_training(
-            result.losses,
-            result.output_dir / LOSS_PLOT,
-            heldout=result.heldout_losses,
-            scores={"exact match": result.heldout_em, "F1": result.heldout_f1},
-            title=f"{config.model.backbone}: {config.data.label}",
-        )
+        plot_training(record["losses"], path, heldout=record["heldout_losses"], scores=scores, title=title)
     except ImportError:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
 

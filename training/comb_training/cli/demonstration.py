@@ -96,17 +96,17 @@ def _train(config: Config, console: Console) -> None:
         raise ValueError(f"the nano backbone is not there ({CHECKPOINT}): run scripts/pretrain-nano to make it")
     console.rule("Training an encoder on the backbone's own answers")
     result = run_training(config)
-    trainable, total = result.parameters["trainable"], result.parameters["all"]
+    record, losses = result.record, result.record["losses"]
+    trainable, total = record["parameters"]["trainable"], record["parameters"]["all"]
     console.print(f"data: {result.counts}")
     console.print(
         f"backbone frozen with {total - trainable:,} parameters, {trainable:,} trained; "
-        f"{result.statistics.examples} answers generated in {result.answer_seconds:.0f} s"
+        f"{result.statistics.examples} answers generated in {record['answer_seconds']:.0f} s"
         + (f" ({100 * result.teacher.em:.1f}% exactly right)" if result.teacher else "")
     )
-    if result.losses:
+    if losses:
         console.print(
-            f"loss {result.losses[0][1]:.3f} -> {result.losses[-1][1]:.3f} "
-            f"in {result.steps} steps, {result.seconds:.0f} s"
+            f"loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f} in {record['steps']} steps, {record['seconds']:.0f} s"
         )
 
 

@@ -56,15 +56,15 @@ def train(
         console.print(f"data, answered: {escape(str(result.counts))}")
     if result.teacher is not None:
         console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
-    if result.losses:
+    record, losses = result.record, result.record["losses"]
+    if losses:
         console.print(
-            f"loss {result.losses[0][1]:.4f} -> {result.losses[-1][1]:.4f} in {result.steps} steps, "
-            f"{result.seconds:.0f} s"
+            f"loss {losses[0][1]:.4f} -> {losses[-1][1]:.4f} in {record['steps']} steps, {record['seconds']:.0f} s"
         )
     if result.terminated:
         console.print(
-            f"stopped by SIGTERM after step {result.steps}; the checkpoint is in {escape(str(result.output_dir))}, "
-            "go on with --resume auto"
+            f"stopped by SIGTERM after step {record['steps']}; the checkpoint is in "
+            f"{escape(str(result.output_dir))}, go on with --resume auto"
         )
         raise typer.Exit(TERMINATED)
     console.print(f"adapter: {escape(str(result.output_dir))}")
