@@ -38,7 +38,16 @@ __all__ = [
 MethodClass = TypeVar("MethodClass", bound=type[Method])
 
 registry: Registry[type[Method]] = Registry("method", "comb.methods")
-names, get = registry.names, registry.get
+
+
+def names() -> list[str]:
+    """Names of all methods, sorted."""
+    return registry.names()
+
+
+def get(name: str) -> type[Method]:
+    """The class of a method. Raises ValueError naming the known methods."""
+    return registry.get(name)
 
 
 def register(name: str) -> Callable[[MethodClass], MethodClass]:
@@ -101,13 +110,15 @@ def create(spec: str, model: Any, **options: Any) -> Method:
     Raises:
         ValueError: for an unknown name or parameter, or when `model` lacks what the method needs.
     """
-    from comb.methods.quantized import quantized
+    from comb.methods.quantized import Quantized
 
     name, parameters = parse(spec)
     options = {**parameters, **options}
     method_spec = MethodSpec(name, {key: value for key, value in options.items() if key not in ("store", "salt")})
     scheme = options.pop("quantize", None)
-    method = quantized(get(name)(model, **options), scheme)
+    method = get(name)(model, **options)
+    if scheme not in (None, False, "none"):
+        method = Quantized(method, scheme)
     method.spec = method_spec
     return method
 

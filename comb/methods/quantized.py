@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from comb.cache.picache import PICache
 from comb.cache.quantization import QuantizedPICache, check_scheme, quantize_picache
@@ -76,8 +75,3 @@ class Quantized(Method):
                 f"expected fingerprint {self.fingerprint}: compile the document again"
             )
         return picache.dequantize(self.method.fingerprint)
-
-
-def quantized(method: Method, scheme: Any) -> Method:
-    """`method` itself for None, False or "none"; wrapped otherwise."""
-    return method if scheme in (None, False, "none") else Quantized(method, scheme)

@@ -232,7 +232,8 @@ def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: p
     "text",
     [
         '{"token": "abcdefgh"}', '{"a": ["--hf_token", "abcdefgh"]}', '["model.options={api_key: abcdefgh}"]',
-        '{"hub_token": "abcdefgh"}', '["--wandb.api-key=abcdefgh"]', '["PASSWORD=abcdefgh"]',
+        '{"hub_token": "abcdefgh"}', '{"a": "{\\"token\\": \\"abcdefgh\\"}"}', '["--wandb.api-key=abcdefgh"]',
+        '["PASSWORD=abcdefgh"]',
     ],
 )  # fmt: skip
 def test_secrets_by_name(text: str) -> None:
