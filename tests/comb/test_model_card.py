@@ -192,6 +192,7 @@ def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path
     backbone = tmp_path / "backbone"
     backbone.mkdir()
     assert not inherited_licence(str(backbone), None, adapter).header
+    assert "there is no backbone 'runs/a--b'" in inherited_licence("runs/a--b", None, adapter).why
     for card, wanted in (
         ("---\nlicense: other\nlicense_name: mine\n---\n", {"license": "other", "license_name": "mine"}),
         ("# no header", {}),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
 
 from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
 from comb.hub.card.parts import parse_card
@@ -45,6 +46,8 @@ def inherited_licence(backbone: str, revision: str | None, folder: Path, *, api:
         return nowhere
     try:
         card = (api or HfApi()).hf_hub_download(backbone, "README.md", revision=revision, local_files_only=api is None)
+    except HFValidationError:  # looks like an id, and is none: a folder that isn't there any more
+        return nowhere
     except HUB_ERRORS as error:
         why = "was not looked up" if api is None else f"could not be read ({reason(error)})"
         return Licence({}, f"the card of {backbone} {why}")
