@@ -19,7 +19,7 @@ from comb import CombForCausalLM, PICEngine
 from comb.engine.conversation import Conversation
 from comb.engine.decoding import AnswerStream
 from tests.comb.test_hybrid_methods import text_model
-from tests.helpers.byte_text import byte_llama, byte_tokenizer
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import FAMILIES, open_gates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +43,8 @@ def model_of(family: str) -> Any:
         return text_model(family)[0]
     torch.manual_seed(3)
     config = FAMILIES[family]()
-    config.vocab_size, config.max_position_embeddings = len(byte_tokenizer()), 1024
+    config.vocab_size = len(byte_tokenizer())
+    config.max_position_embeddings = 1024
     config.tie_word_embeddings = False  # tied, a random model says its last token for ever
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -414,7 +415,12 @@ def test_a_conversation_notices_other_weights_and_methods() -> None:
 
 
 def test_rotary_embeddings_of_the_whole_length_are_linked_anew() -> None:
-    model = byte_llama(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    torch.manual_seed(0)
+    config = FAMILIES["llama"]()
+    config.vocab_size = len(byte_tokenizer())
+    config.max_position_embeddings = 512
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
     for method in ("full", "legolink:2"):
         chat = PICEngine(model, byte_tokenizer(), method=method).conversation([MILL])
         asked(chat, "When?")
@@ -422,7 +428,8 @@ def test_rotary_embeddings_of_the_whole_length_are_linked_anew() -> None:
 
 
 def test_mac_attention_goes_on() -> None:
-    chat = engine_of("llama", "legolink:2", mac="generation").conversation([MILL])
+    engine = engine_of("llama", "legolink:2", mac="generation")
+    chat = engine.conversation([MILL])
     asked(chat, "When?")
     answer, _ = asked(chat, "Where?", CITY)
     assert answer.report.mac is not None

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from torch import nn
 
 from comb import CombForCausalLM, PICEngine, methods
+from comb.backbones.discovery import inspect_backbone
 from comb.bench.drift import drift_of, exact_states
 from comb.cache.picache_file import PICacheError, deserialize, serialize
 from comb.cache.store import PICacheStore
@@ -23,7 +25,6 @@ from tests.comb.test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logit
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates, tiny
 from tests.helpers.hybrids import BASE, GDN, HYBRIDS, MAMBA2, slow_decays, tiny_hybrid
-from tests.helpers.ring_model import tiny_ring
 
 
 @functools.cache
@@ -212,6 +213,8 @@ def test_models_that_it_is_not_for() -> None:
 
 def test_a_layer_that_is_not_affine_is_refused() -> None:
     """The probe's own control: a state that is squared on the way."""
+    from tests.helpers.ring_model import tiny_ring
+
     model = tiny_ring()
     layer = model.model.layers[1].self_attn
     plain = layer.forward
@@ -344,6 +347,23 @@ def test_the_encoder_attaches_to_every_hybrid(name: str) -> None:
     assert error(logits(model, "hypic", [A, B]), plain) < EXACT
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("olmo_hybrid", ["linear", "linear", "full", "linear"]),
+        ("kimi_linear", ["linear", "linear", "full", "linear"]),
+        ("minimax", ["linear", "linear", "full", "linear"]),
+        ("nemotron_h", ["linear", "none", "full", "linear"]),
+        ("zamba2", ["linear", "both", "linear", "both"]),
+        ("falcon_h1", ["both"] * 3),
+        ("lfm2", ["linear", "full"] * 2),
+        ("jamba", ["linear", "linear", "full", "linear"]),
+    ],
+)
+def test_layer_kinds(name: str, kinds: list[str]) -> None:
+    assert list(inspect_backbone(model_of(name)).layer_kinds) == kinds
+
+
 @pytest.mark.parametrize("name", list(HYBRIDS))
 def test_info_counts_a_segments_bytes(name: str) -> None:
     """Against a real PICache of another length. The control: a table for a model without linear layers has none."""
@@ -362,5 +382,12 @@ def test_info_table() -> None:
     table = describe(model)
     assert "hybrid layers" in list(table.columns[0].cells)
     assert any("3 of them both; 3 scalar" in str(cell) for cell in table.columns[1].cells)
-    refused = describe_hybrid(tiny_ring("diagonal"))
+    refused = describe_hybrid(_unknown())
     assert "refused" in refused["hybrid linking"]
+
+
+def _unknown() -> nn.Module:
+    from tests.helpers.ring_model import tiny_ring
+
+    model: nn.Module = tiny_ring("diagonal")
+    return model

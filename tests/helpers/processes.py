@@ -1,9 +1,11 @@
-"""Whether a process has ended, for tests."""
+"""Whether a process has ended, and waiting for what another one does, for tests."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def gone(pid: int) -> bool:
@@ -14,8 +16,14 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until_gone(pid: int, seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 60, step: float = 0.05) -> Any:
+    """The condition's value, once it is true."""
     deadline = time.monotonic() + seconds
-    while not gone(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.05)
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it doesn't come to pass"
+        time.sleep(step)
+    return found
+
+
+def wait_until_gone(pid: int, seconds: float = 20) -> None:
+    wait_for(lambda: gone(pid), seconds)

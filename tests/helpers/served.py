@@ -18,6 +18,7 @@ from typing import Any
 
 from comb_serving.config.options import INSTANCE_DIR
 from comb_serving.launch.server_process import COMMAND, free_port
+from tests.helpers.processes import wait_for
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 READY_S = 400
@@ -87,10 +88,7 @@ class Served:
 
     def wait_until_idle(self) -> None:
         """References are dropped when the answer has gone out, so a client may be faster."""
-        deadline = time.monotonic() + 60
-        while self.references > 0 or self.metric("requests_waiting") > 0:
-            assert time.monotonic() < deadline, (self.references, self.metric("requests_waiting"))
-            time.sleep(0.05)
+        wait_for(lambda: self.references == self.metric("requests_waiting") == 0)
 
     def processes(self) -> Iterator[tuple[int, list[bytes], list[bytes]]]:
         """Number, command line and environment of each process of this server."""

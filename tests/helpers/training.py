@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Prompt
+from comb_training import plugin
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
@@ -29,6 +32,13 @@ def byte_tokenizer(*more: str) -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = byte_tokenizer()
+
+
+def invoke(*arguments: str, **environment: str) -> Any:
+    """A command of training, as `comb` runs it; lines have 200 columns unless `environment` says otherwise."""
+    application = typer.Typer()
+    plugin.add_commands(application)
+    return CliRunner().invoke(application, list(arguments), env={"COLUMNS": "200", **environment})
 
 
 def backbone(seed: int = 0, **changes: Any) -> LlamaForCausalLM:

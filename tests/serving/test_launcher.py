@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,7 @@ from comb_serving.config.instance import LOCK, PREFIX, instance_folder, remove_a
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.sizes import parse_bytes, parse_pool_size
 from comb_serving.launch.launcher import launch, read_flags
-from tests.helpers.processes import wait_until_gone
+from tests.helpers.processes import wait_for, wait_until_gone
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
@@ -45,13 +45,10 @@ def program(tmp_path: Path, then: str) -> tuple[str, Path]:
     return PROGRAM.format(seen=str(seen), then=then), seen
 
 
-def wait_for(path: Path) -> dict[str, object]:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    found: dict[str, object] = json.loads(path.read_text())
-    return found
+def told(path: Path) -> Any:
+    """What the program has written about itself, once it has."""
+    wait_for(path.exists)
+    return json.loads(path.read_text())
 
 
 def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +62,7 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     server = [sys.executable, "-c", code]
     status = launch(ServeOptions("adapter"), arguments, pool_bytes=4096, pool_dtype="fp8", root=root, server=server)
     assert status == 3
-    found = wait_for(seen)
+    found = told(seen)
     assert found["argv"][:2] == ["--model", "adapter"]
     assert found["argv"][-2:] == ["--middleware", "comb_serving.api.middleware.CombMiddleware"]
     environment = found["environment"]
@@ -87,7 +84,7 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
     bystander.mkdir()
     code, seen = program(tmp_path, "time.sleep(60)")
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(root), code])
-    pid = wait_for(seen)["pid"]
+    pid = told(seen)["pid"]
     folders = [folder for folder in root.iterdir() if (folder / LOCK).exists()]
     assert len(folders) == 1
     assert folders[0].stat().st_mode & 0o077 == 0

@@ -71,7 +71,8 @@ async def test_the_least_recently_used_goes_first_and_nothing_that_is_kept() -> 
     assert manager.pin("pinned")
     (await manager.acquire([wanted("old", 8)])).release()
     (await manager.acquire([wanted("x", 8)])).release()
-    assert [manager.lookup(name) for name in ("held", "pinned", "old", "new", "x")] == [True, True, True, False, True]
+    kept = [name for name in ("held", "pinned", "old", "new", "x") if manager.lookup(name)]
+    assert kept == ["held", "pinned", "old", "x"]
     with pytest.raises(PoolFullError, match="in use or pinned"):
         await manager.acquire([wanted("y", 20)])
     assert manager.lookup("old")  # refused without having evicted in vain

@@ -317,23 +317,10 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
     max_leaves=8,
 )
-BODIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "messages": VALUES | st.just(MESSAGES),
-        "prompt": VALUES,
-        "documents": VALUES | st.just(DOCUMENTS) | st.lists(VALUES, max_size=2),
-        "comb": VALUES,
-        "cache_salt": VALUES,
-        "vllm_xargs": VALUES,
-        "kv_transfer_params": VALUES,
-        "chat_template_kwargs": VALUES,
-        "tools": VALUES,
-        "stop": VALUES,
-        "text": VALUES,
-        "id": VALUES,
-    },
-)
+FIELDS = ["prompt", "comb", "cache_salt", "vllm_xargs", "kv_transfer_params", "chat_template_kwargs", "tools", "stop"]
+DOCUMENT_LISTS = VALUES | st.just(DOCUMENTS) | st.lists(VALUES, max_size=2)
+OPTIONAL: Any = {"messages": VALUES | st.just(MESSAGES), "documents": DOCUMENT_LISTS}
+BODIES = st.fixed_dictionaries({}, optional=dict.fromkeys([*FIELDS, "text", "id"], VALUES) | OPTIONAL)
 
 
 @settings(max_examples=150, deadline=None)

@@ -121,11 +121,13 @@ def test_two_tenants_share_no_document_and_no_prefix(served: Served, more: dict[
 
 
 def test_a_tenants_registered_documents_are_nobody_elses(served: Served) -> None:
-    made = served.request("POST", "/v1/documents", {"text": "Alice keeps this.", "id": "hers"})
-    assert made[0] == 200
+    status, made = served.request("POST", "/v1/documents", {"text": "Alice keeps this.", "id": "hers", "pin": True})
+    assert (status, made["state"]) == (200, "encoded")
     asked = [("GET", "/v1/documents/hers"), ("DELETE", "/v1/documents/hers")]
     assert [served.request(method, path, key="bob")[0] for method, path in asked] == [404, 404]
     assert served.chat([{"id": "hers"}], key="bob")[0] == 404
     assert "hers" not in [one["id"] for one in served.request("GET", "/v1/documents", key="bob")[1]["data"]]
-    assert served.chat([{"id": "hers"}])[0] == 200
+    documents = served.chat([{"id": "hers"}])[1]["comb"]["documents"]
+    assert documents == [{"id": "hers", "state": "hit", "tokens": made["tokens"], "tier": "pool"}]
     assert served.request("DELETE", "/v1/documents/hers")[0] == 200
+    assert served.chat([{"id": "hers"}])[0] == 404

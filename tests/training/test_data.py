@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -322,14 +323,8 @@ assert "squad" in datasets.names()
 added = set(sys.modules) - before
 print(sorted(name for name in added if not name.startswith(("comb", "yaml"))))
 """
-    modules = (sys.modules["comb"], sys.modules["comb_training"])
-    path = [str(Path(module.__file__ or "").parents[1]) for module in modules]
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["[]"]  # nothing that `import comb` did not load anyway
 

@@ -101,16 +101,9 @@ def test_squad_rows_become_articles(hub: Path) -> None:
 
 
 def test_your_own_rows(hub: Path) -> None:
-    rows = [
-        {
-            "documents": [{"text": "a", "title": "T"}, {"text": "b", "title": None}],
-            "query": "q",
-            "answer": "x",
-            "group": None,
-        },
-        {"documents": [{"text": "c", "title": None}], "query": "q", "answer": "y", "group": "g"},
-    ]
-    save_parquet(hub, "train", {**rows[0], "group": None}, rows[1])
+    documents = [{"text": "a", "title": "T"}, {"text": "b", "title": None}]
+    row = {"documents": documents, "query": "q", "answer": "x", "group": None}
+    save_parquet(hub, "train", row, {**row, "documents": [{"text": "c", "title": None}], "answer": "y", "group": "g"})
     dataset = read_dataset("jsonl", f"hf://{hub}")
     assert [[(d.title, d.text) for d in e.documents] for e in dataset] == [[("T", "a"), (None, "b")], [(None, "c")]]
     assert (dataset[0].answer, dataset[1].group) == ("x", "g")

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from comb.documents.datasets import Dataset, datasets
 from comb.documents.document import PromptBuilder
-from comb_training import plugin
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, DataConfig, config_from_dict
 from comb_training.data import mixture, token_cache
@@ -22,6 +19,7 @@ from comb_training.data.token_file import TrainingExamples
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
+from tests.helpers.training import invoke
 
 SETS = [
     {"dataset": "nano", "name": "a", "weight": 3, "options": {"scenes": 40, "questions": 4}},
@@ -63,12 +61,10 @@ def test_a_teacher_reads_what_the_student_reads(tmp_path: Path) -> None:
 
 
 def test_the_card_and_one_set_alone_are_evaluated(tmp_path: Path) -> None:
-    application = typer.Typer()
-    plugin.add_commands(application)
     run_training(config(tmp_path), progress=False)
     arguments = ["eval", str(tmp_path / "out"), "--out", str(tmp_path / "r.json")]
     for more, sets in (((), {"a", "b"}), (("--dataset", "b"), {"b"})):
-        result = CliRunner().invoke(application, [*arguments, *more], env={"COLUMNS": "200"})
+        result = invoke(*arguments, *more)
         assert result.exit_code == 0, result.output
         written = json.loads((tmp_path / "r.json").read_text())
         assert set(written["data"]["sets"]) == sets

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from transformers import LlamaConfig
-from typer.testing import CliRunner
 
-from comb_training import plugin
 from comb_training.config import load_config
 from comb_training.models import training_method
 from comb_training.plan import plan
 from comb_training.plan.counting import ARCHITECTURES, Parameters, meta_model
+from tests.helpers.training import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
@@ -38,10 +36,7 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def dry_run(*arguments: str, ranks: int = 1) -> Any:
-    app = typer.Typer()
-    plugin.add_commands(app)
-    environment = {"COLUMNS": "80", "WORLD_SIZE": str(ranks)}
-    return CliRunner().invoke(app, ["train", *arguments, "--dry-run"], env=environment)
+    return invoke("train", *arguments, "--dry-run", COLUMNS="80", WORLD_SIZE=str(ranks))
 
 
 def numbers(output: str, row: str) -> list[int]:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 import yaml
-from typer.testing import CliRunner
 
 from comb import CombForCausalLM
 from comb.documents.document import PromptBuilder
 from comb.evaluation.run import evaluate
-from comb_training import plugin
 from comb_training.cli import demonstration
 from comb_training.config import config_from_dict, load_config
 from comb_training.data.mixture import read_examples
@@ -27,7 +23,8 @@ from comb_training.models import training_method
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training, trained_config
 from comb_training.trainer.prepare import prepare
-from tests.helpers.training import TOKENIZER, backbone
+from tests.helpers.processes import wait_for
+from tests.helpers.training import TOKENIZER, backbone, invoke
 
 
 @pytest.fixture(autouse=True)
@@ -109,10 +106,8 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     wandb.finish()
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
-    deadline = time.monotonic() + 60  # written by a process of wandb's own, which may not be through when finish() is
-    while b"train/loss" not in log.read_bytes():
-        assert time.monotonic() < deadline, log.read_bytes()[:200]
-        time.sleep(0.05)
+    # written by a process of wandb's own, which may not be through when finish() is
+    wait_for(lambda: b"train/loss" in log.read_bytes())
 
 
 def test_trained_config_of_other_folders(tmp_path: Path) -> None:
@@ -120,12 +115,6 @@ def test_trained_config_of_other_folders(tmp_path: Path) -> None:
     (tmp_path / "training.json").write_text("{")
     with pytest.raises(ValueError, match="is damaged"):
         trained_config(tmp_path)
-
-
-def invoke(*arguments: str) -> Any:
-    app = typer.Typer()
-    plugin.add_commands(app)
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
 
 
 def test_train_then_eval_on_the_same_held_out_rows(config_for: Callable[..., Any], tmp_path: Path) -> None:
