@@ -33,7 +33,7 @@ from comb.bench.options import (
 )
 from comb.bench.work import RandomPrompt, check_logits, first_token, synchronize, vocabulary
 from comb.cache.picache import PICache
-from comb.evaluation.plot import Bars, Lines, Panel
+from comb.evaluation.plot import Bars, Lines, Panel, in_order
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable, mebibytes, ms, spread
 from comb.methods.base import Method
@@ -68,7 +68,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     remarks = [f"Growth of cached TTFT, as a power of the context: {', '.join(grown)}."] if grown else []
     found = [TextTable("Time to first token against context length", columns, rows, remarks)]
     if last := _longest(rows):
-        stages = [Column(name, name, ms) for name in dict.fromkeys(name for row in last for name in row["stages_s"])]
+        stages = [Column(name, name, ms) for name in in_order(row["stages_s"] for row in last)]
         lines: list[Row] = [{"method": row["method"], **row["stages_s"]} for row in last]
         title = f"Where the cached TTFT goes at {last[0]['tokens']} tokens, ms"
         found.append(TextTable(title, [columns[0], *stages], lines))

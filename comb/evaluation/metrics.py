@@ -64,11 +64,8 @@ def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sc
     if not predictions:
         raise ValueError("nothing to score: there is no prediction")
     pairs = list(zip(predictions, references, strict=True))
-    each = {
-        "em": [exact_match(prediction, accepted) for prediction, accepted in pairs],
-        "f1": [f1(prediction, accepted) for prediction, accepted in pairs],
-        "rouge_l": [rouge_l(prediction, accepted) for prediction, accepted in pairs],
-    }
+    metrics = {"em": exact_match, "f1": f1, "rouge_l": rouge_l}
+    each = {name: [metric(prediction, accepted) for prediction, accepted in pairs] for name, metric in metrics.items()}
     intervals = {name: bootstrap(values) for name, values in each.items()}
     return Scores(n=len(pairs), **{name: fmean(values) for name, values in each.items()}, intervals=intervals)
 

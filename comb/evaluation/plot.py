@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class Bars:
         """With the parts' names in a legend."""
         found = [self.parts(row) for row in self.rows]
         starts = [0.0] * len(found)
-        for name in dict.fromkeys(name for parts in found for name in parts):
+        for name in in_order(found):
             widths = [1000 * parts.get(name, 0.0) for parts in found]
             axes.barh(range(len(found)), widths, left=starts, label=name, height=0.7)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
@@ -149,8 +149,8 @@ class Quality:
             times = [1000 * row[key].median for key in ("ttft_cold_s", "ttft_cached_s")]
             axes.plot(times, [height, height], **look, label=name)
             axes.plot(times[:1], [height], **look, markerfacecolor="white")
-            axes.set_xscale("log")
         axes.margins(y=0.12)
+        axes.set_xlim(left=0)
         axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
         axes.set_ylabel(METRICS[self.metric])
         _legend_beside(axes)
@@ -211,6 +211,11 @@ def plot_training(
     if any((scores or {}).values()):
         panels.append(panel(scores or {}, "held-out answers, %", 100))
     return draw(panels, path, title=title)
+
+
+def in_order(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """All names, in the order of the mappings that have most of them: `full` alone doesn't know every stage."""
+    return list(dict.fromkeys(name for each in sorted(found, key=len, reverse=True) for name in each))
 
 
 def _look(number: int) -> dict[str, str]:

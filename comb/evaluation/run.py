@@ -159,23 +159,20 @@ def _with_room(
     setting: Setting, examples: Sequence[Example], methods: Sequence[str], max_new_tokens: int
 ) -> tuple[list[Example], str]:
     """The examples whose prompts and answers fit the backbone with every method, and what to say of the others."""
-    limits = []
-    for name in methods:
-        method = setting.engine(name).method  # an unknown method fails here, before anything is computed
-        if name != NO_DOCUMENTS and not method.uses_encoder and method.max_prompt_tokens is not None:
-            limits.append(method.max_prompt_tokens - max_new_tokens)
-    if not limits:
-        return list(examples), ""
-    least = min(limits)
-    kept = setting.fitting(examples, least)
+    # an unknown method fails here, before anything is computed
+    made = [setting.engine(name).method for name in methods if name != NO_DOCUMENTS]
+    limits = [method.max_prompt_tokens for method in made if not method.uses_encoder]
+    least = min((limit - max_new_tokens for limit in limits if limit is not None), default=None)
+    kept = list(examples) if least is None else setting.fitting(examples, least)
     if not kept:
         raise ValueError(
             f"no question fits: with documents and answer all of their prompts are longer than {least} tokens, which "
             "a method without an encoder has room for; ask with fewer or shorter documents, or compare comb and none"
         )
+    if len(kept) == len(examples):
+        return kept, ""
     left_out = len(examples) - len(kept)
-    said = f"left out for all methods: {left_out} of {len(examples)} questions, prompts of over {least} tokens"
-    return kept, said if left_out else ""
+    return kept, f"left out for all methods: {left_out} of {len(examples)} questions, prompts of over {least} tokens"
 
 
 @dataclass(frozen=True)
