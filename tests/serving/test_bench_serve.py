@@ -26,7 +26,7 @@ from comb_serving.bench.options import ServeBenchOptions
 from comb_serving.bench.serve import ServeRun, auto_rates
 from comb_serving.bench.servers import COMB, PLAIN, decoder_token_bytes, plans, pool_token_bytes
 from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
-from comb_serving.bench.workload import Ask, Workload, linked_messages, plain_messages
+from comb_serving.bench.workload import Ask, Workload
 
 OPTIONS = ServeBenchOptions(pool=11, documents=4, document_tokens="20-60", query_tokens=12)
 
@@ -114,11 +114,10 @@ def test_arrivals_are_poisson_and_exactly_as_many_as_offered(workload: Workload)
 
 def test_both_servers_read_the_same_texts_in_the_same_order(workload: Workload) -> None:
     (ask,) = workload.drawn(1, "x")
-    (message,) = plain_messages(ask)
-    messages, documents = linked_messages(ask)
-    texts = [document["text"] for document in documents]
-    assert message["content"] == "\n".join([*texts, messages[0]["content"]])
-    assert [document["id"] for document in documents] == [document.id for document in ask.documents]
+    linked, plain = (Target("x", "http://x", linked=on).body(ask) for on in (True, False))
+    (query,), (message,) = linked["messages"], plain["messages"]
+    assert message["content"] == "\n".join([*(document["text"] for document in linked["documents"]), query["content"]])
+    assert [document["id"] for document in linked["documents"]] == [document.id for document in ask.documents]
 
 
 @pytest.mark.parametrize(
@@ -331,6 +330,7 @@ def test_rates_lie_around_what_both_servers_do() -> None:
 
 
 def test_bytes_per_token_are_read_from_the_servers_own_figures() -> None:
+    pytest.importorskip("prometheus_client")
     page = "vllm:x 5\ncomb_pool_bytes 1e9\ncomb_pool_used_bytes {}\ncomb_document_evictions_total {}\n"
     before, after, evicted = (page.format(*values) for values in ((100, 0), (4100, 0), (9, 3)))
     assert pool_token_bytes(before, after, 40) == 100
@@ -346,13 +346,15 @@ def test_both_servers_get_the_same_memory_and_options() -> None:
     from comb_serving.bench.models import Models
 
     models = Models("back", "adapter", "x")
-    plain, comb = plans(models, cache_bytes=100, pool_bytes=30, max_len=64, options=["--dtype", "float32"])
+    options = replace(OPTIONS, cache_bytes="100", pool_bytes="30", vllm="--dtype float32")
+    plain, comb = plans(options, models)
     assert plain.kv_bytes == comb.kv_bytes + comb.pool_bytes == 100
     shared = plain.command[plain.command.index("--served-model-name") :]
     assert comb.command[-len(shared) :] == shared
+    assert shared[-2:] == ("--dtype", "float32")
     assert plain.environment == {"VLLM_PLUGINS": ""}
     with pytest.raises(ValueError, match="part of --cache-bytes"):
-        plans(models, cache_bytes=100, pool_bytes=100, max_len=64, options=[])
+        plans(replace(options, pool_bytes="100"), models)
 
 
 def outcome(faster: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:

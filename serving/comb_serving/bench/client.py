@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from comb_serving.bench.servers import MODEL
-from comb_serving.bench.workload import Ask, linked_messages, plain_messages
+from comb_serving.bench.workload import Ask
 
 GIVE_UP = 5  # failed requests in a row after which a phase ends
 
@@ -70,15 +71,15 @@ class Target:
     on_record: Callable[[RequestRecord], Any] = lambda _: None
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """Of a request to ``/v1/chat/completions``."""
-        body: dict[str, Any] = {
+        """Of a request to ``/v1/chat/completions``; both servers' prompts have the documents in the same order."""
+        query, texts = ask.query, [str(document.text) for document in ask.documents]
+        listed = [{"id": document.id, "text": text} for document, text in zip(ask.documents, texts, strict=True)]
+        content = query if self.linked else "\n".join([*texts, query])
+        return {
             "model": MODEL, "max_tokens": self.tokens, "ignore_eos": True, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True}, "messages": [{"role": "user", "content": content}],
+            **({"documents": listed} if self.linked else {}),
         }  # fmt: skip
-        if not self.linked:
-            return {**body, "messages": plain_messages(ask)}
-        messages, documents = linked_messages(ask)
-        return {**body, "messages": messages, "documents": documents}
 
     def run_closed(self, phase: str, asks: Iterable[Ask], clients: int) -> list[RequestRecord]:
         """`clients` at once, each sends its next request when its last one is answered; ready when all are."""
@@ -93,14 +94,11 @@ class Target:
     def run_open(self, phase: str, asks: Sequence[Ask], arrivals: Sequence[float]) -> list[RequestRecord]:
         """Each request at its arrival, in seconds from now, however many are unanswered."""
 
-        def at(ask: Ask, due: float) -> Callable[[_Session], Awaitable[None]]:
-            async def one(session: _Session) -> None:
-                await asyncio.sleep(max(0.0, due - session.seconds()))
-                await session.send(ask, due)
+        async def one(ask: Ask, due: float, session: _Session) -> None:
+            await asyncio.sleep(max(0.0, due - session.seconds()))
+            await session.send(ask, due)
 
-            return one
-
-        work = [at(ask, due) for ask, due in zip(asks, arrivals, strict=True)]
+        work = [partial(one, ask, due) for ask, due in zip(asks, arrivals, strict=True)]
         return asyncio.run(_Session(self, phase).run(work))
 
 
@@ -115,7 +113,7 @@ class _Session:
     def seconds(self) -> float:
         return time.perf_counter() - self._start
 
-    async def run(self, work: Sequence[Callable[[_Session], Awaitable[None]]]) -> list[RequestRecord]:
+    async def run(self, work: Sequence[Callable[[_Session], Coroutine[Any, Any, None]]]) -> list[RequestRecord]:
         """Runs everything at once; the first failure cancels the rest and is raised."""
         import aiohttp
 
@@ -126,7 +124,7 @@ class _Session:
             try:
                 async with asyncio.TaskGroup() as group:
                     for each in work:
-                        group.create_task(each(self))  # type: ignore[arg-type]  # all are coroutine functions
+                        group.create_task(each(self))
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
         return self.records

@@ -28,42 +28,36 @@ class Models:
     name: str
 
 
-def given_models(options: ServeBenchOptions) -> Models:
-    """The checkpoint that the options name, and its backbone."""
-    assert options.checkpoint is not None
-    place = resolve_name(options.checkpoint)
-    backbone = options.backbone or CombConfig.from_pretrained(place).backbone_name_or_path
-    return Models(resolve_name(backbone), place, options.checkpoint)
+def models_of(options: ServeBenchOptions, folder: Path) -> Models:
+    """The checkpoint that the options name and its backbone; or random ones, saved below `folder` with a tokenizer.
 
-
-def make_models(folder: Path, options: ServeBenchOptions) -> Models:
-    """A backbone of random weights and an adapter on it, saved below `folder` with a tokenizer.
-
-    Gates of the cross blocks are open: work is the same with closed ones, but answers would not depend on documents.
+    Gates of random cross blocks are open: work is the same with closed ones, but answers would not depend on documents.
 
     Raises:
         ValueError: for sizes that don't go together.
     """
+    if options.checkpoint is not None:
+        place = resolve_name(options.checkpoint)
+        backbone = options.backbone or CombConfig.from_pretrained(place).backbone_name_or_path
+        return Models(resolve_name(backbone), place, options.checkpoint)
     if not 1 <= options.encoder_layers <= options.layers:
         raise ValueError(f"an encoder has 1 to {options.layers} layers, as its backbone, not {options.encoder_layers}")
     tokenizer: Any = AutoTokenizer.from_pretrained(resolve_name(TOKENIZER))
     tokenizer.model_max_length = options.positions
-    backbone = random_model(
+    made = random_model(
         layers=options.layers, hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads,
         vocab=len(tokenizer), positions=options.positions, seed=options.seed,
     ).to(dtype=getattr(torch, options.dtype))  # fmt: skip
-    place = folder / "backbone"
-    backbone.save_pretrained(place)
+    place = str(folder / "backbone")
+    made.save_pretrained(place)
     tokenizer.save_pretrained(place)
     torch.manual_seed(options.seed)
-    model: Any = CombForCausalLM.from_backbone(
-        str(place), num_encoder_layers=options.encoder_layers, dtype=backbone.dtype
-    )
+    model: Any = CombForCausalLM.from_backbone(place, num_encoder_layers=options.encoder_layers, dtype=made.dtype)
     with torch.no_grad():
         for block in model.cross_blocks:
             block.attention_gate.fill_(OPEN_GATES)
             block.mlp_gate.fill_(OPEN_GATES)
     model.save_pretrained(folder / "adapter", tokenizer=tokenizer)
-    parameters = sum(parameter.numel() for parameter in backbone.parameters()) / 1e6
+    parameters = sum(parameter.numel() for parameter in made.parameters()) / 1e6
     size = f"{parameters:.0f} M parameters, {options.layers} layers, {options.encoder_layers} of encoder"
-    return Models(str(place), str(folder / "adapter"), f"random Llama of {size}")
+    return Models(place, str(folder / "adapter"), f"random Llama of {size}")

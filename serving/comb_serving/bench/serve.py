@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -18,28 +18,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-import torch
+from transformers import AutoTokenizer
 
-from comb.bench.harness import BenchmarkReport, benchmark
+from comb.bench.harness import BenchmarkReport, Row, benchmark
 from comb.bench.options import integers, numbers
 from comb_serving.bench.client import RequestRecord, Target
 from comb_serving.bench.figures import ratio, summarize
-from comb_serving.bench.models import Models, given_models, make_models
+from comb_serving.bench.models import models_of
 from comb_serving.bench.options import ServeBenchOptions
-from comb_serving.bench.servers import (
-    COMB,
-    PLAIN,
-    MeasuredServer,
-    ServerPlan,
-    decoder_token_bytes,
-    plans,
-    pool_token_bytes,
-)  # fmt: skip
+from comb_serving.bench.servers import COMB, PLAIN, MeasuredServer, ServerPlan, plans
 from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
-from comb_serving.bench.workload import Ask, Workload
-from comb_serving.config.sizes import parse_bytes
+from comb_serving.bench.workload import Workload
 
 REPEATS, SOAK_CLIENTS = 2, 4  # of clients that ask together; at once in the soak
 BEYOND = 1.3  # a server isn't offered more than so many times what it does in a closed loop
@@ -52,50 +43,30 @@ _MEMORY_EVERY_S = 2.0
 def serve(options: ServeBenchOptions, report: BenchmarkReport) -> None:
     """`comb serve` against plain vLLM over HTTP: TTFT, throughput, bytes, start-up, memory (COMB Fig. 5a and 10)."""
     with ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
+        # SIGTERM unwinds like Ctrl-C, so that the servers end
+        leave = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        stack.callback(signal.signal, signal.SIGTERM, leave)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="comb-bench-")))
         logs, log = folder, None
         if options.out is not None:
             logs = options.out.with_suffix(".logs")
             logs.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(options.out.with_suffix(".records.jsonl").open("w", encoding="utf-8"))
-        models = given_models(options) if options.checkpoint else make_models(folder, options)
+        models = models_of(options, folder)
+        tokenizer = AutoTokenizer.from_pretrained(models.adapter)
         report.heading = (
             f"{models.name}: {options.documents} of {options.pool} documents of {options.document_tokens} tokens"
         )
-        run = ServeRun(options, report, Workload(options, _counter(models)), log)
-        run.go(_plans(options, models, report), logs)
+        found = plans(options, models)
+        report.facts |= {
+            "models": vars(models), "servers": {plan.name: plan.command for plan in found},
+            "threads": os.environ.get("OMP_NUM_THREADS"), "load_before": os.getloadavg(),
+        }  # fmt: skip
+        workload = Workload(options, lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
+        run = ServeRun(options, report, workload, log)
+        run.go(found, logs)
     if run.wrong():
         raise RuntimeError("requests have failed: " + "; ".join(run.wrong()))
-
-
-def _leave(number: int, _: object) -> None:
-    """SIGTERM unwinds like Ctrl-C, so that the servers end."""
-    raise SystemExit(128 + number)
-
-
-def _plans(options: ServeBenchOptions, models: Models, report: BenchmarkReport) -> list[ServerPlan]:
-    given = shlex.split(options.vllm)
-    if options.vllm == "auto":
-        # a CPU's attention wants blocks of a multiple of 32 tokens, and compiling takes minutes there
-        given = [] if torch.cuda.is_available() else ["--enforce-eager", "--block-size", "32"]
-        given += [] if options.checkpoint else ["--dtype", options.dtype]
-    found = plans(
-        models, cache_bytes=parse_bytes(options.cache_bytes), pool_bytes=parse_bytes(options.pool_bytes),
-        max_len=options.positions, options=given,
-    )  # fmt: skip
-    report.facts |= {
-        "models": vars(models), "servers": {plan.name: plan.command for plan in found},
-        "threads": os.environ.get("OMP_NUM_THREADS"), "load_before": os.getloadavg(),
-    }  # fmt: skip
-    return found
-
-
-def _counter(models: Models) -> Callable[[str], int]:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(models.adapter)
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
 class ServeRun:
@@ -118,20 +89,19 @@ class ServeRun:
         self.peak: dict[str, float] = {}  # by server: answers per second in its best closed loop
         self.facts = report.facts
         self.facts |= {"slo_s": None, "ready_s": {}, "first_answer_s": {}, "token_bytes": {}, "memory": []}
-        report.tables = partial(tables, facts=self.facts)
-        report.panels = partial(panels, facts=self.facts)
+        report.tables, report.panels = partial(tables, facts=self.facts), partial(panels, facts=self.facts)
 
     def go(self, plans: Sequence[ServerPlan], logs: Path) -> None:
         """Everything; what servers print goes to ``logs/<name>.log``."""
         try:
-            for group in [[plan] for plan in plans] if self.options.one_at_a_time else [list(plans)]:
+            for group in [[plan] for plan in plans] if self.options.one_at_a_time else [plans]:
                 with ExitStack() as stack:
                     servers = [stack.enter_context(self._started(plan, logs)) for plan in group]
                     for step in self._steps():
                         for server in servers:
                             step(server)
         finally:
-            self.facts |= {"seconds": time.perf_counter() - self.report.begun, "load_after": os.getloadavg()}
+            self.facts |= {"seconds": self.report.elapsed(), "load_after": os.getloadavg()}
 
     def wrong(self, most: int = 3) -> list[str]:
         """Which requests have failed, the first few of each server."""
@@ -156,13 +126,11 @@ class ServeRun:
             yield server
             self.report.say(f"{plan.name}: ending")
 
-    # ---- phases ----
-
     def _steps(self) -> Iterator[Callable[[MeasuredServer], None]]:
-        """One after the other: rates that depend on closed loops are known when those have been run."""
+        """One phase after the other: rates that depend on closed loops are known when those have been run."""
         yield self._cold
         for clients in self.clients:
-            yield partial(self._closed, clients=clients)
+            yield partial(self._cached, clients=clients)
         yield self._together
         for rate in self.rates or auto_rates(list(self.peak.values())):
             yield partial(self._open, rate=rate)
@@ -170,34 +138,32 @@ class ServeRun:
             yield self._soak
 
     def _cold(self, server: MeasuredServer) -> None:
-        before = server.get("/metrics")
-        records = self._run_closed(server, COLD, self.workload.cold(self.options.cold), 1)
-        self._keep(server, COLD, records, clients=1)
-        after, tokens = server.get("/metrics"), sum(record.document_tokens for record in records)
-        found = (
-            pool_token_bytes(before, after, tokens)
-            if server.plan.pool_bytes
-            else decoder_token_bytes(after, server.plan.kv_bytes)
-        )
-        if found is not None:
-            self.facts["token_bytes"][server.plan.name] = found
+        before, asks = server.get("/metrics"), self.workload.cold(self.options.cold)
+        self._measure(server, COLD, lambda target: target.run_closed(COLD, asks, 1), clients=1)
+        after, plan = server.get("/metrics"), server.plan
+        tokens = sum(each.document_tokens for each in self.records if (each.server, each.phase) == (plan.name, COLD))
+        if (found := plan.token_bytes(before, after, tokens)) is not None:
+            self.facts["token_bytes"][plan.name] = found
 
-    def _closed(self, server: MeasuredServer, *, clients: int) -> None:
+    def _cached(self, server: MeasuredServer, *, clients: int) -> None:
         name, phase = server.plan.name, f"{CACHED} {clients}"
         asks = self.workload.drawn(self.options.requests, phase)
-        row = self._keep(server, phase, self._run_closed(server, phase, asks, clients), clients=clients)
+        row = self._measure(server, phase, lambda target: target.run_closed(phase, asks, clients), clients=clients)
         self.peak[name] = max(self.peak.get(name, 0.0), row["throughput"] or 0.0)
         if name == PLAIN and self.facts["slo_s"] is None:
             self.facts["slo_s"] = self.options.slo or (SLO_TIMES * row["ttft_p50"] if row["ttft_p50"] else None)
 
     def _together(self, server: MeasuredServer) -> None:
-        records: list[RequestRecord] = []
-        for asks in self.workload.together(self.options.together, REPEATS):
-            # one repeat behind the other, as they were
-            before = max((record.due_s + record.total_s for record in records), default=0.0)
-            found = self._run_closed(server, TOGETHER, asks, len(asks))
-            records += [replace(record, due_s=before + record.due_s) for record in found]
-        self._keep(server, TOGETHER, records, clients=self.options.together)
+        def run(target: Target) -> list[RequestRecord]:
+            records: list[RequestRecord] = []
+            for asks in self.workload.together(self.options.together, REPEATS):
+                # one repeat behind the other, as they were
+                before = max((record.due_s + record.total_s for record in records), default=0.0)
+                found = target.run_closed(TOGETHER, asks, len(asks))
+                records += [replace(record, due_s=before + record.due_s) for record in found]
+            return records
+
+        self._measure(server, TOGETHER, run, clients=self.options.together)
 
     def _open(self, server: MeasuredServer, *, rate: float) -> None:
         name, phase = server.plan.name, f"{rate:.3g}/s"
@@ -207,21 +173,14 @@ class ServeRun:
             return
         arrivals = self.workload.arrivals(rate, self.options.seconds)
         asks = self.workload.drawn(len(arrivals), phase)
-        with self._counting(server, phase) as target:
-            records = target.run_open(phase, asks, arrivals)
-        self._keep(server, phase, records, rate=rate)
+        self._measure(server, phase, lambda target: target.run_open(phase, asks, arrivals), rate=rate)
 
     def _soak(self, server: MeasuredServer) -> None:
         if server.plan.name == COMB:
-            with self._counting(server, SOAK, watch=True) as target:
-                records = target.run_closed(SOAK, self.workload.soak(self.options.soak), SOAK_CLIENTS)
-            self._keep(server, SOAK, records, clients=SOAK_CLIENTS)
-
-    # ---- one phase ----
-
-    def _run_closed(self, server: MeasuredServer, phase: str, asks: Sequence[Ask], clients: int) -> list[RequestRecord]:
-        with self._counting(server, phase) as target:
-            return target.run_closed(phase, asks, clients)
+            asks = self.workload.soak(self.options.soak)
+            with self._watching(server):
+                self._measure(server, SOAK, lambda target: target.run_closed(SOAK, asks, SOAK_CLIENTS),
+                              clients=SOAK_CLIENTS)  # fmt: skip
 
     def _target(self, server: MeasuredServer) -> Target:
         plan, options = server.plan, self.options
@@ -233,50 +192,50 @@ class ServeRun:
             self.log.write(json.dumps(asdict(record)) + "\n")
             self.log.flush()
 
-    @contextmanager
-    def _counting(self, server: MeasuredServer, phase: str, *, watch: bool = False) -> Iterator[Target]:
-        """The server to be asked; memory is noted at the end, and with `watch` every few seconds."""
-        begun, stop = len(self.records), threading.Event()
-
-        def look() -> None:
-            parts = server.resident()
-            if parts:
-                since, requests = time.monotonic() - server.started, len(self.records) - begun
-                at = {"server": server.plan.name, "phase": phase, "seconds": since, "requests": requests}
-                self.facts["memory"].append({**at, "parts": parts})
-
-        def look_on() -> None:
-            while not stop.wait(_MEMORY_EVERY_S):
-                look()
-
-        watcher = threading.Thread(target=look_on, daemon=True)
-        if watch:
-            watcher.start()
-        try:
-            yield self._target(server)
-        finally:
-            stop.set()
-            if watch:
-                watcher.join()
-            look()
-
-    def _keep(
-        self, server: MeasuredServer, phase: str, records: Sequence[RequestRecord], *, clients: int = 0,
+    def _measure(
+        self, server: MeasuredServer, phase: str, run: Callable[[Target], list[RequestRecord]], *, clients: int = 0,
         rate: float | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        name = server.plan.name
-        row = summarize(
-            records, name, phase, clients=clients, rate=rate, window_s=0.0 if rate is None else self.options.seconds
-        )
+    ) -> Row:  # fmt: skip
+        """One phase of one server: a row of its requests, and its memory at the end."""
+        name, options = server.plan.name, self.options
+        try:
+            records = run(self._target(server))
+        finally:
+            self._note_memory(server, phase)
+        row = summarize(records, name, phase, clients=clients, rate=rate, window_s=options.seconds if rate else 0.0)
         if name == COMB:
             row["ratio"] = ratio(self._ttft(PLAIN, phase), self._ttft(COMB, phase))
         self.report.add(row)
         times = "-" if row["ttft_p50"] is None else f"{1000 * row['ttft_p50']:.0f} ms"
         served = "" if row["throughput"] is None else f", {row['throughput']:.2f}/s"
-        said = f"{row['n']} answers, TTFT {times}{served}, {row['hits']} hits, {row['encoded']} encoded"
         errors = f", {row['errors']} errors" if row["errors"] else ""
-        self.report.say(f"{name}: {phase}: {said}{errors}")
+        said = f"{row['n']} answers, TTFT {times}{served}, {row['hits']} hits, {row['encoded']} encoded{errors}"
+        self.report.say(f"{name}: {phase}: {said}")
         return row
+
+    def _note_memory(self, server: MeasuredServer, phase: str) -> None:
+        name = server.plan.name
+        if parts := server.resident():
+            done = sum((each.server, each.phase) == (name, phase) for each in self.records)
+            at = {"server": name, "phase": phase, "seconds": time.monotonic() - server.started, "requests": done}
+            self.facts["memory"].append({**at, "parts": parts})
+
+    @contextmanager
+    def _watching(self, server: MeasuredServer) -> Iterator[None]:
+        """Notes memory every few seconds of the soak."""
+        stop = threading.Event()
+
+        def look_on() -> None:
+            while not stop.wait(_MEMORY_EVERY_S):
+                self._note_memory(server, SOAK)
+
+        watcher = threading.Thread(target=look_on, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            watcher.join()
 
     def _ttft(self, server: str, phase: str) -> list[float]:
         return [r.ttft_s for r in self.records if (r.server, r.phase) == (server, phase) and not r.error]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from comb_serving.bench.models import Models
+from comb_serving.bench.options import ServeBenchOptions
+from comb_serving.config.sizes import parse_bytes
 from comb_serving.launch.launcher import SERVER
 from comb_serving.launch.server_process import COMMAND, ServerProcess
 
@@ -32,24 +38,28 @@ class ServerPlan:
     pool_bytes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    def token_bytes(self, before: str, after: str, tokens: int) -> float | None:
+        """Of keys and values per document token, by two pages of /metrics and the document tokens between them."""
+        return pool_token_bytes(before, after, tokens) if self.pool_bytes else decoder_token_bytes(after, self.kv_bytes)
 
-def plans(
-    models: Models, *, cache_bytes: int, pool_bytes: int, max_len: int, options: Sequence[str]
-) -> list[ServerPlan]:
-    """Plain vLLM with its prefix cache, and `comb serve`; both may keep `cache_bytes` of keys and values.
 
-    Args:
-        pool_bytes: the part of them that comb gives to documents.
-        max_len: longest prompt and answer. options: of vLLM, for both.
+def plans(options: ServeBenchOptions, models: Models) -> list[ServerPlan]:
+    """Plain vLLM with its prefix cache, and `comb serve`; both may keep as many bytes of keys and values.
 
     Raises:
         ValueError: if the pool leaves nothing for the decoder.
     """
+    cache_bytes, pool_bytes = parse_bytes(options.cache_bytes), parse_bytes(options.pool_bytes)
     if not 0 < pool_bytes < cache_bytes:
         raise ValueError(f"--pool-bytes is a part of --cache-bytes, {cache_bytes}: not {pool_bytes}")
+    given = shlex.split(options.vllm)
+    if options.vllm == "auto":
+        # a CPU's attention wants blocks of a multiple of 32 tokens, and compiling takes minutes there
+        given = [] if torch.cuda.is_available() else ["--enforce-eager", "--block-size", "32"]
+        given += [] if options.checkpoint else ["--dtype", options.dtype]
     common = [
-        "--served-model-name", MODEL, "--max-model-len", str(max_len),
-        "--enable-prompt-tokens-details", "--enable-prefix-caching", *options,
+        "--served-model-name", MODEL, "--max-model-len", str(options.positions),
+        "--enable-prompt-tokens-details", "--enable-prefix-caching", *given,
     ]  # fmt: skip
     adapter = [*COMMAND, models.adapter, "--comb-pool-bytes", str(pool_bytes)]
     # an empty list of plug-ins: nothing of comb is loaded there
@@ -102,8 +112,8 @@ def _role(name: str, command: Sequence[str]) -> str:
 
 def counted(page: str, name: str) -> float:
     """From a page of /metrics: the sum of comb's series with `name` in theirs; 0 where there is none."""
-    found = re.findall(rf"^comb\w*[:_]\w*{re.escape(name)}\w*(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)
-    return sum(map(float, found))
+    wanted = re.compile(rf"comb\w*[:_]\w*{re.escape(name)}\w*")
+    return float(sum(each.value for each in _samples(page) if wanted.fullmatch(each.name)))
 
 
 def pool_token_bytes(before: str, after: str, tokens: int) -> float | None:
@@ -115,9 +125,12 @@ def pool_token_bytes(before: str, after: str, tokens: int) -> float | None:
 
 def decoder_token_bytes(page: str, kv_bytes: int) -> float | None:
     """Bytes of keys and values per token in vLLM's own cache: its size over the tokens that fit; None if unsaid."""
-    labels = [
-        re.search(rf'^vllm:cache_config_info\{{(?:.*,)?{name}="([^"]*)"', page, re.MULTILINE)
-        for name in ("num_gpu_blocks", "block_size")
-    ]
-    blocks, size = (label and int(label[1]) for label in labels)
-    return kv_bytes / (blocks * size) if blocks and size else None
+    labels: dict[str, str] = next((each.labels for each in _samples(page) if each.name == "vllm:cache_config_info"), {})
+    blocks, size = (labels.get(name, "None") for name in ("num_gpu_blocks", "block_size"))
+    return kv_bytes / (int(blocks) * int(size)) if blocks.isdecimal() and size.isdecimal() else None
+
+
+def _samples(page: str) -> list[Any]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return [sample for family in text_string_to_metric_families(page) for sample in family.samples]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from comb.bench.harness import Row
 from comb.evaluation.plot import Bars, Lines, Panel
@@ -28,63 +27,55 @@ def tables(rows: Sequence[Row], facts: Row) -> list[TextTable]:
 def _aims(rows: Sequence[Row], facts: Row) -> TextTable:
     """Of what both servers have done."""
     by = {(row["server"], row["phase"]): row for row in rows}
-    closed = {name: [row for row in rows if row["server"] == name and _is_cached(row) and row["n"]]
-              for name in (PLAIN, COMB)}  # fmt: skip
-    fewest = min((row["clients"] for row in closed[COMB]), default=1)
+    closed = [row for row in rows if row["phase"].startswith(f"{CACHED} ") and row["n"]]
+    fewest = min((row["clients"] for row in closed if row["server"] == COMB), default=1)
     lines: list[Row] = []
-    for name, phase, least in (
+    for name, phase, aim in (
         (f"cached TTFT, clients: {fewest}", f"{CACHED} {fewest}", 8),
         ("cold TTFT, clients: 1", COLD, 1),
         ("TTFT, all clients at once, same documents", TOGETHER, None),
     ):
         times = by.get((COMB, phase), {}).get("ratio")
         if times is not None:
-            shown = [ms(by[server, phase]["ttft_p50"]) for server in (PLAIN, COMB)]
-            lines.append(_aim(name, shown, spread(times), times.median, least))
-    best = [max((row["throughput"] or 0.0 for row in closed[name]), default=0.0) for name in (PLAIN, COMB)]
-    if all(best):
-        lines.append(_times("answers/s, closed loop", *best))
+            shown = {server: ms(by[server, phase]["ttft_p50"]) for server in (PLAIN, COMB)}
+            met = times.median >= aim if aim else None
+            lines.append({"name": name, **shown, "ratio": spread(times), "aim": aim, "met": met})
+    plain, comb = (max((row["throughput"] or 0.0 for row in closed if row["server"] == server), default=0.0)
+                   for server in (PLAIN, COMB))  # fmt: skip
+    if plain and comb:
+        lines.append(_rates("answers/s, closed loop", plain, comb))
     if facts.get("slo_s") is not None and any(row["rate"] for row in rows):
-        plain, comb = (sustained(rows, name, facts["slo_s"]) for name in (PLAIN, COMB))
-        name = "requests/s offered and kept in the SLO"
-        if plain and comb:
-            lines.append(_times(name, plain, comb))
-        else:
-            shown = ["none" if rate is None else f"{rate:.2f}" for rate in (plain, comb)]
-            lines.append({**_aim(name, shown, None, 0, 3), "met": None})
-    sizes = [facts.get("token_bytes", {}).get(name) for name in (PLAIN, COMB)]
-    if all(sizes):
-        shown = [f"{size:.0f}" for size in sizes]
-        share = f"{100 * sizes[1] / sizes[0]:.1f}%"
-        lines.append({**_aim("K/V bytes per document token", shown, share, 0, None), "aim": "25%"})
+        kept = (sustained(rows, server, facts["slo_s"]) for server in (PLAIN, COMB))
+        lines.append(_rates("requests/s offered and kept in the SLO", *kept))
+    plain, comb = (facts.get("token_bytes", {}).get(server) for server in (PLAIN, COMB))
+    if plain and comb:
+        share = f"{100 * comb / plain:.1f}%"
+        lines.append({"name": "K/V bytes per document token", PLAIN: f"{plain:.0f}", COMB: f"{comb:.0f}",
+                      "ratio": share, "aim": "25%"})  # fmt: skip
     slo = "not known" if facts.get("slo_s") is None else f"{1000 * facts['slo_s']:.0f} ms"
     remarks = (
         "ratio: how many times better comb is (95% bootstrap interval of the ratio of medians). TTFT in ms, median. "
         f"SLO: 90% of the first tokens within {slo} of arrival, and no failed request. Bytes: what the pool takes, "
         "partly filled blocks included.",
     )
-    columns = [Column("", "name", names=True), *(Column(name, name) for name in (PLAIN, COMB, "ratio", "aim", "met"))]
+    aimed = Column("aim", "aim", lambda aim: aim if isinstance(aim, str) else f"at least {aim}")
+    columns = [Column("", "name", names=True), *(Column(name, name) for name in (PLAIN, COMB, "ratio")), aimed,
+               Column("met", "met", _yes)]  # fmt: skip
     return TextTable("comb serve against plain vLLM", columns, lines, remarks)
 
 
-def _is_cached(row: Row) -> bool:
-    return str(row["phase"]).startswith(f"{CACHED} ")
-
-
-def _aim(name: str, shown: Sequence[str], ratio: str | None, value: float, least: float | None) -> Row:
-    aim = {"aim": "-" if least is None else f"at least {least}", "met": None if least is None else _yes(value >= least)}
-    return {"name": name, PLAIN: shown[0], COMB: shown[1], "ratio": ratio, **aim}
-
-
-def _times(name: str, plain: float, comb: float) -> Row:
-    return _aim(name, [f"{plain:.2f}", f"{comb:.2f}"], f"{comb / plain:.1f}", comb / plain, 3)
+def _rates(name: str, plain: float | None, comb: float | None) -> Row:
+    shown = {server: "none" if rate is None else f"{rate:.2f}" for server, rate in ((PLAIN, plain), (COMB, comb))}
+    times = comb / plain if plain and comb else None
+    return {"name": name, **shown, "ratio": times and f"{times:.1f}", "aim": 3, "met": times and times >= 3}
 
 
 def _loops(rows: Sequence[Row]) -> TextTable:
     columns = (
         Column("phase", lambda row: f"{row['phase'].split()[0]}, {row['clients']}", names=True), _SERVER, _COUNT,
         *_TTFT, Column("ratio", "ratio", spread), _TPOT, Column("whole", "total_p50", ms), _SERVED,
-        Column("hits", _of_comb("hits")), Column("new", _of_comb("encoded")),
+        *(Column(name, lambda row, key=key: row[key] if row["server"] == COMB else None)  # type: ignore[misc]
+          for name, key in (("hits", "hits"), ("new", "encoded"))),
     )  # fmt: skip
     remarks = [
         "Times in ms: TTFT from sending to the first token, TPOT per further token, whole to the last one, medians. "
@@ -102,10 +93,6 @@ def _loops(rows: Sequence[Row]) -> TextTable:
     return TextTable("Time to first token, closed loops", columns, lines, remarks)
 
 
-def _of_comb(name: str) -> Any:
-    return lambda row: row[name] if row["server"] == COMB else None
-
-
 def _arrivals(rows: Sequence[Row], facts: Row) -> TextTable:
     columns = (
         Column("offered/s", "rate", "{:g}".format, names=True), _SERVER, _COUNT, *_TTFT, _TPOT,
@@ -121,13 +108,13 @@ def _arrivals(rows: Sequence[Row], facts: Row) -> TextTable:
 
 
 def _servers(facts: Row) -> TextTable:
+    memory = [{**each, "mib": sum(each["parts"].values()) / MIB} for each in facts.get("memory", ())]
     lines = []
     for name in (PLAIN, COMB):
-        samples = [sample for sample in facts.get("memory", ()) if sample["server"] == name]
-        if samples:
-            sizes = [sum(sample["parts"].values()) / MIB for sample in samples]
-            soak = [sample for sample in samples if sample["phase"] == SOAK]
-            grown = growth(soak)
+        sizes = [each["mib"] for each in memory if each["server"] == name]
+        soak = [each for each in memory if (each["server"], each["phase"]) == (name, SOAK)]
+        grown = growth(soak)
+        if sizes:
             lines.append({
                 "name": name, "ready": facts["ready_s"].get(name), "answer": facts["first_answer_s"].get(name),
                 "first": sizes[0], "last": sizes[-1], "most": max(sizes),
@@ -141,17 +128,13 @@ def _servers(facts: Row) -> TextTable:
     )  # fmt: skip
     remarks = [
         "Memory: proportional set size of all processes of a server, caches and pool included, after the first phase, "
-        "after the last, and the most. MiB/1000 requests: its growth over the later half of the soak (its length).",
-        *_growing([sample for sample in facts.get("memory", ()) if sample["phase"] == SOAK]),
+        "after the last, and the most. MiB/1000 requests: its growth over the later half of the soak (its length)."
     ]
+    soak = [each for each in memory if each["phase"] == SOAK]
+    grown_parts = {part: growth(soak, part) for part in (soak[-1]["parts"] if soak else ())}
+    if shown := [f"{part} {1000 * by / MIB:+.1f}" for part, by in grown_parts.items() if by is not None]:
+        remarks.append(f"Of that: {', '.join(shown)}.")
     return TextTable("Start and memory", columns, lines, remarks)
-
-
-def _growing(soak: Sequence[Row]) -> list[str]:
-    """Which processes grew in the soak."""
-    grown = {part: growth(soak, part) for part in (soak[-1]["parts"] if soak else ())}
-    shown = [f"{part} {1000 * value / MIB:+.1f}" for part, value in grown.items() if value is not None]
-    return [f"Of that: {', '.join(shown)}."] if shown else []
 
 
 def _yes(value: bool) -> str:

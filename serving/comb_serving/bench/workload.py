@@ -108,16 +108,3 @@ class Workload:
 
     def _random(self, name: str) -> random.Random:
         return random.Random(f"{self.options.seed}:{name}")
-
-
-def plain_messages(ask: Ask) -> list[dict[str, str]]:
-    """Documents and query in one message, in the request's order: what a server without `documents` is sent."""
-    return [{"role": "user", "content": "\n".join([*(str(d.text) for d in ask.documents), ask.query])}]
-
-
-def linked_messages(ask: Ask) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The query as messages, and the body's `documents`."""
-    return (
-        [{"role": "user", "content": ask.query}],
-        [{"id": str(document.id), "text": str(document.text)} for document in ask.documents],
-    )

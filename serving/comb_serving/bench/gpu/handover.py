@@ -1,59 +1,27 @@
 """Two processes and one pool: what the encoder process writes the owner reads, also after the writer was killed.
 
-`hand_over` is the owner; the writer is this module as a program. On a GPU the pool goes by CUDA IPC, on a CPU by
-shared memory. Used by `scripts/bench-serving-gpu` and by a test.
+`hand_over` is the owner. On a GPU the pool goes by CUDA IPC, on a CPU by shared memory.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import multiprocessing
 import statistics
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from comb.evaluation.table import Row
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout, SharedPool
 
 LONGEST_SECONDS = 120.0  # of a writer, before it is taken to hang
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """What came of it.
-
-    Args:
-        source: device of the keys and values before they are written.
-        tokens, nbytes: of one document.
-        write_s, wait_s: median seconds until `write` returns, and that `finish` then waits.
-        attach_s: that a writer needs to open the pool, without starting Python.
-        failed: what was wrong; empty if all was right.
-    """
-
-    layout: PoolLayout
-    source: str
-    tokens: int
-    nbytes: int
-    write_s: float
-    wait_s: float
-    attach_s: float
-    failed: str
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Of writing until others can read."""
-        return self.nbytes / (self.write_s + self.wait_s)
-
-    def to_dict(self) -> dict[str, object]:
-        return {**asdict(self), "bytes_per_second": self.bytes_per_second}
 
 
 def document(layout: PoolLayout, tokens: int, number: int) -> tuple[Tensor, Tensor, PoolHandle]:
@@ -67,38 +35,44 @@ def document(layout: PoolLayout, tokens: int, number: int) -> tuple[Tensor, Tens
     return keys, values, PoolHandle(tokens, tuple(blocks))
 
 
-def blocks_needed(layout: PoolLayout, tokens: int) -> int:
-    """Blocks of a pool in which three documents have room."""
-    return 9 * layout.blocks_for(tokens) + 3
-
-
 def hand_over(
     folder: Path, layout: PoolLayout, device: torch.device, *, source: str, tokens: int, repeats: int = 10
-) -> HandOver:
-    """A writer writes document 0, then document 1 over and over until it is killed; a second one writes document 2."""
-    pool = SharedPool.create(folder / "pool-0", layout, device)
-    try:
+) -> Row:
+    """A writer writes document 0, then document 1 over and over until it is killed; a second one writes document 2.
+
+    Args:
+        layout: of the pool, which gets as many blocks as three documents need.
+        source: device of the keys and values before they are written.
+        tokens: of one document.
+
+    Returns:
+        ``write_s`` and ``wait_s``, median seconds until `write` returns and that `finish` then waits; ``attach_s``
+        to open the pool; ``bytes_per_second`` of writing until others can read; ``failed``: what was wrong, or "".
+    """
+    layout = replace(layout, num_blocks=9 * layout.blocks_for(tokens) + 3)
+    with ExitStack() as stack:
+        pool = SharedPool.create(folder / "pool-0", layout, device)
+        stack.callback(pool.close)
         pool.memory.flat.fill_(0xFF)  # NaN in every dtype
         first = Writer(pool.path, source, tokens, repeats, 0)
-        try:
-            told = first.next()
-            failed = _differs(pool, tokens, 0, "what was written")
-            first.next()  # from here on it writes without end
-            time.sleep(0.1)
-        finally:
-            first.kill()
+        stack.callback(first.kill)
+        told = first.next()
+        failed = _differs(pool, tokens, 0, "what was written")
+        first.next()  # from here on it writes without end
+        time.sleep(0.1)
+        first.kill()
         failed = failed or _differs(pool, tokens, 0, "what was written, after the writer was killed")
         second = Writer(pool.path, source, tokens, 1, 2)
-        try:
-            second.next()
-            failed = failed or _differs(pool, tokens, 2, "what a second writer wrote")
-            failed = failed or _differs(pool, tokens, 0, "what was written, after a second writer")
-        finally:
-            second.kill()
+        stack.callback(second.kill)
+        second.next()
+        failed = failed or _differs(pool, tokens, 2, "what a second writer wrote")
+        failed = failed or _differs(pool, tokens, 0, "what was written, after a second writer")
         nbytes = layout.bytes_per_token * tokens
-        return HandOver(pool.layout, source, tokens, nbytes, told["write_s"], told["wait_s"], told["attach_s"], failed)
-    finally:
-        pool.close()
+        rate = nbytes / (told["write_s"] + told["wait_s"])
+        return {
+            "layout": asdict(pool.layout), "source": source, "tokens": tokens, "nbytes": nbytes, **told,
+            "failed": failed, "bytes_per_second": rate,
+        }  # fmt: skip
 
 
 def _differs(pool: SharedPool, tokens: int, number: int, what: str) -> str:
@@ -113,33 +87,30 @@ def _differs(pool: SharedPool, tokens: int, number: int, what: str) -> str:
 
 
 class Writer:
-    """The other process, which says a line of JSON when it has done something."""
+    """The other process; arguments are those of `write`."""
 
-    def __init__(self, path: Path, source: str, tokens: int, repeats: int, number: int) -> None:
-        arguments = [str(path), source, str(tokens), str(repeats), str(number)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "comb_serving.bench.gpu.handover", *arguments], stdout=subprocess.PIPE, text=True
-        )
-        self.timer = threading.Timer(LONGEST_SECONDS, self.process.kill)
-        self.timer.daemon = True
-        self.timer.start()
+    def __init__(self, *arguments: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")  # CUDA doesn't survive a fork
+        self._told, tells = spawn.Pipe(duplex=False)
+        self._process = spawn.Process(target=write, args=(tells, *arguments), daemon=True)
+        self._process.start()
+        tells.close()  # here, so that the pipe ends when the writer does
 
     def next(self) -> dict[str, float]:
-        """Its next line. Raises RuntimeError if it has ended."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the writer ended with status {self.process.wait()}; see above")
-        told: dict[str, float] = json.loads(line)
+        """What it says next. Raises RuntimeError if it has ended or hangs."""
+        try:
+            if not self._told.poll(LONGEST_SECONDS):
+                raise RuntimeError(f"the writer has said nothing for {LONGEST_SECONDS:.0f} s")
+            told: dict[str, float] = self._told.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(f"the writer ended with status {self._process.exitcode}; see above") from None
         return told
 
     def kill(self) -> None:
         """SIGKILL; it is gone afterwards."""
-        self.timer.cancel()
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self._process.kill()
+        self._process.join()
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -148,33 +119,27 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def write(path: str, source: str, tokens: int, repeats: int, number: int) -> None:
+def write(tells: Any, path: Path, source: str, tokens: int, repeats: int, number: int) -> None:
     """The writer: says its times over `repeats` writes of document `number`; after 0 it writes 1 until it is killed."""
     if torch.device(source).type == "cuda":
         torch.zeros(1, device=source)  # starts CUDA, which isn't what is timed
     begun = time.perf_counter()
     pool = SharedPool.attach(path)
     attach_s = time.perf_counter() - begun
-    keys, values, handle = document(pool.layout, tokens, number)
-    on_source = keys.to(source), values.to(source)
-    times = [
-        (_timed(lambda: pool.write(handle, *on_source)), _timed(pool.finish)) for _ in range(repeats + 1)
-    ]  # the first one starts things
-    write_s, wait_s = (statistics.median(column) for column in zip(*times[1:], strict=True))
-    print(json.dumps({"write_s": write_s, "wait_s": wait_s, "attach_s": attach_s}), flush=True)  # noqa: T201
-    parent = os.getppid()
-    if number == 0:
-        keys, values, handle = document(pool.layout, tokens, 1)
+
+    def writing(which: int) -> Callable[[], None]:
+        keys, values, handle = document(pool.layout, tokens, which)
         on_source = keys.to(source), values.to(source)
-        pool.write(handle, *on_source)
-        print("{}", flush=True)  # noqa: T201
-    while os.getppid() == parent:  # nobody is left writing if the owner ends first
-        if number == 0:
-            pool.write(handle, *on_source)
-            pool.finish()
-        else:
-            time.sleep(0.05)
+        return lambda: pool.write(handle, *on_source)
 
-
-if __name__ == "__main__":
-    write(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    call = writing(number)
+    times = [(_timed(call), _timed(pool.finish)) for _ in range(repeats + 1)][1:]  # the first one starts things
+    write_s, wait_s = (statistics.median(column) for column in zip(*times, strict=True))
+    tells.send({"write_s": write_s, "wait_s": wait_s, "attach_s": attach_s})
+    call = writing(1) if number == 0 else lambda: time.sleep(0.05)
+    call()
+    tells.send({})
+    owner = multiprocessing.parent_process()
+    while owner is not None and owner.is_alive():  # nobody is left writing if the owner ends first
+        call()
+        pool.finish()

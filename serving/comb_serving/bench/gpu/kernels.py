@@ -1,20 +1,19 @@
 """`comb bench serving-gpu`: what of serving a CPU can't show, checked on a GPU and then timed.
 
-In one process and the writers that it starts: the kernels of paged attention against the plain way; a pool handed to
-another process, which is killed; the kernels' time, and their bandwidth against a device copy, over rows, length of the
-documents and dtype of the pool; how fast documents are written. No kernel is timed if its check fails.
-`scripts/bench-serving-gpu` runs it where comb isn't installed.
+The kernels of paged attention against the plain way; a pool handed to another process, which is killed, and how fast
+documents are written there; the kernels' time, and their bandwidth against a device copy. No kernel is timed if a check
+fails. `scripts/bench-serving-gpu` runs it where comb isn't installed.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from comb.kernels.paged.attention import attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged, run_plan
 from comb.kernels.paged.layout import FP8, BlockTable, PagedBatch, PagedLayer
 from comb.kernels.paged.plan import launch_for, make_plan
-from comb_serving.bench.gpu.handover import HandOver, blocks_needed, hand_over
+from comb_serving.bench.gpu.handover import hand_over
 from comb_serving.pool.pool import PoolLayout
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
@@ -78,9 +77,7 @@ def serving_gpu(options: GpuOptions, report: BenchmarkReport) -> None:
     report.facts |= {"sizes": asdict(run.measured), "checks": [], "handovers": []}
     with torch.inference_mode():
         run.run()
-    report.facts["elapsed_s"] = report.elapsed()
-    for what, why in run.left_out.items():
-        report.say(f"left out: {what}: {why}")
+    run.finish()
     report.write()
     failed = [done["failed"] for done in report.facts["checks"] + report.facts["handovers"] if done["failed"]]
     if failed:
@@ -101,25 +98,22 @@ class ServingGpuRun(GpuRun):
         for done in self.checks():
             facts["checks"].append(done)
             say(f"{done['case']}: {done['failed'] or 'ok'}, {done['error']:.2g}")
-        for over in self.handovers():
-            if isinstance(over, str):
-                facts["handovers"].append({"failed": over})
-                say(f"the pool can't be handed over: {over}")
-                continue
-            facts["handovers"].append(over.to_dict())
-            say(
-                f"{over.tokens} tokens, {over.layout.stored}, {over.source} to {over.layout.memory} memory: "
-                f"{over.failed or 'ok'}, write {1e6 * over.write_s:.0f} us + event {1e6 * over.wait_s:.0f} us, "
-                f"{over.bytes_per_second / 1e9:.3g} GB/s, open {1e3 * over.attach_s:.3g} ms",
-            )
+        for done in self.handovers():
+            facts["handovers"].append(done)
+            say(f"handed over: {done['what']}: {done['failed'] or 'ok'}")
+            if "bytes_per_second" in done:
+                say(f"  write {1e6 * done['write_s']:.0f} us + event {1e6 * done['wait_s']:.0f} us, "
+                    f"{done['bytes_per_second'] / 1e9:.3g} GB/s, open {1e3 * done['attach_s']:.3g} ms")  # fmt: skip
             self.report.write()
         if any(done["failed"] for done in facts["checks"]):
             say("a check failed: no kernel is timed")
             return
-        copied = facts["copy_bytes_per_second"] = self.copy_rate()
+        source = torch.empty(self.measured.copied, dtype=torch.uint8, device=self.device)
+        copied = 2 * source.numel() / self.time(partial(torch.empty_like(source).copy_, source)).median
+        del source  # its room is for what is measured next
+        facts["copy_bytes_per_second"] = copied
         say(f"device copy: {copied / 1e9:.4g} GB/s, read and written")
-        for row in self.points(copied):
-            self.report.add(row)
+        self.points(copied)
 
     def step(
         self, rows: int, documents: int, tokens: int, queries: Sequence[int], *, fp8: bool, dtype: torch.dtype
@@ -134,8 +128,8 @@ class ServingGpuRun(GpuRun):
             BlockTable([(tokens, [next(taken) for _ in range(count)]) for _ in range(documents)], block)
             for _ in range(rows)
         )
-        slots, channels = len(order) * block, (sizes.groups, sizes.width)
-        made = torch.empty(2, slots, *channels, dtype=dtype, device=self.device)
+        slots = len(order) * block
+        made = torch.empty(2, slots, sizes.groups, sizes.width, dtype=dtype, device=self.device)
         made.normal_(generator=source)
         hole = torch.ones(slots, dtype=torch.bool, device=self.device)
         for table in tables:
@@ -144,12 +138,10 @@ class ServingGpuRun(GpuRun):
         layer = PagedLayer(keys, values, block)
         if fp8:
             layer = _in_fp8(layer, hole)
-        query = torch.randn(
-            sum(queries), sizes.heads, sizes.width, generator=source, device=self.device, dtype=torch.float32
-        )
+        query = torch.randn(sum(queries), sizes.heads, sizes.width, generator=source, device=self.device)
         return query.to(dtype), layer, PagedBatch(tuple(queries), tables)
 
-    def checks(self) -> Iterator[dict[str, Any]]:
+    def checks(self) -> Iterator[Row]:
         """The kernels against the plain way in float64: last blocks filled in part, rows with few and many tokens."""
         rows, documents, tokens = self.measured.requests[-1 if INTERPRETED else 2]
         rows = min(rows, 4)
@@ -174,49 +166,44 @@ class ServingGpuRun(GpuRun):
             right = error < BOUNDS[dtype] < other / 4
             yield {"case": name, "error": error, "of_another_row": other, "failed": "" if right else "differs"}
 
-    def handovers(self) -> Iterator[HandOver | str]:
-        """The pool between two processes, from the device and from host memory; why not, where it isn't possible."""
-        sizes = self.measured
+    def handovers(self) -> Iterator[Row]:
+        """The pool between two processes, from the device and from host memory; it ends where that isn't possible."""
+        sizes, dtype = self.measured, str(self.dtype).removeprefix("torch.")
         sources = ["cpu"] if self.device.type == "cpu" else [str(self.device), "cpu"]
         if self.device.type == "cuda" and torch.cuda.device_count() > 1:
             sources.append("cuda:1")
-        for source in sources:
-            for stored in ("auto", "fp8"):
-                # starting a process takes seconds: the long document goes the usual way alone
-                for tokens in sizes.handed_over[: None if source == sources[0] else 1]:
-                    if self.late(f"handing over {tokens} tokens from {source}, {stored}"):
-                        continue
-                    layout = PoolLayout(
-                        sizes.cross_layers, sizes.groups, sizes.width, 1, sizes.block,
-                        dtype=str(self.dtype).removeprefix("torch."), stored=stored,
-                    )  # fmt: skip
-                    layout = replace(layout, num_blocks=blocks_needed(layout, tokens))
-                    with tempfile.TemporaryDirectory() as folder:
-                        try:
-                            yield hand_over(Path(folder), layout, self.device, source=source, tokens=tokens)
-                        except (RuntimeError, OSError) as error:  # this machine's processes are isolated, say
-                            yield f"{tokens} tokens, {stored}, from {source}: {type(error).__name__}: {error}"
-                            return
+        # starting a process takes seconds: the long document goes the usual way alone
+        cases = [(source, stored, tokens) for source in sources for stored in ("auto", "fp8")
+                 for tokens in sizes.handed_over[: None if source == sources[0] else 1]]  # fmt: skip
+        for source, stored, tokens in cases:
+            what = f"{tokens} tokens from {source}, {stored}"
+            if self.late(f"handing over {what}"):
+                continue
+            layout = PoolLayout(
+                sizes.cross_layers, sizes.groups, sizes.width, 1, sizes.block, dtype=dtype, stored=stored
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    done = hand_over(Path(folder), layout, self.device, source=source, tokens=tokens)
+                except (RuntimeError, OSError) as error:  # this machine's processes are isolated, say
+                    yield {"what": what, "failed": f"{what}: {type(error).__name__}: {error}"}
+                    return
+            yield {"what": what, **done}
 
-    def copy_rate(self) -> float:
-        """Bytes per second of a device copy, read and written counted."""
-        source = torch.empty(self.measured.copied, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        return 2 * source.numel() / self.time(partial(target.copy_, source)).median
+    def points(self, copied: float) -> None:
+        """Times for every combination, as long as there is time."""
+        for fp8, queries, (rows, documents, tokens) in itertools.product(
+            (False, True), self.measured.queries, self.measured.requests
+        ):
+            what = f"{rows} rows of {documents} x {tokens}, {queries} queries, {'fp8' if fp8 else 'plain'}"
+            if self.late(what):
+                continue
+            try:
+                self.report.add(self._point(rows, documents, tokens, queries, fp8, copied))
+            except torch.OutOfMemoryError:
+                self.left_out[what] = "no room"
 
-    def points(self, copied: float) -> Iterator[dict[str, Any]]:
-        for fp8 in (False, True):
-            for queries in self.measured.queries:
-                for rows, documents, tokens in self.measured.requests:
-                    what = f"{rows} rows of {documents} x {tokens}, {queries} queries, {'fp8' if fp8 else 'plain'}"
-                    if self.late(what):
-                        continue
-                    try:
-                        yield self._point(rows, documents, tokens, queries, fp8, copied)
-                    except torch.OutOfMemoryError:
-                        self.left_out[what] = "no room"
-
-    def _point(self, rows: int, documents: int, tokens: int, queries: int, fp8: bool, copied: float) -> dict[str, Any]:
+    def _point(self, rows: int, documents: int, tokens: int, queries: int, fp8: bool, copied: float) -> Row:
         """One layer's attention for the rows of one step.
 
         ``stored`` is the pool's dtype; ``queries`` are of each row; ``plan_s`` is the host's, once per step;
