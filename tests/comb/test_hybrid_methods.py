@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,10 @@ from comb.cli.info import describe
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.methods.base import LinkRequest
-from tests.comb.test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits
+from tests.comb.test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits, model_of
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates, tiny
 from tests.helpers.hybrids import BASE, GDN, HYBRIDS, MAMBA2, slow_decays, tiny_hybrid
-
-
-@functools.cache
-def model_of(name: str) -> Any:
-    return tiny_hybrid(name)
-
 
 # ---- the methods ----
 

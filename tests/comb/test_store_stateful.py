@@ -12,14 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from comb.cache.disk import SUFFIX
 from comb.cache.picache import TokenPICache
@@ -313,7 +307,7 @@ SETTINGS = settings(
 
 
 def test_the_store_does_what_the_model_says() -> None:
-    run_state_machine_as_test(StoreMachine, settings=SETTINGS)
+    run_machine(StoreMachine, settings=SETTINGS)
 
 
 def forget_to_count(store: PICacheStore, key: str) -> bool:
@@ -336,4 +330,4 @@ def test_the_machine_finds_a_broken_store(
     monkeypatch.setattr(target, mutant)
     quick = settings(SETTINGS, database=None, derandomize=True, max_examples=300, phases=[Phase.generate])
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        run_state_machine_as_test(StoreMachine, settings=quick)
+        run_machine(StoreMachine, settings=quick)
