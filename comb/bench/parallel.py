@@ -169,13 +169,9 @@ def measure_parallel(
     try:
         made = {spec: methods.create(spec, model) for spec in specs}
         sizes = {spec: _check(method, executor, prompt) for spec, method in made.items()}
-        calls = {
-            (spec, count): partial(_once, method, executor, count, prompt)
-            for spec, method in made.items()
-            for count in workers
-        }
-        if options.full:
-            calls = {("full", 0): partial(_once, methods.create("full", model), None, 0, prompt), **calls}
+        calls = {("full", 0): partial(_once, methods.create("full", model), None, 0, prompt)} if options.full else {}
+        for spec, method in made.items():
+            calls |= {(spec, count): partial(_once, method, executor, count, prompt) for count in workers}
         taken = in_turns(calls, options.repeats)
     finally:
         torch.set_num_threads(before)

@@ -19,16 +19,9 @@ from comb.methods.base import DecodeState, Method
 
 
 def random_model(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int,
-    positions: int,
-    hybrid: bool = False,
+    *, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, positions: int, hybrid: bool = False,
     seed: int = 0,
-) -> Any:
+) -> Any:  # fmt: skip
     """A Llama with random weights, the same for the same seed.
 
     Args:
