@@ -1,0 +1,80 @@
+"""The plug-in in other engines: compiled, over two ranks, with a pool in fp8, and with interpreted kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from comb.backbones.loading import resolve_name
+from tests.helpers.engines import Served, checkpoint, engine, served
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
+
+PROMPTS = [list(range(10, 10 + length)) for length in (7, 40)]
+ASKED = [(prompt, names) for names in ("A", "", "CB") for prompt in PROMPTS]
+
+
+def answers_of_the_library(found: Served) -> list[list[float]]:
+    """The engine's log-probabilities for `ASKED`, after a look at whether they are the library's."""
+    answers = found.ask(ASKED)
+    for (prompt, names), (ids, logs) in zip(ASKED, answers, strict=True):
+        wanted, likely = found.reference(prompt, names)
+        assert ids == wanted
+        assert logs == pytest.approx(likely, abs=1e-5)
+    return [logs for _, logs in answers]
+
+
+@pytest.mark.slow
+def test_compiled_without_documents_it_is_plain_vllm_bit_for_bit_and_with_them_the_library(tmp_path: Path) -> None:
+    """With torch.compile, as GPUs run it."""
+    with engine(resolve_name("nano"), enforce_eager=False) as llm:
+        plain = [Served(llm, None, ()).ask([(prompt, "")])[0] for prompt in PROMPTS]
+    with served(tmp_path, checkpoint(tmp_path, "nano"), enforce_eager=False) as found:
+        assert not found.llm.llm_engine.vllm_config.model_config.enforce_eager
+        assert [found.ask([(prompt, "")])[0] for prompt in PROMPTS] == plain
+        for (prompt, names), logs in zip(ASKED, answers_of_the_library(found), strict=True):
+            assert (logs == pytest.approx(plain[PROMPTS.index(prompt)][1], abs=1e-3)) is not bool(names)
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_the_library_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor-parallel ranks, each a process with a pool of its own heads."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    with served(tmp_path, checkpoint(tmp_path, "nano"), tensor_parallel_size=2) as found:
+        assert [pool.layout.kv_heads for pool in found.pools] == [1, 1]
+        answers_of_the_library(found)
+        assert found.ask([(PROMPTS[0], "B")])[0][1] != pytest.approx(found.reference(PROMPTS[0], "A")[1], abs=1e-3)
+
+
+def test_answers_over_a_pool_in_fp8_are_near_the_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMB_POOL_DTYPE", "fp8")
+    prompt = list(range(5, 25))
+    with served(tmp_path, checkpoint(tmp_path, "nano")) as found:
+        (pool,) = found.pools
+        assert pool.tensor.dtype == torch.float8_e4m3fn
+        assert pool.layout.nbytes <= 2**20
+        names = ("", "A", "CAB")
+        for name, (_, logs) in zip(names, found.ask([(prompt, name) for name in names], tokens=1), strict=True):
+            error = abs(logs[0] - found.reference(prompt, name, tokens=1)[1][0])
+            assert error < (0.1 if name else 1e-5)
+            assert (error > 1e-6) is bool(name)
+        assert abs(found.ask([(prompt, "B")], tokens=1)[0][1][0] - found.reference(prompt, "A", tokens=1)[1][0]) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
+def test_interpreted_kernels_serve_the_librarys_answers() -> None:
+    """Triton decides at its import whether kernels are interpreted, so this runs in a process of its own."""
+    file = str(Path(__file__).with_name("interpreted_plugin.py"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "2 passed" in done.stdout
