@@ -207,11 +207,11 @@ def assemble(
         rotate: False leaves keys as they were compiled.
         before, start: an ordinary cache of the first `start` tokens, whose keys and values are copied.
     """
-    size = end + ROOM - start
-    compiled, linked = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+    first, last = spans[0].start, spans[-1].end
+    linked = torch.arange(first, last)
+    compiled = linked.clone()  # what lies between segments stays as it is
     for span in spans:
-        linked[span.start - start : span.end - start] = torch.arange(span.start, span.end)
-        compiled[span.start - start : span.end - start] = torch.arange(compiled_from, compiled_from + span.length)
+        compiled[span.start - first : span.end - first] -= span.start - compiled_from
     rerotation = positions.rerotation(compiled.to(device), linked.to(device), length) if rotate else None
     layers = []
     for number, rotations in enumerate(positions.layers):
@@ -221,7 +221,7 @@ def assemble(
         buffers = [_place(spans, *pair, start, end + ROOM) for pair in zip(parts, earlier, strict=True)]
         if rerotation is not None:
             for buffer, rotation in zip(buffers, rotations, strict=True):
-                rerotation.apply(buffer[:, :, start:], rotation)
+                rerotation.apply(buffer[:, :, first:last], rotation)
         layers.append((buffers[0], buffers[1]))
     return ScatterCache(end, layers)
 
@@ -232,14 +232,13 @@ def _place(spans: Sequence[Span], tensors: Sequence[Tensor], earlier: Tensor | N
     Zeros in between, and where layers with a sliding window have forgotten the first tokens: no row looks that far.
     """
     heads, _, channels = tensors[0].shape
-    buffer = tensors[0].new_empty(1, heads, end, channels)
-    if earlier is not None:
-        buffer[:, :, : start - earlier.shape[2]] = 0
-        buffer[:, :, start - earlier.shape[2] : start] = earlier
-    position = start
-    for span, tensor in zip(spans, tensors, strict=True):
-        buffer[:, :, position : span.start] = 0
-        buffer[:, :, span.start : span.end] = tensor
-        position = span.end
-    buffer[:, :, position:] = 0
-    return buffer
+    parts: list[Tensor] = []
+    position = 0
+    held = [] if earlier is None else [(start - earlier.shape[2], earlier[0])]
+    for at, tensor in [*held, *((span.start, tensor) for span, tensor in zip(spans, tensors, strict=True))]:
+        if at > position:
+            parts.append(tensor.new_zeros(heads, at - position, channels))
+        parts.append(tensor)
+        position = at + tensor.shape[1]
+    parts.append(tensors[0].new_zeros(heads, end - position, channels))
+    return torch.cat(parts, dim=1)[None]

@@ -63,7 +63,7 @@ class PositionMap:
             # Angles in float64: at position 100,000 a float32 product is off by 0.006 rad. A segment's tokens share
             # one angle as long as the frequencies are the same, and then only the distinct shifts are computed.
             if torch.equal(before, after):
-                shifts, which = torch.unique(linked - compiled, return_inverse=True)
+                shifts, which = torch.unique_consecutive(linked - compiled, return_inverse=True)
                 angles = shifts.double()[:, None] * after.to(shifts.device)
                 factors.append((angles.cos().float()[which], angles.sin().float()[which]))
             else:
