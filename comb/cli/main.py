@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from comb.bench.harness import bench
+from comb.documents.splitting import DEFAULT_SPLITTER
 from comb.engine.decoding import DEFAULT_MAX_NEW_TOKENS
 
 app = typer.Typer(
@@ -161,7 +162,9 @@ def ask(
     method: Annotated[
         str, typer.Option(help="comb, full, legolink:16, ...; comb where there is an encoder, else full")
     ] = "",
-    splitter: Annotated[str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")] = "whole",
+    splitter: Annotated[
+        str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")
+    ] = DEFAULT_SPLITTER,
     encoder: Annotated[str, typer.Option(help="on or off; off puts the documents into the prompt")] = "on",
     max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = DEFAULT_MAX_NEW_TOKENS,
     repeat: Annotated[int, typer.Option(min=1, help="ask again: the second time documents come from the cache")] = 1,

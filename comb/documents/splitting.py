@@ -29,6 +29,7 @@ from comb.registry import Registry
 Boundaries = Callable[[str], Iterable[int]]
 """Character offsets at which a new unit of a text may start, in increasing order."""
 
+DEFAULT_SPLITTER = "whole"
 DEFAULT_MAX_TOKENS = 512
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 8  # tokens; four bytes of UTF-8, and then some for tokenizers that normalise

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
-from comb import methods
-from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.backbones.tokenizer import load_tokenizer
@@ -24,32 +20,20 @@ from comb.documents import splitting
 from comb.documents.catalog import UnknownDocumentError, by_document
 from comb.documents.document import Document, PromptBuilder
 from comb.documents.messages import Message
-from comb.documents.splitting import Boundaries, Splitter
+from comb.documents.splitting import DEFAULT_SPLITTER, Boundaries, Splitter
+from comb.engine.construction import default_store, executor_of, make_method
 from comb.engine.conversation import Conversation
 from comb.engine.decoding import AnswerStream, check_no_streamer
 from comb.engine.report import Answer, DocumentReport, Report
-from comb.engine.steps import AnswerSteps, PreparedQuestion, Question
+from comb.engine.steps import AnswerSteps, PreparedQuestion, Question, Request
 from comb.engine.workers import CompileExecutor
-from comb.engine.workers.executor import spec_of
 from comb.mac import MacConfig
 from comb.methods.base import Method
 from comb.model.source import ModelSource
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_STORE_BYTES = 4 * 2**30
 _ADD_CHUNK = 16
-
-
-@dataclass(frozen=True)
-class Request:
-    """One question for `PICEngine.ask_batch`; a plain ``(question, documents)`` does as well."""
-
-    question: Question
-    documents: Sequence[str | Document] = ()
-    document_ids: Sequence[str] = ()
 
 
 class PICEngine(AnswerSteps):
@@ -93,18 +77,18 @@ class PICEngine(AnswerSteps):
         salt: str = "",
         prompt_builder: PromptBuilder | None = None,
         encoder_enabled: bool = True,
-        splitter: str | Splitter | Boundaries = "whole",
+        splitter: str | Splitter | Boundaries = DEFAULT_SPLITTER,
         mac: MacConfig | str | None = None,
         workers: int = 0,
         source: ModelSource | None = None,
         executor: CompileExecutor | None = None,
         **parameters: Any,
     ) -> None:
-        store = _default_store(model) if store is None else store
+        store = default_store(model) if store is None else store
         super().__init__(
             model,
             tokenizer,
-            _make_method(method, model, parameters, store, salt),
+            make_method(method, model, parameters, store, salt),
             store=store,
             salt=salt,
             prompt_builder=PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder,
@@ -112,16 +96,8 @@ class PICEngine(AnswerSteps):
             mac=MacConfig.parse(mac) if isinstance(mac, str) else mac,
             encoder_enabled=encoder_enabled,
         )
-        if executor is not None and workers:
-            raise ValueError("workers= starts processes of its own: leave it out when giving an executor=")
         self._owns_executor = executor is None
-        self.executor = _start_workers(self.method, workers, source) if executor is None else executor
-        if self.executor is not None:
-            try:
-                self.executor.check(self.method)
-            except BaseException:
-                self.close()
-                raise
+        self.executor = executor_of(self.method, executor, workers, source)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, tokenizer: Any = None, **arguments: Any) -> PICEngine:
@@ -311,35 +287,3 @@ class PICEngine(AnswerSteps):
     def expire_cache(self, cache_id: str) -> None:
         """Forgets one cache id. Raises UnknownDocumentError if there is none of that name."""
         self.remove_documents([cache_id])
-
-
-def _make_method(
-    method: str | Method, model: Any, parameters: dict[str, Any], store: PICacheStore, salt: str
-) -> Method:
-    if isinstance(method, Method):
-        if parameters:
-            raise ValueError(f"parameters {', '.join(sorted(parameters))} belong into the Method instance")
-        return method
-    name, from_spec = methods.parse(method)
-    extra = {"store": store, "salt": salt} if methods.get(name).needs_store else {}
-    return methods.create(name, model, **{**from_spec, **parameters}, **extra)
-
-
-def _start_workers(method: Method, workers: int, source: ModelSource | None) -> CompileExecutor | None:
-    if workers < 0:
-        raise ValueError(f"workers is a number of processes, or 0 for none, got {workers}")
-    if workers and method.keeps_tokens_only:
-        logger.warning("method %r has nothing to compile: no workers are started", method.name)
-        return None
-    if not workers:
-        return None
-    from comb.engine.workers.processes import process_executor
-
-    spec_of(method)
-    return process_executor(ModelSource.of(method.model) if source is None else source, workers)
-
-
-def _default_store(model: Any) -> PICacheStore:
-    device = backbone_of(model).get_input_embeddings().weight.device
-    host_bytes = 0 if device.type == "cpu" else DEFAULT_STORE_BYTES
-    return PICacheStore(device=device, device_bytes=DEFAULT_STORE_BYTES, host_bytes=host_bytes)

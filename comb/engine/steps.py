@@ -39,6 +39,15 @@ Question = str | Sequence[Message]
 
 
 @dataclass(frozen=True)
+class Request:
+    """One question for `PICEngine.ask_batch`; a plain ``(question, documents)`` does as well."""
+
+    question: Question
+    documents: Sequence[str | Document] = ()
+    document_ids: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class PreparedQuestion:
     """A checked question: the segments of its documents, and the prompt that they stand in."""
 

@@ -1,0 +1,73 @@
+"""What an engine is made of: the method by its name, the store where none is given, and who compiles."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from comb import methods
+from comb.backbones.exclusive import backbone_of
+from comb.cache.store import PICacheStore
+from comb.engine.workers import CompileExecutor
+from comb.engine.workers.executor import spec_of
+from comb.methods.base import Method
+from comb.model.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_STORE_BYTES = 4 * 2**30
+
+
+def default_store(model: Any) -> PICacheStore:
+    """At most `DEFAULT_STORE_BYTES` where the model is, and as many on the host if that is a GPU."""
+    device = backbone_of(model).get_input_embeddings().weight.device
+    host_bytes = 0 if device.type == "cpu" else DEFAULT_STORE_BYTES
+    return PICacheStore(device=device, device_bytes=DEFAULT_STORE_BYTES, host_bytes=host_bytes)
+
+
+def make_method(method: str | Method, model: Any, parameters: dict[str, Any], store: PICacheStore, salt: str) -> Method:
+    """The method from ``"name:parameters"`` and further `parameters`, or as it is.
+
+    Raises:
+        ValueError: unknown method or parameter, or parameters beside an instance.
+    """
+    if isinstance(method, Method):
+        if parameters:
+            raise ValueError(f"parameters {', '.join(sorted(parameters))} belong into the Method instance")
+        return method
+    name, from_spec = methods.parse(method)
+    extra = {"store": store, "salt": salt} if methods.get(name).needs_store else {}
+    return methods.create(name, model, **{**from_spec, **parameters}, **extra)
+
+
+def executor_of(
+    method: Method, given: CompileExecutor | None, workers: int, source: ModelSource | None
+) -> CompileExecutor | None:
+    """The workers that were given, or so many new processes; checked to compile as `method` does. None for none.
+
+    Raises:
+        ValueError: workers that compile something else, a negative number, or both kinds at once.
+        RuntimeError: a worker could not load the model.
+    """
+    if given is not None:
+        if workers:
+            raise ValueError("workers= starts processes of its own: leave it out when giving an executor=")
+        given.check(method)
+        return given
+    if workers < 0:
+        raise ValueError(f"workers is a number of processes, or 0 for none, got {workers}")
+    if workers and method.keeps_tokens_only:
+        logger.warning("method %r has nothing to compile: no workers are started", method.name)
+        return None
+    if not workers:
+        return None
+    from comb.engine.workers.processes import process_executor
+
+    spec_of(method)
+    executor = process_executor(ModelSource.of(method.model) if source is None else source, workers)
+    try:
+        executor.check(method)
+    except BaseException:
+        executor.close()
+        raise
+    return executor
