@@ -167,6 +167,36 @@ def test_settings_come_from_files_and_command_lines() -> None:
             ReplicasConfig.model_validate(wrong)
 
 
+# in front of what shares one Ray: that keeps it until the end of this file
+@pytest.mark.vllm
+def test_two_real_servers_behind_one_address(plugin: None, nano_adapter: Path) -> None:
+    from tests.helpers.served import FLAGS, QUESTION, TEXTS
+
+    arguments = ["--comb-pool-bytes", "2MiB", *FLAGS]
+
+    def answer(documents: list[Any], **more: Any) -> tuple[str, list[str]]:
+        body = {"model": "nano", "messages": QUESTION, "temperature": 0, "max_tokens": 8, "documents": documents}
+        status, found = ask(url, "POST", CHAT, {**body, **more})
+        assert status == 200, found
+        return found["choices"][0]["message"]["content"], [one["state"] for one in found["comb"]["documents"]]
+
+    with application(
+        checkpoint=str(nano_adapter), replicas=2, arguments=arguments, environment=dict(os.environ)
+    ) as url:
+        texts = [f"{text} And then {number} more." for text in TEXTS for number in range(3)]
+        first = [answer([text]) for text in texts]
+        assert [states for _, states in first] == [["encoded"]] * 9
+        assert [answer([text]) for text in texts] == [(text, ["hit"]) for text, _ in first]
+        together = answer(texts[:3])
+        assert answer(texts[:3]) == (together[0], ["hit"] * 3)
+        assert answer(texts[2::-1])[1] == ["hit"] * 3  # in another order at the same place
+        status, made = ask(url, "POST", "/v1/documents", {"text": "Registered.", "id": "r"})
+        assert (status, made["state"]) == (200, "encoded")
+        assert ask(url, "POST", CHAT, {"model": "nano", "messages": QUESTION, "documents": [{"id": "none"}]})[0] == 404
+        for text in texts:
+            assert answer([text, {"id": "r"}])[1][-1] == "hit"
+
+
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Requests that wait do so until this file exists."""
@@ -277,32 +307,3 @@ def test_a_router_that_starts_again_knows_what_is_registered(url: str) -> None:
     os.kill(before["pid"], signal.SIGKILL)
     wait_for(lambda: chat(url, "0")["pid"] != before["pid"] and chat(url, "0")["name"] == before["name"])
     assert all("kept" in chat(url, text)["known"] for text in map(str, range(12)))
-
-
-@pytest.mark.vllm
-def test_two_real_servers_behind_one_address(plugin: None, nano_adapter: Path) -> None:
-    from tests.helpers.served import FLAGS, QUESTION, TEXTS
-
-    arguments = ["--comb-pool-bytes", "2MiB", *FLAGS]
-
-    def answer(documents: list[Any], **more: Any) -> tuple[str, list[str]]:
-        body = {"model": "nano", "messages": QUESTION, "temperature": 0, "max_tokens": 8, "documents": documents}
-        status, found = ask(url, "POST", CHAT, {**body, **more})
-        assert status == 200, found
-        return found["choices"][0]["message"]["content"], [one["state"] for one in found["comb"]["documents"]]
-
-    with application(
-        checkpoint=str(nano_adapter), replicas=2, arguments=arguments, environment=dict(os.environ)
-    ) as url:
-        texts = [f"{text} And then {number} more." for text in TEXTS for number in range(3)]
-        first = [answer([text]) for text in texts]
-        assert [states for _, states in first] == [["encoded"]] * 9
-        assert [answer([text]) for text in texts] == [(text, ["hit"]) for text, _ in first]
-        together = answer(texts[:3])
-        assert answer(texts[:3]) == (together[0], ["hit"] * 3)
-        assert answer(texts[2::-1])[1] == ["hit"] * 3  # in another order at the same place
-        status, made = ask(url, "POST", "/v1/documents", {"text": "Registered.", "id": "r"})
-        assert (status, made["state"]) == (200, "encoded")
-        assert ask(url, "POST", CHAT, {"model": "nano", "messages": QUESTION, "documents": [{"id": "none"}]})[0] == 404
-        for text in texts:
-            assert answer([text, {"id": "r"}])[1][-1] == "hit"
