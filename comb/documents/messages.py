@@ -50,12 +50,14 @@ def message_parts(message: Message) -> list[tuple[str, str | Generated]]:
         if isinstance(part, Generated):
             parts.append(("generated", part))
             continue
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        value = part.get({"text": "text", "document": "id"}.get(kind or "", "")) if isinstance(part, Mapping) else None
-        if kind not in ("text", "document") or not isinstance(value, str):
-            raise ValueError(
-                'message content must be text, or a list of {"type": "text", "text": ...} and '
-                f'{{"type": "document", "id": ...}}, not {part!r}'
-            )
-        parts.append((kind, value))
+        match part:
+            case {"type": "text", "text": str(text)}:
+                parts.append(("text", text))
+            case {"type": "document", "id": str(document)}:
+                parts.append(("document", document))
+            case _:
+                raise ValueError(
+                    'message content must be text, or a list of {"type": "text", "text": ...} and '
+                    f'{{"type": "document", "id": ...}}, not {part!r}'
+                )
     return parts

@@ -155,3 +155,12 @@ def test_an_over_long_document_is_refused_before_anything_is_cached(model: Any, 
     with pytest.raises(ValueError, match="512 positions"):
         engine.ask("who?", documents=["y" * 300, "z" * 300])
     assert engine.add_documents([]) == []
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": [[]], "text": "a"}, {"type": {}}, {"type": "document", "id": [1]}, 3, None, [["a"]]]
+)
+def test_malformed_parts_are_refused_by_name(part: Any) -> None:
+    """Bodies of requests come here as JSON made them: any type may stand anywhere."""
+    with pytest.raises(ValueError, match="message content must be text"):
+        referenced_documents([{"role": "user", "content": [{"type": "document", "id": "a"}, part]}])
