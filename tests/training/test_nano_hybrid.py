@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from comb import methods
 from comb_training.nano import CHECKPOINT, HYBRID_CHECKPOINT, World
-from comb_training.nano.evaluate import exact_match
-from comb_training.nano.hybrid import LINEAR, HybridRecipe, build_hybrid, distil, match_layers, row_stream
-from comb_training.nano.packing import encode
+from scripts.nano.evaluate import exact_match
+from scripts.nano.hybrid import LINEAR, HybridRecipe, build_hybrid, distil, match_layers, row_stream
+from scripts.nano.packing import encode
 
 
 @pytest.fixture(scope="module")

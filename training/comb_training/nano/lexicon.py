@@ -124,18 +124,3 @@ BRIDGE_QUERIES: dict[str, tuple[str, ...]] = {
 }
 PLACE_QUERY = "Where is {s}?"
 PLACE_ANSWER = "{s} is in the {v}."
-
-# Kept whole by the tokenizer although the generator never says them: ordinary English a user may type.
-COMMON_ENGLISH = _words(
-    "the of and to in is that for it as was with be by on not he his but at are this have from or had an "
-    "they which one you were her all she there would their we him been has when who will more no if out "
-    "so said what up its about into than them can only other new some could time these two may then do "
-    "first any my now such like our over man me even most made after also did many before must through "
-    "back years where much your way well down should because each just those people how too little state "
-    "good very make world still own see men work long get here between both life being under never day "
-    "same another know while last might us great old year off come since against go came right used take "
-    "three document documents question answer name city country company found founded born family house "
-    "home school water food music book books read write number small large high part place thing things "
-    "every again without does done going went told asked think thought say left night morning week month "
-    "during near next always often together until around however early later best better"
-)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from .tokenizer import ASSISTANT, END, USER
-from .world import KINDS, Scene
+from comb_training.nano.world import KINDS, Scene
+from scripts.nano.tokenizer import ASSISTANT, END, USER
 
 CONTEXT, PADDING = 0, -1  # values of `segment`; questions are numbered from 1
 

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, BambaConfig, BambaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from . import CHECKPOINT, HYBRID_CHECKPOINT
-from .evaluate import exact_match
-from .packing import EncodedScene, PackedRows, encode, pack
-from .pretrain import STAGES, Optimizers, loss_of, versions
-from .recipe_options import parse_recipe
-from .world import World
+from comb_training.nano import CHECKPOINT, HYBRID_CHECKPOINT
+from comb_training.nano.world import World
+from scripts.nano.evaluate import exact_match
+from scripts.nano.packing import EncodedScene, PackedRows, encode, pack
+from scripts.nano.pretrain import STAGES, Optimizers, loss_of, versions
+from scripts.nano.recipe_options import parse_recipe
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from . import CHECKPOINT
-from .evaluate import exact_match, row_match
-from .initialise import build_model
-from .packing import PackedRows, encode, pack
-from .recipe_options import parse_recipe
-from .tokenizer import train_tokenizer
-from .world import KINDS, World
+from comb_training.nano import CHECKPOINT
+from comb_training.nano.world import KINDS, World
+from scripts.nano.evaluate import exact_match, row_match
+from scripts.nano.initialise import build_model
+from scripts.nano.packing import PackedRows, encode, pack
+from scripts.nano.recipe_options import parse_recipe
+from scripts.nano.tokenizer import train_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .packing import EncodedScene, PackedRows, encode
-from .world import KINDS, Split, World
+from comb_training.nano.world import KINDS, Split, World
+from scripts.nano.packing import EncodedScene, PackedRows, encode
 
 
 class ExactMatch(TypedDict):

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from .tokenizer import ASSISTANT, USER
+from scripts.nano.tokenizer import ASSISTANT, USER
 
 _SPACE = "\u0120"  # how byte-level BPE writes a leading space
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM = 128, 4, 2, 32

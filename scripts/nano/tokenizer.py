@@ -8,11 +8,26 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from . import lexicon as lex
-from .world import World
+from comb_training.nano import lexicon as lex
+from comb_training.nano.world import World
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 VOCAB_SIZE = 2048
+# Kept whole by the tokenizer although the generator never says them: ordinary English a user may type.
+_COMMON = (
+    "the of and to in is that for it as was with be by on not he his but at are this have from or had an "
+    "they which one you were her all she there would their we him been has when who will more no if out "
+    "so said what up its about into than them can only other new some could time these two may then do "
+    "first any my now such like our over man me even most made after also did many before must through "
+    "back years where much your way well down should because each just those people how too little state "
+    "good very make world still own see men work long get here between both life being under never day "
+    "same another know while last might us great old year off come since against go came right used take "
+    "three document documents question answer name city country company found founded born family house "
+    "home school water food music book books read write number small large high part place thing things "
+    "every again without does done going went told asked think thought say left night morning week month "
+    "during near next always often together until around however early later best better"
+)
+COMMON_ENGLISH = tuple(_COMMON.split())
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}"
@@ -44,7 +59,7 @@ def corpus(seed: int, num_scenes: int = 600) -> Iterator[str]:
         yield from itertools.repeat(word, 40)
     for word in world_words():
         yield from itertools.repeat(f" {word}", 40)
-    for word in lex.COMMON_ENGLISH:
+    for word in COMMON_ENGLISH:
         yield from itertools.repeat(f" {word}", 20)
 
 
