@@ -73,5 +73,4 @@ def add_commands(app: typer.Typer) -> None:
     from comb.bench.harness import benchmarks
 
     benchmarks.look_in("comb_serving.bench.serve")
-    benchmarks.look_in("comb_serving.bench.gpu.kernels")
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

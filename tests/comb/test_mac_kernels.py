@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -54,37 +53,19 @@ def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why(torch.float32) == "triton is not installed"
 
 
-def benchmarked(out: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """What the benchmark writes at small sizes, interpreted, and what it says."""
-    command = [str(HERE.parents[1] / "scripts" / "bench-mac-gpu"), "--tiny", "--device", "cpu", *options]
+@needs_triton
+@pytest.mark.slow
+def test_the_gpu_benchmarks_run_from_end_to_end(tmp_path: Path) -> None:
+    """`mac-gpu` and `serving-gpu` at small sizes, interpreted."""
     result = subprocess.run(
-        command, env={**os.environ, "OUT": str(out), "PYTHON": sys.executable}, capture_output=True, text=True,
-        check=False,
+        [str(HERE.parents[1] / "scripts" / "bench-gpu"), "--tiny", "--device", "cpu"],
+        env={**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return json.loads((out / "mac-gpu.json").read_text()), result.stdout
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
-    content, _ = benchmarked(tmp_path)
-    assert [item["failed"] for item in content["checks"]] == [""] * len(content["checks"])
-    points = {(item["context"], item["rows"], item["hit_rate"]): item for item in content["results"]}
-    assert points.keys() == {(c, b, rate) for c in (48, 96) for b in (1, 2) for rate in (0.0, 1.0)}
-    for (context, _, rate), point in points.items():
-        assert point["read_share"] == 1 if rate == 0 else 8 / context < point["read_share"] <= 23 / context
-        assert (point["skip_ratio"] > 0) is (rate == 1)
-    assert list(content["left_out"]) in (["cudnn, grouped"], ["cudnn, grouped", "costs"])
-    assert [item["context"] for item in content["stages"]] == [48, 96]
-    assert (tmp_path / "mac-gpu.png").stat().st_size > 1000
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_gpu_benchmark_says_what_it_had_no_time_for(tmp_path: Path) -> None:
-    content, printed = benchmarked(tmp_path, "--seconds", "0")
-    assert content["results"] == content["stages"] == []
-    assert {"stages at 48", "1 x 48", "1 x 96", "2 x 48", "2 x 96"} <= content["left_out"].keys()
-    assert "left out: 2 x 96: time is up after 0 s" in printed
-    assert not (tmp_path / "mac-gpu.png").exists()
+    for name, timed in (("mac-gpu", 2), ("serving-gpu", 4)):
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["results"]
+        checks, times = ([row for row in rows if ("bound" in row) is wanted] for wanted in (True, False))
+        assert len(checks) == 4
+        assert all(row["error"] < row["bound"] for row in checks)
+        assert len(times) == timed
+        assert all(row["bytes_per_s"] > 0 for row in times)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +14,14 @@ import torch
 
 from comb.kernels.paged.attention import attend
 from comb.kernels.paged.layout import BlockTable, PagedBatch
-from comb_serving.bench.gpu.handover import hand_over
 from comb_serving.pool import cuda_ipc, memory
 from comb_serving.pool.cuda_ipc import CannotShareError
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.memory import DeviceMemory
 from comb_serving.pool.pool import PoolLayout, SharedPool
+from tests.helpers import handover
 
 FP8 = PoolLayout(cross_layers=2, kv_heads=3, head_dim=20, num_blocks=6, block_size=4, dtype="bfloat16", stored="fp8")
-ROOT = Path(__file__).parents[2]
 UUID = "00000000-aaaa"
 
 
@@ -248,34 +243,20 @@ def layout_for(dtype: str, stored: str) -> PoolLayout:
 
 @pytest.mark.slow
 def test_a_pool_outlives_its_writer(tmp_path: Path) -> None:
-    layout = layout_for("float32", "fp8")
-    done = hand_over(tmp_path, layout, torch.device("cpu"), source="cpu", tokens=9, repeats=2)
-    assert done["failed"] == ""
-    assert done["nbytes"] == 9 * layout.bytes_per_token
+    cpu = torch.device("cpu")
+    assert handover.hand_over(tmp_path, layout_for("float32", "fp8"), cpu, source="cpu", tokens=9) == ""
     assert not list(tmp_path.iterdir())
 
 
 def test_a_hand_over_that_goes_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from comb_serving.bench.gpu import handover
-
-    class NoWriter:
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        def next(self) -> dict[str, float]:
-            return {"write_s": 1.0, "wait_s": 1.0, "attach_s": 1.0}
-
-        def kill(self) -> None:
-            pass
-
-    monkeypatch.setattr(handover, "Writer", NoWriter)
-    done = hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="cpu", tokens=9)
-    assert done["failed"].startswith("what was written differs by nan")
+    monkeypatch.setattr(handover, "Writer", lambda *_: SimpleNamespace(next=lambda: None, kill=lambda: None))
+    wrong = handover.hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="cpu", tokens=9)
+    assert wrong.startswith("what was written differs by nan")
 
 
 def test_a_writer_that_ends_early_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the writer ended with status 1"):
-        hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="nowhere", tokens=9)
+        handover.hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="nowhere", tokens=9)
     assert not list(tmp_path.iterdir())
 
 
@@ -285,23 +266,5 @@ def test_a_writer_that_ends_early_is_an_error(tmp_path: Path) -> None:
 def test_a_gpus_pool_goes_to_another_process_and_outlives_it(tmp_path: Path, source: str, stored: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
-    layout = layout_for("bfloat16", stored)
-    done = hand_over(tmp_path, layout, torch.device("cuda:0"), source=source, tokens=300)
-    assert done["failed"] == ""
-    assert done["layout"]["memory"] == "cuda"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
-def test_the_gpu_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [str(ROOT / "scripts" / "bench-serving-gpu"), "--tiny", "--device", "cpu"],
-        env={**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    content = json.loads((tmp_path / "serving-gpu.json").read_text())
-    assert [item["failed"] for item in content["checks"] + content["handovers"]] == [""] * 6
-    assert {(item["stored"], item["rows"], item["queries"]) for item in content["results"]} == {
-        (stored, rows, queries) for stored in ("float32", "fp8") for rows in (1, 3) for queries in (1, 5)
-    }
-    assert content["left_out"] == {}
+    layout, device = layout_for("bfloat16", stored), torch.device("cuda:0")
+    assert handover.hand_over(tmp_path, layout, device, source=source, tokens=300) == ""

@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from comb.evaluation.table import Row
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout, SharedPool
 
@@ -35,9 +32,7 @@ def document(layout: PoolLayout, tokens: int, number: int) -> tuple[Tensor, Tens
     return keys, values, PoolHandle(tokens, tuple(blocks))
 
 
-def hand_over(
-    folder: Path, layout: PoolLayout, device: torch.device, *, source: str, tokens: int, repeats: int = 10
-) -> Row:
+def hand_over(folder: Path, layout: PoolLayout, device: torch.device, *, source: str, tokens: int) -> str:
     """A writer writes document 0, then document 1 over and over until it is killed; a second one writes document 2.
 
     Args:
@@ -46,33 +41,26 @@ def hand_over(
         tokens: of one document.
 
     Returns:
-        ``write_s`` and ``wait_s``, median seconds until `write` returns and that `finish` then waits; ``attach_s``
-        to open the pool; ``bytes_per_second`` of writing until others can read; ``failed``: what was wrong, or "".
+        What was wrong, or "".
     """
     layout = replace(layout, num_blocks=9 * layout.blocks_for(tokens) + 3)
     with ExitStack() as stack:
         pool = SharedPool.create(folder / "pool-0", layout, device)
         stack.callback(pool.close)
         pool.memory.flat.fill_(0xFF)  # NaN in every dtype
-        first = Writer(pool.path, source, tokens, repeats, 0)
+        first = Writer(pool.path, source, tokens, 0)
         stack.callback(first.kill)
-        told = first.next()
+        first.next()
         failed = _differs(pool, tokens, 0, "what was written")
         first.next()  # from here on it writes without end
         time.sleep(0.1)
         first.kill()
         failed = failed or _differs(pool, tokens, 0, "what was written, after the writer was killed")
-        second = Writer(pool.path, source, tokens, 1, 2)
+        second = Writer(pool.path, source, tokens, 2)
         stack.callback(second.kill)
         second.next()
         failed = failed or _differs(pool, tokens, 2, "what a second writer wrote")
-        failed = failed or _differs(pool, tokens, 0, "what was written, after a second writer")
-        nbytes = layout.bytes_per_token * tokens
-        rate = nbytes / (told["write_s"] + told["wait_s"])
-        return {
-            "layout": asdict(pool.layout), "source": source, "tokens": tokens, "nbytes": nbytes, **told,
-            "failed": failed, "bytes_per_second": rate,
-        }  # fmt: skip
+        return failed or _differs(pool, tokens, 0, "what was written, after a second writer")
 
 
 def _differs(pool: SharedPool, tokens: int, number: int, what: str) -> str:
@@ -96,16 +84,15 @@ class Writer:
         self._process.start()
         tells.close()  # here, so that the pipe ends when the writer does
 
-    def next(self) -> dict[str, float]:
-        """What it says next. Raises RuntimeError if it has ended or hangs."""
+    def next(self) -> None:
+        """Waits until it says that a document is written. Raises RuntimeError if it has ended or hangs."""
         try:
             if not self._told.poll(LONGEST_SECONDS):
                 raise RuntimeError(f"the writer has said nothing for {LONGEST_SECONDS:.0f} s")
-            told: dict[str, float] = self._told.recv()
+            self._told.recv()
         except EOFError:
             self._process.join()
             raise RuntimeError(f"the writer ended with status {self._process.exitcode}; see above") from None
-        return told
 
     def kill(self) -> None:
         """SIGKILL; it is gone afterwards."""
@@ -113,33 +100,20 @@ class Writer:
         self._process.join()
 
 
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def write(tells: Any, path: Path, source: str, tokens: int, repeats: int, number: int) -> None:
-    """The writer: says its times over `repeats` writes of document `number`; after 0 it writes 1 until it is killed."""
-    if torch.device(source).type == "cuda":
-        torch.zeros(1, device=source)  # starts CUDA, which isn't what is timed
-    begun = time.perf_counter()
+def write(tells: Any, path: Path, source: str, tokens: int, number: int) -> None:
+    """The writer: says when document `number` is written; after 0 it writes 1 until it is killed."""
     pool = SharedPool.attach(path)
-    attach_s = time.perf_counter() - begun
-
-    def writing(which: int) -> Callable[[], None]:
+    for which in (number, 1):
         keys, values, handle = document(pool.layout, tokens, which)
-        on_source = keys.to(source), values.to(source)
-        return lambda: pool.write(handle, *on_source)
-
-    call = writing(number)
-    times = [(_timed(call), _timed(pool.finish)) for _ in range(repeats + 1)][1:]  # the first one starts things
-    write_s, wait_s = (statistics.median(column) for column in zip(*times, strict=True))
-    tells.send({"write_s": write_s, "wait_s": wait_s, "attach_s": attach_s})
-    call = writing(1) if number == 0 else lambda: time.sleep(0.05)
-    call()
-    tells.send({})
+        pool.write(handle, keys.to(source), values.to(source))
+        pool.finish()
+        tells.send(None)
+        if number != 0:
+            break
     owner = multiprocessing.parent_process()
     while owner is not None and owner.is_alive():  # nobody is left writing if the owner ends first
-        call()
-        pool.finish()
+        if number == 0:
+            pool.write(handle, keys.to(source), values.to(source))
+            pool.finish()
+        else:
+            time.sleep(0.05)

@@ -1,1 +1,0 @@
-"""`comb bench serving-gpu` (`kernels`), and the two processes with one pool that it starts (`handover`)."""
