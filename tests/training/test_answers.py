@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ def answer_on_policy(
 ) -> list[TrainingExample]:  # fmt: skip
     """The examples with the model's own answers as targets; counted as a run does."""
     limit = generate.prompt_limit(model, max_new_tokens, max_prompt_tokens)
-    answers = generate_answers(
-        examples,
-        generate.settings_of(model, stops, max_new_tokens),
-        lambda: TransformersEngine(model, 0, stops, max_new_tokens, batch_size=batch_size),
-        decode=lambda _: "", max_prompt_tokens=limit, folder=folder, progress=False,
-    ).answers  # fmt: skip
+    with tempfile.TemporaryDirectory() as elsewhere:
+        answers = generate_answers(
+            examples,
+            generate.settings_of(model, stops, max_new_tokens),
+            lambda: TransformersEngine(model, 0, stops, max_new_tokens, batch_size=batch_size),
+            decode=lambda _: "", max_prompt_tokens=limit, folder=folder or elsewhere, progress=False,
+        ).answers  # fmt: skip
     generate.count_answers(answers, counts or Counts(), limit, max_new_tokens)
     return [e.with_target(answer.token_ids) for e, answer in zip(examples, answers, strict=True) if answer is not None]
 

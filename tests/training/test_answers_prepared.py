@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -13,13 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from comb_training.answers import StoredAnswer, answer_prepared, choose_engine, generate, prepared, read_settings
+from comb_training.answers import StoredAnswer, answer_prepared, choose_engine, generate, prepared
 from comb_training.answers.greedy import TransformersEngine
+from comb_training.answers.store import METADATA
 from comb_training.answers.vllm_engine import VllmEngine
 from comb_training.config import Config, config_from_dict
 from comb_training.data.batches import TrainingExample
@@ -27,6 +30,12 @@ from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
 from tests.helpers.training import byte_tokenizer, invoke, record_questions
+
+
+def made_by(part: Path) -> dict[str, Any]:
+    """What a part says of how its answers were made."""
+    said: dict[str, Any] = json.loads(pq.read_schema(part).metadata[METADATA])
+    return said
 
 
 def settings(folder: Path, limit: int = 24, data: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
@@ -201,7 +210,7 @@ def test_answers_of_teacher_and_backbone_share_a_folder_without_being_mixed(tmp_
     assert generated(teacher=str(teacher), answer_max_new_tokens=4) == 24
     assert generated() == 0
     assert generated(teacher=str(teacher), answer_max_new_tokens=4) == 0
-    models_named = {read_settings(part)["model"] for part in folder.iterdir()}
+    models_named = {made_by(part)["model"] for part in folder.iterdir()}
     assert models_named == {"nano", str(teacher)}
     # one that differs from the backbone in a single weight
     sibling = LlamaForCausalLM.from_pretrained(CHECKPOINT)
@@ -293,7 +302,7 @@ def test_vllm_is_taken_where_it_is_and_asked_for_greedy_answers(tmp_path: Path, 
     ]
     assert run.counts.truncated["answer cut at 48 tokens"] == sum(last % 2 for last in lasts)
     [part] = (tmp_path / "out" / "answers").iterdir()
-    assert read_settings(part)["engine"] == "vllm 9.9"
+    assert made_by(part)["engine"] == "vllm 9.9"
 
 
 def test_an_engine_of_a_rank_sees_no_torchrun_and_one_gpu(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:

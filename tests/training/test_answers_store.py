@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import resource
@@ -23,8 +24,8 @@ from comb_training.answers import (
     StoredAnswer,
     generate,
     generate_answers,
-    read_settings,
 )
+from comb_training.answers.store import METADATA
 from comb_training.data.batches import TrainingExample
 
 SETTINGS = AnswerSettings("model", "weights", "float32", 8, (1,))
@@ -52,7 +53,7 @@ def test_answers_come_back_as_they_were_and_say_how_they_were_made(tmp_path: Pat
     files = parts(tmp_path / "new" / "folder")
     assert [file.name.split("-")[1] for file in files] == ["00003", "00003"]
     assert sorted(files[0].parent.iterdir()) == files  # nothing temporary is left
-    said = read_settings(files[0])
+    said = json.loads(pq.read_schema(files[0]).metadata[METADATA])
     assert said["engine"] == "vllm 1.2"
     assert {key: said[key] for key in ("model", "weights", "dtype", "max_new_tokens", "stop_token_ids")} == {
         "model": "model", "weights": "weights", "dtype": "float32", "max_new_tokens": 8, "stop_token_ids": [1]
@@ -164,7 +165,7 @@ def questions() -> list[TrainingExample]:
     ]
 
 
-def ask(engine: Echo, folder: Path | None, share: Share | None = None, **options: Any) -> generate.Answered:
+def ask(engine: Echo, folder: Path, share: Share | None = None, **options: Any) -> generate.Answered:
     return generate_answers(
         questions(),
         SETTINGS,

@@ -2,23 +2,20 @@
 
 Training on them teaches the encoder to make the backbone say what it would have said, rather than new facts (COMB
 sec. 5). Another model may answer in its place (`train.teacher`). `comb answers` generates them ahead of `comb train`,
-which generates what is missing.
+which generates what is missing. A `PreparedRun` enters `answer_prepared`, its examples leave with answers: `Targets`.
 """
 
-from comb_training.answers.generate import Answered, Share, generate_answers, stop_token_ids
+from comb_training.answers.generate import Share, generate_answers
 from comb_training.answers.prepared import Targets, answer_prepared, choose_engine
-from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer, read_settings
+from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
 
 __all__ = [
     "AnswerSettings",
     "AnswerStore",
-    "Answered",
     "Share",
     "StoredAnswer",
     "Targets",
     "answer_prepared",
     "choose_engine",
     "generate_answers",
-    "read_settings",
-    "stop_token_ids",
 ]

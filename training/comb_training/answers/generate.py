@@ -86,7 +86,7 @@ def generate_answers(
     *,
     decode: Callable[[Sequence[int]], str],
     max_prompt_tokens: int,
-    folder: str | Path | None = None,
+    folder: str | Path,
     share: Share = Share(),
     progress: bool = True,
 ) -> Answered:
@@ -95,7 +95,7 @@ def generate_answers(
     Args:
         engine: makes what generates; called only when an answer is missing.
         decode: text of token ids, without special tokens.
-        folder: where answers are kept (`AnswerStore`); None keeps none.
+        folder: where answers are kept (`AnswerStore`).
     """
     keys = [
         _key(settings.identity, example) if len(example.prompt.flat) <= max_prompt_tokens else None
@@ -129,7 +129,7 @@ def generate_answers(
 
     try:
         generate(_share(asked, share))
-        if share.ranks > 1 and share.wait and folder is not None:
+        if share.ranks > 1 and share.wait:
             _await_others(store, asked)
         if share.wait:
             generate(asked)

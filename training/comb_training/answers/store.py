@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -57,23 +56,18 @@ class AnswerSettings:
         stops = ",".join(map(str, sorted(self.stop_token_ids)))
         return f"{self.weights}/{self.max_new_tokens}/{stops}"
 
-    def to_json(self, engine: str) -> str:
-        """For the metadata of a part."""
-        return json.dumps({**asdict(self), "identity": self.identity, "engine": engine}, sort_keys=True)
-
 
 class AnswerStore:
-    """The answers of one model under one `AnswerSettings`, in a folder; or in memory alone.
+    """The answers of one model under one `AnswerSettings`, in a folder.
 
     A part that can't be read is put aside (``*.damaged``) and said; its answers count as missing.
 
     Args:
-        folder: None keeps nothing.
         rank: part of the names of this process's parts.
     """
 
-    def __init__(self, folder: str | Path | None, settings: AnswerSettings, *, rank: int = 0) -> None:
-        self.folder = Path(folder) if folder is not None else None
+    def __init__(self, folder: str | Path, settings: AnswerSettings, *, rank: int = 0) -> None:
+        self.folder = Path(folder)
         self.settings = settings
         self._answers: dict[str, StoredAnswer] = {}
         self._seen: set[str] = set()
@@ -94,8 +88,6 @@ class AnswerStore:
     def refresh(self) -> int:
         """Reads parts that others have added since; how many new answers there were."""
         before = len(self._answers)
-        if self.folder is None or not self.folder.is_dir():
-            return 0
         for path in sorted(self.folder.glob("part-*.parquet")):
             if path.name not in self._seen:
                 self._seen.add(path.name)
@@ -109,9 +101,8 @@ class AnswerStore:
             OSError: when they can't be written (a full disk, say), naming the folder; parts before are whole.
         """
         self._answers.update(answers)
-        if self.folder is None or not answers:
-            return
-        content = _part(answers, {METADATA: self.settings.to_json(engine).encode()})
+        made = {**asdict(self.settings), "identity": self.settings.identity, "engine": engine}
+        content = _part(answers, {METADATA: json.dumps(made, sort_keys=True).encode()})
         path = self.folder / f"{self._prefix}-{self._parts:06d}.parquet"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -151,12 +142,6 @@ class AnswerStore:
                 path.rename(aside)
             return
         self._answers.update(answers)
-
-
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """What a part's metadata says of how its answers were made: model, weights, settings, engine."""
-    settings: dict[str, Any] = json.loads(pq.read_schema(path).metadata[METADATA])
-    return settings
 
 
 def _part(answers: Mapping[str, StoredAnswer], metadata: Mapping[bytes, bytes]) -> bytes:

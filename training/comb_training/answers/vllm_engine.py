@@ -64,7 +64,10 @@ class VllmEngine:
             "generation_config": "vllm",  # greedy is greedy, whatever the checkpoint would sample with
             "seed": 0,
         }
-        with _alone(), _without_template_warning():
+        # vLLM tries out the chat template, and prints a traceback where it has no tokenizer; here it needs neither
+        renderers = logging.getLogger("vllm.renderers.base")
+        renderers.addFilter(lambda record: "Chat template warmup failed" not in str(record.msg))
+        with _alone():
             self._llm = vllm.LLM(model=model, **{**arguments, **(options or {})})
         self._parameters = vllm.SamplingParams(
             temperature=0.0,
@@ -105,28 +108,10 @@ def _alone() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-@contextlib.contextmanager
-def _without_template_warning() -> Iterator[None]:
-    """vLLM tries out the chat template, and prints a traceback where it has no tokenizer; here it needs neither."""
-    logger = logging.getLogger("vllm.renderers.base")
-
-    def other(record: logging.LogRecord) -> bool:
-        return "Chat template warmup failed" not in str(record.msg)
-
-    logger.addFilter(other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(other)
-
-
 def _device(local_rank: int) -> str | None:
     """The name of the GPU for this rank, as CUDA_VISIBLE_DEVICES has it; None without GPUs."""
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        names = [str(index) for index in range(torch.cuda.device_count())]
-    else:
-        names = [name for name in visible.split(",") if name.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    names = [name for name in visible.split(",") if name.strip()]
     return names[local_rank % len(names)] if names else None

@@ -1,7 +1,7 @@
 """The nano backbones: a small question-answering Llama, a hybrid made from it, and the world that both know.
 
-The checkpoints come with the package, under the names `nano` and `nano-hybrid`; how they are made stands in `scripts/nano`.
-Others use `CHECKPOINT`, `HYBRID_CHECKPOINT`, and `World`, whose scenes are a data set.
+The checkpoints come with the package, under the names `nano` and `nano-hybrid`; `scripts/nano` makes
+them. Others use `CHECKPOINT`, `HYBRID_CHECKPOINT`, and `World`, whose scenes are a data set.
 """
 
 from comb_training.nano.checkpoints import CHECKPOINT, HYBRID_CHECKPOINT
