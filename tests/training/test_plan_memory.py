@@ -19,7 +19,7 @@ from comb_training.data.batches import Collator
 from comb_training.models.lora import add_lora
 from comb_training.plan.activations import FACTOR, PassSize, activation_bytes
 from comb_training.plan.counting import Parameters
-from comb_training.plan.memory import Sharding, memory_of
+from comb_training.plan.memory import OFFLOADED, GpuMemory, deepspeed_settings, memory_of, other_ways
 from comb_training.trainer.losses import target_logits_only, target_loss
 
 SIZES = {
@@ -95,14 +95,14 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
     optimizer = torch.optim.AdamW(trained, foreach=True)
     step()
     optimizer.step()
-    memory = memory_of(model, Parameters.of(model), Sharding(), step.size, checkpointing=False)
+    memory = memory_of(model, Parameters.of(model), step.size, deepspeed_settings(TrainConfig()), checkpointing=False)
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name.startswith("exp_")]
     assert memory.states == {
         "frozen weights": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
         "trained weights": sum(p.nbytes for p in trained),
-        "float32 copy of them": 0,
+        "float32 copy": 0,
         "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
-        "Adam's two moments": sum(moment.nbytes for moment in moments),
+        "moments": sum(moment.nbytes for moment in moments),
         "buffers": 0,
     }
     assert len(moments) == 2 * len(trained)
@@ -147,6 +147,12 @@ def test_activations_are_within_the_stated_factor(case: str, checkpointing: bool
 TEN = Parameters({"backbone": (100, 0), "cross blocks": (40, 40)}, frozen_bytes=200, trained_bytes=160)
 
 
+def on_four(model: CombForCausalLM, **zero: Any) -> GpuMemory:
+    """Memory of `TEN` on four GPUs; widths are the model's."""
+    settings = deepspeed_settings(TrainConfig()) | {"zero_optimization": zero}
+    return memory_of(model, TEN, None, settings, ranks=4, checkpointing=False)
+
+
 @pytest.fixture(scope="module")
 def model() -> CombForCausalLM:
     return comb_model()
@@ -159,7 +165,7 @@ def model() -> CombForCausalLM:
 def test_who_holds_what(
     stage: int, frozen: int, weights: int, copy: int, gradients: int, moments: int, model: CombForCausalLM
 ) -> None:
-    memory = memory_of(model, TEN, Sharding(stage=stage, ranks=4), None, checkpointing=False)
+    memory = on_four(model, stage=stage)
     assert list(memory.states.values())[:5] == [frozen, weights, copy, gradients, moments]
     assert memory.start == 360
     assert memory.activations is None
@@ -167,30 +173,32 @@ def test_who_holds_what(
 
 
 def test_offloaded_states_are_in_cpu_memory(model: CombForCausalLM) -> None:
-    plain = memory_of(model, TEN, Sharding(stage=3, ranks=4), None, checkpointing=False)
-    offloaded = memory_of(
-        model, TEN, Sharding(stage=3, ranks=4, offload_optimizer=True, offload_parameters=True), None,
-        checkpointing=False,
-    )  # fmt: skip
+    plain = on_four(model, stage=3)
+    offloaded = on_four(model, stage=3, offload_optimizer=OFFLOADED, offload_param=OFFLOADED)
     assert set(offloaded.states) == {"buffers"}
     assert offloaded.host == sum(plain.states.values()) - plain.states["buffers"]
     assert offloaded.temporaries == 0 < plain.temporaries
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(2, False), (2, True), (3, False), (3, True)])
-def test_deepspeed_configurations_are_understood(stage: int, offload: bool) -> None:
+def test_deepspeed_configurations_are_understood(stage: int, offload: bool, model: CombForCausalLM) -> None:
     path = CONFIGS / f"zero{stage}{'-offload' if offload else ''}.json"
-    sharding = Sharding.of(TrainConfig(deepspeed=str(path)), ranks=8)
-    assert (sharding.stage, sharding.ranks, sharding.autocast, sharding.bucket) == (stage, 8, True, None)
-    assert sharding.offload_optimizer == offload
-    assert sharding.offload_parameters == (offload and stage == 3)
-    assert sharding.name == f"ZeRO-{stage}" + " + CPU" * offload
+    settings = deepspeed_settings(TrainConfig(deepspeed=str(path)))
+    ways = [memory_of(model, TEN, None, way, ranks=8, checkpointing=False) for way in (settings, *other_ways(settings))]
+    assert ways[0].way == f"ZeRO-{stage}" + "+CPU" * offload
+    names = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3+CPU"]
+    assert sorted(way.way for way in ways) == sorted({*names, ways[0].way})
+    assert ("moments" in ways[0].states) == (not offload)
+    assert ("frozen weights" in ways[0].states) == (not offload or stage < 3)
 
 
-def test_no_deepspeed_configuration(tmp_path: Path) -> None:
+def test_no_deepspeed_configuration(tmp_path: Path, model: CombForCausalLM) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "empty.json").write_text(json.dumps({}))
     with pytest.raises(ValueError, match=r"broken.json' is no DeepSpeed configuration"):
-        Sharding.of(TrainConfig(deepspeed=str(tmp_path / "broken.json")), ranks=2)
-    assert Sharding.of(TrainConfig(deepspeed=str(tmp_path / "empty.json")), ranks=2).name == "DDP"
-    assert Sharding.of(TrainConfig(bf16=True), ranks=1) == Sharding(autocast=True)
+        deepspeed_settings(TrainConfig(deepspeed=str(tmp_path / "broken.json")))
+    empty = deepspeed_settings(TrainConfig(deepspeed=str(tmp_path / "empty.json")))
+    assert empty == deepspeed_settings(TrainConfig())
+    assert memory_of(model, TEN, None, empty, ranks=2, checkpointing=False).way == "DDP"
+    assert memory_of(model, TEN, None, empty, checkpointing=False).way == "one process"
+    assert deepspeed_settings(TrainConfig(bf16=True))["torch_autocast"]["enabled"]

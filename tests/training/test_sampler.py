@@ -119,8 +119,8 @@ def test_the_bucket_table_adds_up() -> None:
     rows = examples()
     sampler = BatchSampler(rows, Budget(8, 60, 120))
     table = bucket_rows(sampler, rows, buckets=4)
-    assert sum(row["batches"] for row in table) == len(sampler)
-    assert sum(round(row["batches"] * row["rows"]) for row in table) == 60
-    assert all(row["document_tokens"][1] <= 60 for row in table)
-    assert all(row["query_tokens"] <= 120 for row in table)
-    assert all(0 <= row["padding"] < 1 for row in table)
+    assert sum(int(row["batches"]) for row in table) == len(sampler)
+    assert sum(int(row["batches"]) * float(row["rows"]) for row in table) == pytest.approx(60, rel=0.05)
+    assert all(int(row["document tokens"].split()[-1]) <= 60 for row in table)
+    assert all(int(row["query tokens"]) <= 120 for row in table)
+    assert all(0 <= float(row["padding"].rstrip("%")) < 100 for row in table)

@@ -1,8 +1,11 @@
-"""What a run would be, before any weight is loaded: parameters, memory per GPU, data and batches (`--dry-run`)."""
+"""What a run would be, before any weight is loaded: parameters, memory per GPU, data and batches (`--dry-run`).
+
+A `Config` enters `plan`, a `Plan` leaves; `table.blocks` shows it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from comb.backbones.tokenizer import load_tokenizer
@@ -16,7 +19,7 @@ from comb_training.data.token_statistics import TokenStatistics, statistics_by_s
 from comb_training.plan.activations import PassSize
 from comb_training.plan.buckets import bucket_rows
 from comb_training.plan.counting import Parameters, first_line, meta_model
-from comb_training.plan.memory import GpuMemory, Sharding, memory_of
+from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
 from comb_training.trainer import distributed
 from comb_training.trainer.sampler import batch_sampler
 from comb_training.trainer.schedule import total_steps
@@ -41,7 +44,7 @@ class Plan:
     counts: Counts | None = None
     statistics: TokenStatistics | None = None
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
-    buckets: list[dict[str, Any]] = field(default_factory=list)
+    buckets: list[dict[str, str]] = field(default_factory=list)
     steps: int | None = None
     size: PassSize | None = None
     notes: list[str] = field(default_factory=list)
@@ -63,7 +66,7 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
             config, 1, notes=["no parameters, memory and batches: these are planned for train.method=comb only"]
         )
     ranks = distributed.world_size() if ranks is None else ranks
-    sharding = Sharding.of(config.train, ranks)
+    deepspeed = deepspeed_settings(config.train)
     result = Plan(config, ranks, size=PassSize.of_budget(config.train))
     try:
         model, note = meta_model(config)
@@ -76,11 +79,11 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
         return result
     result.notes += [note] if note else []
     _add_data(result, model)
-    _add_memory(result, model, sharding)
+    _add_memory(result, model, deepspeed)
     return result
 
 
-def _add_memory(result: Plan, model: CombForCausalLM, sharding: Sharding) -> None:
+def _add_memory(result: Plan, model: CombForCausalLM, deepspeed: dict[str, Any]) -> None:
     config = result.config
     parameters = result.parameters = Parameters.of(model)
     if {"linear", "both"} & set(model.info.layer_kinds):
@@ -98,12 +101,11 @@ def _add_memory(result: Plan, model: CombForCausalLM, sharding: Sharding) -> Non
         result.notes.append(f"the backbone's bytes are given without model.options {', '.join(quantised)}")
     if config.train.kl_weight:
         result.notes.append("the activations are without the full prompts that train.kl_weight takes")
-    ways = [sharding]
-    if result.ranks > 1:
-        plain = replace(sharding, offload_optimizer=False, offload_parameters=False)
-        ways += [replace(plain, stage=stage) for stage in (0, 2, 3) if stage != sharding.stage]
     checkpointing = config.train.gradient_checkpointing
-    result.memory = [memory_of(model, parameters, way, result.size, checkpointing=checkpointing) for way in ways]
+    result.memory = [
+        memory_of(model, parameters, result.size, way, ranks=result.ranks, checkpointing=checkpointing)
+        for way in [deepspeed, *(other_ways(deepspeed) if result.ranks > 1 else ())]
+    ]
 
 
 def _add_data(result: Plan, model: CombForCausalLM) -> None:

@@ -45,11 +45,10 @@ class Parameters:
         }
         counts, size = {}, {True: 0, False: 0}
         for name, part in parts.items():
-            count = {True: 0, False: 0}
-            for parameter in part.parameters():
-                count[parameter.requires_grad] += parameter.numel()
+            of_part = list(part.parameters())
+            counts[name] = (sum(p.numel() for p in of_part), sum(p.numel() for p in of_part if p.requires_grad))
+            for parameter in of_part:
                 size[parameter.requires_grad] += parameter.nbytes
-            counts[name] = (sum(count.values()), count[True])
         return cls(counts, frozen_bytes=size[False], trained_bytes=size[True])
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,61 +13,8 @@ from comb_training.config import TrainConfig
 from comb_training.plan.activations import BFLOAT16, FLOAT32, PassSize, activation_bytes
 from comb_training.plan.counting import Parameters
 
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a run spreads weights, gradients and optimizer states over its GPUs.
-
-    Args:
-        stage: of ZeRO; 0: every GPU has everything.
-        ranks: GPUs.
-        autocast: whether trained layers compute in 16 bits.
-        gathered: parameters at most that ZeRO-3 holds whole at one time.
-        bucket: gradients, in elements, that ZeRO reduces at once; None: hidden size squared, as transformers sets it.
-        offload_optimizer, offload_parameters: kept in CPU memory instead.
-    """
-
-    stage: int = 0
-    ranks: int = 1
-    autocast: bool = False
-    gathered: int = 10**9
-    bucket: int | None = None
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-
-    @classmethod
-    def of(cls, config: TrainConfig, ranks: int) -> Sharding:
-        """What `config` and the DeepSpeed configuration it names say. Raises ValueError if that is none."""
-        if config.deepspeed is None:
-            return cls(ranks=ranks, autocast=config.bf16)
-        try:
-            settings = json.loads(Path(config.deepspeed).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"train.deepspeed={config.deepspeed!r} is no DeepSpeed configuration: {error}") from error
-        zero = settings.get("zero_optimization", {})
-        bucket = zero.get("reduce_bucket_size", 5 * 10**8)
-        gathered = zero.get("stage3_max_live_parameters", 10**9)
-        return cls(
-            stage=int(zero.get("stage", 0)),
-            ranks=ranks,
-            autocast=bool(settings.get("torch_autocast", {}).get("enabled", config.bf16)),
-            gathered=10**9 if gathered == "auto" else int(gathered),
-            bucket=None if bucket == "auto" else int(bucket),
-            offload_optimizer=_offloaded(zero, "optimizer"),
-            offload_parameters=_offloaded(zero, "param"),
-        )
-
-    @property
-    def name(self) -> str:
-        """As people say it."""
-        if self.stage == 0:
-            return "DDP" if self.ranks > 1 else "one process"
-        offload = self.offload_optimizer or self.offload_parameters
-        return f"ZeRO-{self.stage}{' + CPU' if offload else ''}"
-
-
-def _offloaded(zero: dict[str, Any], what: str) -> bool:
-    return bool((zero.get(f"offload_{what}") or {}).get("device", "none") != "none")
+LIVE_PARAMETERS = 10**9  # DeepSpeed's default of what ZeRO-3 holds whole at one time
+OFFLOADED = {"device": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +22,7 @@ class GpuMemory:
     """Bytes per GPU at the largest moment of a step.
 
     Args:
+        way: of sharding, as people say it.
         states: by what they are for, there all the time.
         activations: during forward and backward; None where the size of a batch isn't known.
         temporaries: of the optimizer, when activations are gone.
@@ -81,7 +30,7 @@ class GpuMemory:
         start: the whole model on every GPU, before DeepSpeed shards it.
     """
 
-    sharding: Sharding
+    way: str
     states: dict[str, int]
     activations: int | None
     temporaries: int
@@ -94,38 +43,46 @@ class GpuMemory:
         return max(self.start, sum(self.states.values()) + max(self.activations or 0, self.temporaries))
 
 
+def deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run; without one, DDP's. Raises ValueError if the file is none."""
+    settings: dict[str, Any] = {"torch_autocast": {"enabled": config.bf16}, "zero_optimization": {}}
+    if config.deepspeed is None:
+        return settings
+    try:
+        return settings | json.loads(Path(config.deepspeed).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"train.deepspeed={config.deepspeed!r} is no DeepSpeed configuration: {error}") from error
+
+
+def other_ways(deepspeed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same settings with other stages of ZeRO, and with stage 3 in CPU memory, to compare with."""
+    zero = {name: value for name, value in deepspeed["zero_optimization"].items() if not name.startswith("offload_")}
+    ways = [zero | {"stage": stage} for stage in range(4)]
+    ways.append(zero | {"stage": 3, "offload_optimizer": OFFLOADED, "offload_param": OFFLOADED})
+    return (
+        deepspeed | {"zero_optimization": way} for way in ways if _name(way) != _name(deepspeed["zero_optimization"])
+    )
+
+
 def memory_of(
     model: CombForCausalLM,
     parameters: Parameters,
-    sharding: Sharding,
     size: PassSize | None,
+    deepspeed: Mapping[str, Any],
     *,
+    ranks: int = 1,
     checkpointing: bool,
 ) -> GpuMemory:
-    """Bytes of one way of sharding, over R ranks.
+    """Bytes of one way of sharding; docs/training.md has them as a table of formulas.
 
-    With F the bytes of frozen weights (bf16: 2 per parameter), W those of the trained ones (float32: 4), T how many
-    are trained::
-
-                          DDP    ZeRO-1     ZeRO-2     ZeRO-3
-        frozen weights    F      F          F          F / R
-        trained weights   W      W          W          W / R
-        float32 copy      -      4T / R     4T / R     4T / R       CPU with offload_optimizer
-        gradients         W      4T         4T / R     4T / R       CPU with offload_optimizer
-        Adam's moments    2W     8T / R     8T / R     8T / R       CPU with offload_optimizer
-        buffers           W      2 buckets  2 buckets  2 buckets + live weights
-
-    DDP's buffers are its gradient buckets; one process has none. ZeRO-3's frozen and trained weights are in CPU memory
-    with offload_param. The total is that and the larger of activations (`activation_bytes`) and AdamW's temporary, W
-    over its ranks; or F + W at the start, if that is more.
+    DDP's buffers are its gradient buckets; one process has none. AdamW's temporary is as large as what a rank updates.
 
     Args:
-        model: on any device; for its widths.
-        parameters: of it.
-        size: of a batch; None leaves activations out.
-        checkpointing: gradient checkpointing.
+        model: on any device; for its widths. size: of a batch; None leaves activations out.
+        deepspeed: as `deepspeed_settings` gives them. checkpointing: gradient checkpointing.
     """
-    stage, ranks = sharding.stage, sharding.ranks
+    zero, autocast = deepspeed["zero_optimization"], bool(deepspeed["torch_autocast"].get("enabled"))
+    stage = int(zero.get("stage", 0))
     weights, trained = parameters.trained_bytes, parameters.trained
     # ZeRO-1 shards the optimizer, 2 gradients too, 3 weights too
     optimizer_parts, gradient_parts, weight_parts = (ranks if stage >= least else 1 for least in (1, 2, 3))
@@ -133,46 +90,54 @@ def memory_of(
     states = {
         "frozen weights": _part(parameters.frozen_bytes, weight_parts),
         "trained weights": _part(weights, weight_parts),
-        "float32 copy of them": _part(master, optimizer_parts) if stage else 0,
+        "float32 copy": _part(master, optimizer_parts) if stage else 0,
         "gradients": _part(master, gradient_parts),
-        "Adam's two moments": _part(2 * master, optimizer_parts),
-        "buffers": _buffers(parameters, sharding, model.config.encoder_config.hidden_size),
+        "moments": _part(2 * master, optimizer_parts),
+        "buffers": _buffers(parameters, zero, model.config.encoder_config.hidden_size, ranks, autocast),
     }
-    host = 0
-    if sharding.offload_optimizer and stage:
-        host += sum(states.pop(name) for name in ("float32 copy of them", "gradients", "Adam's two moments"))
-    if sharding.offload_parameters and stage == 3:
-        host += sum(states.pop(name) for name in ("frozen weights", "trained weights"))
+    moved = ["float32 copy", "gradients", "moments"] if stage and _offloads(zero, "optimizer") else []
+    moved += ["frozen weights", "trained weights"] if stage == 3 and _offloads(zero, "param") else []
     activations = None
     if size is not None:
         # autocast keeps a 16-bit copy of every trained matrix; ZeRO-3 gathers them in 16 bits
-        copies = BFLOAT16 * trained if sharding.autocast and stage < 3 else 0
-        activations = activation_bytes(
-            model, size, autocast=sharding.autocast, checkpointing=checkpointing, copies=copies
-        )
+        copies = BFLOAT16 * trained if autocast and stage < 3 else 0
+        activations = activation_bytes(model, size, autocast=autocast, checkpointing=checkpointing, copies=copies)
     return GpuMemory(
-        sharding=sharding,
+        way=_name(zero) if stage or ranks > 1 else "one process",
+        host=sum(states.pop(name) for name in moved),
         states=states,
         activations=activations,
-        # AdamW works on all tensors at once and makes one temporary as large as what it updates
-        temporaries=0 if sharding.offload_optimizer and stage else _part(weights, optimizer_parts),
-        host=host,
+        # AdamW works on all tensors at once
+        temporaries=0 if "moments" in moved else _part(weights, optimizer_parts),
         start=parameters.frozen_bytes + weights,
     )
+
+
+def _name(zero: Mapping[str, Any]) -> str:
+    stage = int(zero.get("stage", 0))
+    return (
+        f"ZeRO-{stage}{'+CPU' if _offloads(zero, 'optimizer') or _offloads(zero, 'param') else ''}" if stage else "DDP"
+    )
+
+
+def _offloads(zero: Mapping[str, Any], what: str) -> bool:
+    return bool((zero.get(f"offload_{what}") or {}).get("device", "none") != "none")
 
 
 def _part(value: int, parts: int) -> int:
     return -(-value // parts)
 
 
-def _buffers(parameters: Parameters, sharding: Sharding, hidden: int) -> int:
-    """What gradients and gathered weights pass through."""
-    if sharding.stage == 0:
-        return parameters.trained_bytes if sharding.ranks > 1 else 0
-    bucket = hidden**2 if sharding.bucket is None else sharding.bucket
+def _buffers(parameters: Parameters, zero: Mapping[str, Any], hidden: int, ranks: int, autocast: bool) -> int:
+    """What gradients and gathered weights pass through; ``auto`` is what transformers makes of it."""
+    stage, bucket = int(zero.get("stage", 0)), zero.get("reduce_bucket_size", 5 * 10**8)
+    if stage == 0:
+        return parameters.trained_bytes if ranks > 1 else 0
+    bucket = hidden**2 if bucket == "auto" else int(bucket)
     reduced = 2 * FLOAT32 * min(bucket, parameters.trained)  # two, so that one travels while the other fills
-    if sharding.stage < 3 or sharding.ranks == 1:
+    if stage < 3 or ranks == 1:
         return reduced
-    share = min(1.0, sharding.gathered / parameters.total)
-    trained_bytes = BFLOAT16 * parameters.trained if sharding.autocast else parameters.trained_bytes
+    live = zero.get("stage3_max_live_parameters", "auto")
+    share = min(1.0, (LIVE_PARAMETERS if live == "auto" else int(live)) / parameters.total)
+    trained_bytes = BFLOAT16 * parameters.trained if autocast else parameters.trained_bytes
     return reduced + int(share * (parameters.frozen_bytes + trained_bytes))

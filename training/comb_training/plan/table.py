@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from rich.markup import escape
 from rich.table import Table
@@ -12,15 +12,22 @@ from comb_training.data.token_statistics import data_table
 from comb_training.plan import Plan
 from comb_training.plan.activations import FACTOR
 from comb_training.plan.counting import Parameters
+from comb_training.plan.memory import GpuMemory
 from comb_training.trainer.schedule import UNLIMITED_STEPS
 
 EXPLANATION = (
     "Weights and states are exact for one process. Activations are an estimate for softmax attention and gated MLPs, "
-    f"within {FACTOR:g}x of what was measured on small models. The total has the larger of activations and AdamW's "
-    "temporary, which come after each other, or the whole model where that is more: it is loaded before it is sharded. "
-    "Not in it: CUDA's context (about 1 GiB), fragmentation, the communication library, eager attention's matrices, "
-    "and the K/V cache while the backbone answers."
+    f"within {FACTOR:g}x of what was measured on small models. The total is the largest moment: with activations; with "
+    "AdamW's temporary, when these are gone; or the whole model where that is more, which is loaded before it is "
+    "sharded. Not in it: CUDA's context (about 1 GiB), fragmentation, the communication library, eager attention's "
+    "matrices, and the K/V cache while the backbone answers."
 )
+COLUMNS = {
+    "weights": ("frozen weights", "trained weights"),
+    "gradients": ("gradients",),
+    "optimizer": ("float32 copy", "moments"),
+    "buffers": ("buffers",),
+}
 
 
 def blocks(plan: Plan) -> Iterator[Table | str]:
@@ -35,10 +42,13 @@ def blocks(plan: Plan) -> Iterator[Table | str]:
         steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)
         yield escape(f"Data: {plan.counts}. Optimizer steps: {steps}.\n")
         yield data_table(plan.statistics, plan.sets)
-        yield _bucket_table(plan)
+        yield text_table(tuple(plan.buckets[0]), [tuple(row.values()) for row in plan.buckets], BATCHES, left=())
         yield "Rows, query tokens and padding are means per batch; with the data's own answers.\n"
     for note in plan.notes:
         yield escape(f"Note: {note}.")
+
+
+BATCHES = "the first epoch's batches, by their longest row"
 
 
 def _parameter_table(parameters: Parameters) -> Table:
@@ -57,23 +67,19 @@ def _short(count: int) -> str:
 
 
 def _memory_table(plan: Plan) -> Table:
-    lines: list[tuple[str, ...]] = []
+    """A row per way of sharding, in one unit."""
+    power, unit = (30, "GiB") if max(memory.total for memory in plan.memory) >= 2**28 else (20, "MiB")
 
-    def add(name: str, values: Iterable[int | None]) -> None:
-        cells = [_size(value) if value else "-" for value in values]
-        if set(cells) != {"-"}:
-            lines.append((name, *cells))
+    def row(memory: GpuMemory) -> tuple[str, ...]:
+        states = [sum(memory.states.get(name, 0) for name in names) for names in COLUMNS.values()]
+        activations = () if plan.size is None else (memory.activations,)
+        sizes = (*states, *activations, memory.total, memory.host)
+        return memory.way, *(f"{size / 2**power:.2f}" if size else "-" for size in sizes)
 
-    ways = plan.memory
-    for name in dict.fromkeys(name for way in ways for name in way.states):
-        add(name, (way.states.get(name) for way in ways))
-    add("activations", (way.activations for way in ways))
-    add("or AdamW's temporary", (way.temporaries for way in ways))
-    add("or all, not yet sharded", (way.start if way.sharding.stage else None for way in ways))
-    add("largest total" if plan.size is not None else "total, no activations", (way.total for way in ways))
-    add("beside it, CPU per rank", (way.host for way in ways))
-    title = "memory on one GPU" if plan.ranks == 1 else f"memory on each of {plan.ranks} GPUs; this run first"
-    return text_table(("what", *(way.sharding.name for way in ways)), lines, title, left=("what",))
+    where = "one GPU" if plan.ranks == 1 else f"each of {plan.ranks} GPUs"
+    title = f"memory on {where} in {unit}{'; this run first' if plan.ranks > 1 else ''}"
+    heads = ("", *COLUMNS, *(() if plan.size is None else ("activations",)), "total", "CPU")
+    return text_table(heads, list(map(row, plan.memory)), title, left=("",))
 
 
 def _about_memory(plan: Plan) -> str:
@@ -87,23 +93,3 @@ def _about_memory(plan: Plan) -> str:
     if plan.ranks == 1:
         parts.append("WORLD_SIZE=4 in front of the command plans for four GPUs.")
     return escape(" ".join([*parts, EXPLANATION]) + "\n")
-
-
-def _size(value: int) -> str:
-    return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.2f} MiB"
-
-
-def _bucket_table(plan: Plan) -> Table:
-    names = ("longest row", "batches", "rows", "document tokens", "query tokens", "padding")
-    lines = [
-        (
-            "{} to {}".format(*bucket["longest_row"]),
-            str(bucket["batches"]),
-            f"{bucket['rows']:.1f}",
-            "{} to {}".format(*bucket["document_tokens"]),
-            f"{bucket['query_tokens']:.0f}",
-            f"{100 * bucket['padding']:.1f}%",
-        )
-        for bucket in plan.buckets
-    ]
-    return text_table(names, lines, "the first epoch's batches, by their longest row", left=())
