@@ -49,7 +49,7 @@ def deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
     if config.deepspeed is None:
         return settings
     try:
-        return settings | json.loads(Path(config.deepspeed).read_text(encoding="utf-8"))
+        return {**settings, **json.loads(Path(config.deepspeed).read_text(encoding="utf-8"))}
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"train.deepspeed={config.deepspeed!r} is no DeepSpeed configuration: {error}") from error
 
