@@ -60,7 +60,7 @@ def other_ways(deepspeed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     ways = [zero | {"stage": stage} for stage in range(4)]
     ways.append(zero | {"stage": 3, "offload_optimizer": OFFLOADED, "offload_param": OFFLOADED})
     return (
-        deepspeed | {"zero_optimization": way} for way in ways if _name(way) != _name(deepspeed["zero_optimization"])
+        {**deepspeed, "zero_optimization": way} for way in ways if _name(way) != _name(deepspeed["zero_optimization"])
     )
 
 
