@@ -1,18 +1,15 @@
 """Needle in a haystack: one fact at a chosen depth of unrelated text, and the question about it.
 
-Two sources. Text (generated, or a file's) is a row of tokens in which the needle is put at an exact token and which is
-then cut into chunks, each a document (EPIC sec. 5.2: 512 tokens). A dataset keeps its documents whole: the one that
-answers an example's question stands among documents of other examples.
+Two sources. Generated text is a row of tokens in which the needle is put at an exact token and which is then cut into
+chunks, each a document (EPIC sec. 5.2: 512 tokens). A dataset keeps its documents whole: the one that answers an
+example's question stands among documents of other examples.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from comb.documents.document import Document, Example, PromptBuilder
@@ -68,14 +65,10 @@ def place(tokens: int, depth: float, needle: int, chunk: int) -> int:
 
 
 class TextHaystack:
-    """Chunks of running text.
+    """Chunks of generated sentences without digits."""
 
-    Args:
-        text: the filler, repeated if it is short; None: generated sentences.
-    """
-
-    def __init__(self, tokenizer: Any, chunk_tokens: int, text: str | None = None, seed: int = 0) -> None:
-        self.tokenizer, self.chunk_tokens, self.text, self.seed = tokenizer, chunk_tokens, text, seed
+    def __init__(self, tokenizer: Any, chunk_tokens: int, seed: int = 0) -> None:
+        self.tokenizer, self.chunk_tokens, self.seed = tokenizer, chunk_tokens, seed
         self._sentences = random.Random(seed)
         self._filler: list[int] = []
 
@@ -84,21 +77,13 @@ class TextHaystack:
         city, code = CITIES[rng.randrange(len(CITIES))], str(rng.randrange(1000, 10000))
         needle = self._ids(f" The secret code of the {city} office is {code}.")
         start = place(tokens, depth, len(needle), self.chunk_tokens)
-        filler = self._fill(tokens - len(needle))
-        ids = [*filler[:start], *needle, *filler[start:]]
+        while len(self._filler) < tokens - len(needle):
+            self._filler += self._ids(sentence(self._sentences))
+        ids = [*self._filler[:start], *needle, *self._filler[start : tokens - len(needle)]]
         cuts = range(0, len(ids), self.chunk_tokens)
         documents = tuple(Document(token_ids=tuple(ids[cut : cut + self.chunk_tokens])) for cut in cuts)
         question = f"What is the secret code of the {city} office? Answer with the code alone."
         return Case(documents, question, code, tokens, start, len(needle))
-
-    def _fill(self, count: int) -> list[int]:
-        while len(self._filler) < count:
-            text = sentence(self._sentences) if self.text is None else self.text
-            ids = self._ids(text)
-            if not ids:
-                raise ValueError("the haystack's text has no token")
-            self._filler += ids
-        return self._filler[:count]
 
     def _ids(self, text: str) -> list[int]:
         with lock_of(self.tokenizer):
@@ -179,32 +164,6 @@ def supporting(example: Example) -> Document | None:
     wanted = _words(f"{example.query} {example.answer}") & set().union(*words)
     holding = [document for document, own in zip(example.documents, words, strict=True) if wanted <= own]
     return holding[0] if wanted and len(holding) == 1 else None
-
-
-def read_text(path: str | Path) -> str:
-    """The text of a .txt file, or of the "text" fields of a .jsonl (or .jsonl.gz) file.
-
-    Raises:
-        ValueError: for a file that isn't there, has another ending, is damaged, or holds no text.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"--haystack: there is no file {str(path)!r}")
-    kinds = path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]
-    try:
-        if kinds not in ([".txt"], [".jsonl"], [".jsonl", ".gz"]):
-            raise ValueError("expected a .txt, .jsonl or .jsonl.gz file")
-        with (gzip.open if ".gz" in kinds else open)(path, "rt", encoding="utf-8") as file:
-            text = (
-                file.read()
-                if kinds == [".txt"]
-                else "\n".join(json.loads(line)["text"] for line in file if line.strip())
-            )
-        if not text.strip():
-            raise ValueError("it holds no text")
-    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"--haystack {path}: {type(error).__name__}: {error}") from error
-    return text
 
 
 def _words(text: str) -> set[str]:

@@ -10,7 +10,7 @@ Shapes: N = context + steps tokens, H query heads, G key/value heads, D channels
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -33,7 +33,6 @@ class StreamSpec:
     Args:
         context, steps: tokens of the prompt, and decode steps behind it.
         drift: how far content moves per token: 0 stands still, 1 is another query every time.
-        cycle: tokens after which a head's content comes back: from 1 for the first head to this for the last one.
         recency: by how much the latest key's score stands above others', in nats.
         content: standard deviation of scores by content, in nats.
         white: white noise in all channels instead, where nothing of the above holds.
@@ -45,7 +44,6 @@ class StreamSpec:
     kv_heads: int = 2
     width: int = 64
     drift: float = 0.05
-    cycle: int = 1
     recency: float = 10.0
     content: float = 1.0
     white: bool = False
@@ -84,7 +82,7 @@ def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
         fast = torch.arange(half // 8, half // 2)
         # as far apart as white queries of the whole width, so that thresholds mean the same
         size = (width / len(slow)) ** 0.5
-        queries[:, :, slow] = size * _walk(noise(spec.heads, tokens, len(slow)), spec)
+        queries[:, :, slow] = size * _walk(noise(spec.heads, tokens, len(slow)), spec.drift)
         content = spec.content / (len(slow) ** 0.5 * size) * width**0.5
         keys[:, :, slow] = content * noise(spec.kv_heads, tokens, len(slow))
         queries[:, :, fast] = keys[:, :, fast] = (spec.recency * width**0.5 / len(fast)) ** 0.5
@@ -92,12 +90,10 @@ def make_stream(spec: StreamSpec, dtype: torch.dtype = torch.float32) -> Stream:
     return Stream(spec, *(tensor.to(dtype) for tensor in made))
 
 
-def _walk(rows: Tensor, spec: StreamSpec) -> Tensor:
-    """Unit-variance queries [H, N, width], each a little off the one a cycle before it."""
-    for head, own in enumerate(rows):
-        cycle = round(spec.cycle ** (head / max(1, spec.heads - 1)))
-        for token in range(cycle, len(own)):
-            own[token] = (1 - spec.drift**2) ** 0.5 * own[token - cycle] + spec.drift * own[token]
+def _walk(rows: Tensor, drift: float) -> Tensor:
+    """Unit-variance queries [H, N, width], each a little off the one before it."""
+    for token in range(1, rows.shape[1]):
+        rows[:, token] = (1 - drift**2) ** 0.5 * rows[:, token - 1] + drift * rows[:, token]
     return rows
 
 
@@ -110,32 +106,20 @@ def _rotate(tensor: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def rings_behind(
-    prompt: int, unrotated: Tensor, queries: Tensor, keys: Tensor, values: Tensor, start: Tensor, config: MacConfig
-) -> MacState:
-    """Rings as they are behind so many tokens of queries [B, H, N, D], and keys and values [B, G, N, D]."""
-    state = MacState.empty(len(keys), queries.shape[1], queries.shape[-1], values.shape[-1], config, queries)
-    last = torch.arange(max(0, prompt - config.window), prompt, device=keys.device)
-    state.write(
-        prompt_rows(
-            unrotated[:, :, last].float(), queries[:, :, last], keys[:, :, :prompt], values[:, :, :prompt], last, start,
-            config, queries.shape[-1] ** -0.5,
-        )
-    )  # fmt: skip
-    return state
-
-
 @torch.no_grad()
 def run_stream(stream: Stream, config: MacConfig) -> Row:
     """Decodes a stream with MAC beside exact attention, counting every key that a head reads.
 
     Returns:
-        Of all steps and heads ``hit_rate``, ``skip_ratio`` (misses as 0), ``keys_read`` and ``keys_exact``; in
-        ``errors`` per step the relative error of the output over all heads.
+        Of all steps and heads ``hit_rate``, ``keys_read`` and ``keys_exact``; in ``errors`` per step the relative error
+        of the output over all heads.
     """
     spec, scale, start = stream.spec, stream.spec.width**-0.5, torch.zeros(1, dtype=torch.long)
     unrotated, queries, keys, values = (t[None] for t in (stream.unrotated, stream.queries, stream.keys, stream.values))
-    state = rings_behind(spec.context, unrotated, queries, keys, values, start, config)
+    state = MacState.empty(1, spec.heads, spec.width, spec.width, config, queries)
+    last = torch.arange(max(0, spec.context - config.window), spec.context)
+    prompt = (keys[:, :, : spec.context], values[:, :, : spec.context])
+    state.write(prompt_rows(unrotated[:, :, last], queries[:, :, last], *prompt, last, start, config, scale))
     group = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
     read, hits, errors = [], [], []
     for m in range(spec.context, spec.context + spec.steps):
@@ -147,16 +131,12 @@ def run_stream(stream: Stream, config: MacConfig) -> Row:
         read.append(done.keys_read[0])
         hits.append(done.match.hit[0])
     counted, hit, searches = torch.stack(read), torch.stack(hits), spec.heads * spec.steps  # [steps, heads]
-    lengths = torch.arange(spec.context + 1, spec.context + spec.steps + 1)
-    keys_read, keys_exact = int(counted.sum()), spec.heads * int(lengths.sum())
+    keys_exact = spec.heads * sum(range(spec.context + 1, spec.context + spec.steps + 1))
     return {
-        "spec": asdict(spec), "window": config.window, "band": config.band, "tau": config.tau,
-        "hit_rate": int(hit.sum()) / searches,
-        "skip_ratio": float((hit * (1 - counted / lengths[:, None])).sum()) / searches,
-        "keys_read": keys_read, "keys_exact": keys_exact, "read_share": keys_read / keys_exact,
-        "read_per_step": keys_read / searches, "exact_per_step": keys_exact / searches,
-        "most_read_on_hit": int((hit * counted).max()), "errors": errors, "error_mean": fmean(errors),
-        "ring_bytes": state.nbytes, "key_bytes": keys.nbytes + values.nbytes,
+        "hit_rate": int(hit.sum()) / searches, "keys_read": int(counted.sum()), "keys_exact": keys_exact,
+        "read_share": int(counted.sum()) / keys_exact, "most_read_on_hit": int((hit * counted).max()),
+        "read_per_step": int(counted.sum()) / searches, "exact_per_step": keys_exact / searches,
+        "errors": errors, "error_mean": fmean(errors),
     }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
@@ -13,7 +12,7 @@ import typer
 from tqdm import tqdm
 
 from comb.bench.harness import BenchmarkReport, benchmark, or_refused
-from comb.bench.haystack import ExampleHaystack, Haystack, TextHaystack, read_text
+from comb.bench.haystack import ExampleHaystack, Haystack, TextHaystack
 from comb.bench.options import Lengths, MaxNewTokens, Methods, QuestionOptions, integers, numbers, split_methods
 from comb.evaluation.metrics import f1, normalize_answer
 from comb.evaluation.plot import Grid, Panel
@@ -30,9 +29,6 @@ class NeedleOptions(QuestionOptions):
     depths: Annotated[str, typer.Option(help="where the needle stands, in percent of the context")] = "0,25,50,75,100"
     chunk_tokens: Annotated[int, typer.Option(min=1, help="tokens per chunk of text")] = 512
     repeats: Annotated[int, typer.Option(min=1, help="haystacks per cell, each with another needle")] = 3
-    haystack: Annotated[
-        Path | None, typer.Option(help="filler: .txt, or .jsonl(.gz) with `text`; default: generated sentences")
-    ] = None
     dataset: Annotated[
         str, typer.Option(help="take needles, questions and filler from a dataset's documents instead")
     ] = ""
@@ -72,15 +68,12 @@ def needle(options: NeedleOptions, report: BenchmarkReport) -> None:
     """Needle in a haystack: a grid of context length and depth for every method."""
     specs = split_methods(options.methods)
     lengths, depths = integers(options.lengths, "--lengths"), numbers(options.depths, "--depths", most=100)
-    if options.dataset and options.haystack is not None:
-        raise ValueError("--haystack and --dataset are two sources of filler: give one of them")
-    text = None if options.haystack is None else read_text(options.haystack)
     examples = options.read()[0] if options.dataset else []
     setting = options.setting()
-    source: Haystack = TextHaystack(setting.tokenizer, options.chunk_tokens, text, options.seed)
+    source: Haystack = TextHaystack(setting.tokenizer, options.chunk_tokens, options.seed)
     if examples:
         source = ExampleHaystack(examples, setting.builder, setting.query_template)
-    report.heading = f"{options.model}: needles in {options.dataset or options.haystack or 'generated text'}"
+    report.heading = f"{options.model}: needles in {options.dataset or 'generated text'}"
     for row in measure_needles(setting, source, specs, lengths, depths, options):
         report.add(row)
 

@@ -532,8 +532,6 @@ def test_drift_command(folder: Path, tmp_path: Path) -> None:
         (["context-length", "--heads", "7"], "heads must divide hidden"),
         (["drift", "--methods", "none"], "leave the control"),
         (["needle", "--depths", "200"], "at most 100"),
-        (["needle", "--haystack", "missing.txt"], "there is no file 'missing.txt'"),
-        (["needle", "--haystack", "a.txt", "--dataset", "nano"], "give one of them"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None:

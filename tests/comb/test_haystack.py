@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-from pathlib import Path
-
 import pytest
 
 from comb import Document, Example
-from comb.bench.haystack import ExampleHaystack, TextHaystack, place, read_text, supporting
+from comb.bench.haystack import ExampleHaystack, TextHaystack, place, supporting
 from comb.bench.needle import contains
 from comb.documents.document import PromptBuilder
 from tests.helpers.byte_text import byte_tokenizer
@@ -88,20 +85,3 @@ def test_containment_is_of_whole_words() -> None:
     assert contains("The code is 4711.", "4711")
     assert not contains("14711", "4711")
     assert contains("It's the  Old Library!", "old library")
-
-
-def test_haystack_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "zipped"}'))
-    assert read_text(tmp_path / "a.txt") == "some text"
-    assert read_text(tmp_path / "b.jsonl") == "one\ntwo"
-    assert read_text(tmp_path / "c.jsonl.gz") == "zipped"
-    (tmp_path / "bad.jsonl").write_text('{"body": "one"}')
-    (tmp_path / "bad.gz").write_text("not zipped")
-    (tmp_path / "empty.txt").write_text(" \n")
-    for name in ("bad.jsonl", "bad.gz", "empty.txt", "missing.txt", "a.pdf"):
-        if name == "a.pdf":
-            (tmp_path / name).write_text("x")
-        with pytest.raises(ValueError, match="--haystack"):
-            read_text(tmp_path / name)
