@@ -1,10 +1,11 @@
-"""What a reader is asked for, and the decorator that makes one of a function.
+"""What a reader is asked for, and the decorators that make one of a function.
 
-    @reader("mine", hub_id="org/mine")
-    def read_mine(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
-        return side.examples(my_example)  # of a DatasetRow, the Example, or the reason why there is none
+    @row_reader("mine", hub_id="org/mine")
+    def read_mine(record: DatasetRow, *, num_documents: int | None = None) -> Example | str:
+        ...  # the example of a row, or the reason why there is none
 
-is all of a dataset: it has the options split, seed, limit and heldout_share beside its own.
+is all of a dataset whose examples are made of one row each; `reader` is for others. Either has the options split, seed,
+limit and heldout_share beside its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from comb_training.data.grouping import Split, seeded, split_groups
 from comb_training.data.records import DatasetRow, read_records
 
 SideReader = Callable[..., Iterable[Example]]
+RowReader = Callable[..., Example | str]
 
 
 @dataclass
@@ -133,5 +135,24 @@ def reader(
         read.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]  # what inspect looks at
         datasets.register(name, hub_id=hub_id)(read)
         return examples
+
+    return add
+
+
+def row_reader(
+    name: str, *, hub_id: str | Mapping[str, str] | None = None, heldout_share: float = 0.2
+) -> Callable[[RowReader], RowReader]:
+    """Decorator: `reader` of a function from one `DatasetRow`, and options, to its example or why there is none.
+
+    The rows are those of JSON, JSONL or a set on the Hub (`read_records`).
+    """
+
+    def add(example: RowReader) -> RowReader:
+        @functools.wraps(example)  # whose options and module are the reader's, too
+        def read(side: DatasetSide, **options: Any) -> list[Example]:
+            return side.examples(functools.partial(example, **options))
+
+        reader(name, hub_id=hub_id, heldout_share=heldout_share)(read)
+        return example
 
     return add

@@ -32,9 +32,6 @@ class Spread:
         median, p90 = np.percentile(array, [50, 90])
         return cls(int(array.min()), round(float(median), 1), round(float(p90), 1), int(array.max()), int(array.sum()))
 
-    def __str__(self) -> str:
-        return f"{self.min} / {self.median:g} / {self.p90:g} / {self.max}"
-
 
 @dataclass(frozen=True)
 class TokenStatistics:
@@ -83,8 +80,8 @@ _LENGTHS = {
 }
 
 
-def statistics_lines(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> list[list[str]]:
-    """Lines under `HEADS`: all examples, and then each set of a mixture. Its documents are the different ones."""
+def data_table(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> Table:
+    """All examples, and then each set of a mixture. Its documents are the different ones."""
     lines = []
     for name, own in ({"all": statistics} | dict(sets)).items():
         lines.append([name, "examples", "", "", "", "", f"{own.examples:,}"])
@@ -93,9 +90,4 @@ def statistics_lines(statistics: TokenStatistics, sets: Mapping[str, TokenStatis
             spread: Spread = getattr(own, key)
             values = (spread.min, spread.median, spread.p90, spread.max, spread.total)
             lines.append(["", what, *(f"{int(v):,}" if v == int(v) else f"{v:,.1f}" for v in values)])
-    return lines
-
-
-def data_table(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> Table:
-    """`statistics_lines` to print."""
-    return text_table(HEADS, statistics_lines(statistics, sets), left=HEADS[:2])
+    return text_table(HEADS, lines, left=HEADS[:2])

@@ -8,30 +8,20 @@ document: a paragraph's sentences joined, its title as title; query: ``question`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from comb.documents.document import Example
 from comb_training.data.records import DatasetRow
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.side import row_reader
 
 
-@reader("hotpotqa", hub_id="hotpotqa/hotpot_qa")
-def read_hotpotqa(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
-    """Reads HotpotQA from JSON, JSONL or the Hub.
+@row_reader("hotpotqa", hub_id="hotpotqa/hotpot_qa")
+def read_hotpotqa(record: DatasetRow, *, num_documents: int | None = None) -> Example | str:
+    """The example of a row.
 
     Args:
-        num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
-
-    Raises:
-        ValueError: for a missing path or a malformed row, naming it.
+        num_documents: keep only the first so many documents (counted); None keeps all of them.
     """
-    return side.examples(partial(paragraphs_example, num_documents=num_documents))
-
-
-def paragraphs_example(record: DatasetRow, num_documents: int | None) -> Example | str:
-    """The example of a row as HotpotQA has them. Raises ValueError for a malformed one."""
     documents = record.documents(_paragraphs(record), num_documents)
     question, answer = record.text("question"), record.text("answer")
     return record.example(documents, question, [answer], id=record.row.get("_id"), group=question)

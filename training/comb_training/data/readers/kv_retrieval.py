@@ -7,29 +7,18 @@ document: a run of records, one ``"key": "value"`` per line; query: which value 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-
 from comb.documents.document import Document, Example
 from comb_training.data.records import DatasetRow
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.side import row_reader
 
 QUERY = 'Which value belongs to the key "{key}"?'
 
 
-@reader("kv_retrieval")
-def read_kv_retrieval(side: DatasetSide, *, records_per_document: int = 15) -> Iterable[Example]:
-    """Reads key-value retrieval from JSONL, gzipped or not.
-
-    Raises:
-        ValueError: for a missing path, a malformed row, naming it, or fewer than one record per document.
-    """
+@row_reader("kv_retrieval")
+def read_kv_retrieval(record: DatasetRow, *, records_per_document: int = 15) -> Example | str:
+    """The example of a row. Raises ValueError for a malformed one, or fewer than one record per document."""
     if records_per_document < 1:
         raise ValueError(f"records_per_document must be at least 1, not {records_per_document}")
-    return side.examples(partial(_example, size=records_per_document))
-
-
-def _example(record: DatasetRow, size: int) -> Example | str:
     pairs = record.items("ordered_kv_records", list)
     if not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
         raise ValueError(f"{record.where}: 'ordered_kv_records' is a list of [key, value] texts")
@@ -39,5 +28,8 @@ def _example(record: DatasetRow, size: int) -> Example | str:
     if {held for name, held in pairs if name == key} != {value}:
         return "records that don't give the value for the key"
     lines = [f'"{name}": "{held}"' for name, held in pairs]
-    documents = tuple(Document("\n".join(lines[first : first + size])) for first in range(0, len(lines), size))
+    documents = tuple(
+        Document("\n".join(lines[first : first + records_per_document]))
+        for first in range(0, len(lines), records_per_document)
+    )
     return record.example(documents, QUERY.format(key=key), [value], id=key, group=key)

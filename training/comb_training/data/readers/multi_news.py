@@ -7,24 +7,18 @@ document: one article; query: a fixed instruction; answer: ``summary``, without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from comb.documents.document import Example
 from comb_training.data.grouping import content_group
 from comb_training.data.records import DatasetRow
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.side import row_reader
 
 SEPARATOR = "|||||"
 QUERY = "Write one summary of all the articles."
 
 
-@reader("multi_news", hub_id="alexfabbri/multi_news")
-def read_multi_news(side: DatasetSide) -> Iterable[Example]:
-    """Reads Multi-News from JSON, JSONL or the Hub. Raises ValueError for a missing path or a malformed row."""
-    return side.examples(_example)
-
-
-def _example(record: DatasetRow) -> Example | str:
+@row_reader("multi_news", hub_id="alexfabbri/multi_news")
+def read_multi_news(record: DatasetRow) -> Example | str:
+    """The example of a row."""
     parts = [part.strip() for part in record.text("document").split(SEPARATOR)]
     documents = record.documents((None, part) for part in parts)
     summary = record.text("summary").strip().removeprefix("–").strip()

@@ -9,28 +9,18 @@ document: a context or paragraph, in the file's order; query: ``question``; answ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-
 from comb.documents.document import Example
 from comb_training.data.records import DatasetRow
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.side import row_reader
 
 
-@reader("musique")
-def read_musique(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
-    """Reads MuSiQue from JSON, JSONL or the Hub.
+@row_reader("musique")
+def read_musique(record: DatasetRow, *, num_documents: int | None = None) -> Example | str:
+    """The example of a row.
 
     Args:
-        num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
-
-    Raises:
-        ValueError: for a missing path or a malformed row, naming it.
+        num_documents: keep only the first so many documents (counted); None keeps all of them.
     """
-    return side.examples(partial(_example, num_documents=num_documents))
-
-
-def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
     official = "paragraphs" in record.row
     if official and record.row.get("answerable") is False:
         return "unanswerable question"

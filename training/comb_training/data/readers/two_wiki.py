@@ -8,15 +8,7 @@ document: a paragraph's sentences joined, its title as title; query: ``question`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from comb_training.data.readers.hotpotqa import read_hotpotqa
+from comb_training.data.side import row_reader
 
-from comb.documents.document import Example
-from comb_training.data.readers.hotpotqa import paragraphs_example
-from comb_training.data.side import DatasetSide, reader
-
-
-@reader("2wikimultihopqa", hub_id="framolfese/2WikiMultihopQA")
-def read_2wikimultihopqa(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
-    """Reads 2WikiMultihopQA from JSON, JSONL or the Hub; argument and errors as of `read_hotpotqa`."""
-    return side.examples(partial(paragraphs_example, num_documents=num_documents))
+row_reader("2wikimultihopqa", hub_id="framolfese/2WikiMultihopQA")(read_hotpotqa)

@@ -8,31 +8,21 @@ rossell" is asked as "participant of juan rossell"), and the candidates behind i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-
 from comb.documents.document import Example
 from comb_training.data.records import DatasetRow
-from comb_training.data.side import DatasetSide, reader
+from comb_training.data.side import row_reader
 
 
-@reader("wikihop")
+@row_reader("wikihop")
 def read_wikihop(
-    side: DatasetSide, *, num_documents: int | None = None, with_candidates: bool = False
-) -> Iterable[Example]:
-    """Reads WikiHop from JSON, JSONL or the Hub.
+    record: DatasetRow, *, num_documents: int | None = None, with_candidates: bool = False
+) -> Example | str:
+    """The example of a row.
 
     Args:
-        num_documents: keep only the first so many documents of a row (counted); None keeps all, up to some sixty.
+        num_documents: keep only the first so many documents (counted); None keeps all, up to some sixty.
         with_candidates: name the candidates in the query.
-
-    Raises:
-        ValueError: for a missing path or a malformed row, naming it.
     """
-    return side.examples(partial(_example, num_documents=num_documents, with_candidates=with_candidates))
-
-
-def _example(record: DatasetRow, num_documents: int | None, with_candidates: bool) -> Example | str:
     documents = record.documents(((None, text) for text in record.items("supports", str)), num_documents)
     relation, _, subject = record.text("query", "question").strip().partition(" ")
     query = f"{relation.replace('_', ' ')} {subject}".strip()
