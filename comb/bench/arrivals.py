@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Annotated
 
+import numpy as np
 import typer
 from tqdm import tqdm
 
@@ -24,6 +25,7 @@ from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.options import MaxNewTokens, Methods, QuestionOptions, numbers, split_methods
 from comb.cache.store import PICacheStore
 from comb.documents.document import Example
+from comb.engine.report import Report
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Setting, disjoint
 from comb.evaluation.table import Column, Row, TextTable, fixed, ms, percent
@@ -50,7 +52,6 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("n", "n"),
         Column("TTFT median", "ttft_median_s", ms, "in ms from arrival to first token, waiting included"),
         Column("p90", "ttft_p90_s", ms),
-        Column("mean", "ttft_mean_s", ms),
         Column("served/s", "throughput", fixed(2)),
         Column("busy %", "busy", percent, "near 100 the queue only grows, and TTFT depends on how long the run is"),
         Column("hits %", "hit_share", percent),
@@ -108,8 +109,8 @@ def measure_async(
             row: Row = {"method": spec, "rate": rate, "ccr": ccr, "refused": needs.get("refused", "")}
             if not row["refused"]:
                 with or_refused(row):
-                    store_bytes = None if ccr is None else budget(needs["bytes"], ccr)
-                    row |= _run(setting, spec, chosen, store_bytes, rate, options)
+                    row["store_bytes"] = None if ccr is None else budget(needs["bytes"], ccr)
+                    row |= _run(setting, spec, chosen, row["store_bytes"], rate, options)
             yield row
 
 
@@ -119,17 +120,13 @@ def _run(
 ) -> Row:  # fmt: skip
     engine = setting.engine(spec, PICacheStore(device=setting.model.device, device_bytes=store_bytes))
 
-    def serve(user: int) -> Row:
-        report = engine.ask(*setting.request(spec, examples[user]), max_new_tokens=options.max_new_tokens).report
-        states = [document.state for document in report.documents if document.state != "inlined"]
-        taken = {"first_token_s": report.ttft_s, "total_s": report.total_s}
-        return {**taken, "documents": len(states), "hits": states.count("hit")}
+    def serve(user: int) -> Report:
+        return engine.ask(*setting.request(spec, examples[user]), max_new_tokens=options.max_new_tokens).report
 
     for user in range(len(examples)):  # compiled once, before the clock starts
         serve(user)
     arrivals = poisson_arrivals(rate, options.seconds, len(examples), options.seed)
-    served = serve_in_order(tqdm(arrivals, f"{spec}, {rate:g}/s", leave=False), serve)
-    return {**summarize(served), "store_bytes": store_bytes}
+    return serve_in_order(tqdm(arrivals, f"{spec}, {rate:g}/s", leave=False), serve)
 
 
 def _store_bytes(setting: Setting, spec: str, example: Example) -> int:
@@ -170,31 +167,21 @@ def poisson_arrivals(rate: float, seconds: float, users: int, seed: int = 0) -> 
     return arrivals
 
 
-def serve_in_order(arrivals: Iterable[tuple[float, int]], serve: Callable[[int], Row]) -> list[Row]:
-    """Serves one request after the other, first come first served, on a virtual clock.
+def serve_in_order(arrivals: Iterable[tuple[float, int]], serve: Callable[[int], Report]) -> Row:
+    """The figures of requests served one after the other, first come first served, on a virtual clock.
 
-    `serve` answers a user's request and measures ``first_token_s`` and ``total_s`` from its start. Added are ``start``
-    and ``end``, and ``ttft_s`` from arrival, waiting included.
+    `serve` answers a user's request, and its times count from its start. ``busy`` is the share of time in which the
+    worker was; near 1 the queue grows with the run.
     """
-    served: list[Row] = []
-    free = 0.0
+    waits, free, busy, states = [], 0.0, 0.0, []
     for arrival, user in arrivals:
-        row, start = serve(user), max(arrival, free)
-        free = start + row["total_s"]
-        served.append({**row, "start": start, "end": free, "ttft_s": start - arrival + row["first_token_s"]})
-    return served
-
-
-def summarize(served: Sequence[Row]) -> Row:
-    """The figures of one run: ``busy`` is the share of time in which the worker was; near 1 the queue grows with it."""
-    waits, end = [row["ttft_s"] for row in served], served[-1]["end"]
-    documents = sum(row["documents"] for row in served)
+        report, start = serve(user), max(arrival, free)
+        free, busy = start + report.total_s, busy + report.total_s
+        waits.append(start - arrival + report.ttft_s)
+        states += [document.state for document in report.documents if document.state != "inlined"]
     return {
-        "n": len(served),
-        "throughput": len(served) / end,
+        "n": len(waits), "throughput": len(waits) / free, "busy": busy / free,
         "ttft_median_s": statistics.median(waits),
-        "ttft_p90_s": statistics.quantiles(waits, n=10, method="inclusive")[-1] if len(waits) > 1 else waits[0],
-        "ttft_mean_s": statistics.fmean(waits),
-        "busy": sum(row["total_s"] for row in served) / end,
-        "hit_share": sum(row["hits"] for row in served) / documents if documents else None,
-    }
+        "ttft_p90_s": float(np.percentile(waits, 90)),
+        "hit_share": states.count("hit") / len(states) if states else None,
+    }  # fmt: skip

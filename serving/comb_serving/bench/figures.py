@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,26 +19,23 @@ def summarize(
     """The figures of one phase, times in seconds over good answers; without one only the errors are counted.
 
     ``throughput`` is good answers per second, from the start to the last token, or to the end of arrivals. ``late_p99``
-    is of sending behind arrival: what the client itself could not keep up with. ``cached_share`` is of prompt tokens.
+    is of sending behind arrival: what the client itself could not keep up with.
 
     Args:
         clients: of a closed loop. rate: of arrivals per second, in an open one.
         window_s: of arrivals; a phase lasts at least so long, also if the last request came earlier.
     """
     good = [record for record in records if not record.error]
-    ttft, total = [record.ttft_s for record in good], [record.total_s for record in good]
-    tpot = [record.tpot_s for record in good if record.tpot_s is not None]
+    ttft = [record.ttft_s for record in good]
     lasted = max([window_s, *(record.due_s + record.total_s for record in good)])
-    prompt = sum(record.prompt_tokens for record in good)
     return {
         "server": server, "phase": phase, "clients": clients, "rate": rate,
         "n": len(good), "errors": len(records) - len(good),
         **{f"ttft_p{percent}": percentile(ttft, percent) for percent in (50, 90, 99)},
-        "tpot_p50": percentile(tpot, 50), "total_p50": percentile(total, 50), "total_p99": percentile(total, 99),
+        "tpot_p50": percentile([record.tpot_s for record in good if record.tpot_s is not None], 50),
         "throughput": len(good) / lasted if lasted else None,
         "late_p99": percentile([record.late_s for record in good], 99),
         "hits": sum(record.hits for record in good), "encoded": sum(record.encoded for record in good),
-        "cached_share": sum(record.cached_tokens for record in good) / prompt if prompt else 0.0,
     }  # fmt: skip
 
 
@@ -64,16 +61,10 @@ def ratio(above: Sequence[float], below: Sequence[float], *, resamples: int = 20
     return Timing(float(np.median(above) / np.median(below)), float(low), float(high), len(above) + len(below))
 
 
-def keeps_slo(row: Mapping[str, Any], slo_s: float | None) -> bool | None:
-    """Whether p90 of TTFT was within the SLO, without an error; None if that isn't known."""
-    if slo_s is None or row.get("ttft_p90") is None:
-        return None
-    return bool(row["ttft_p90"] <= slo_s and not row["errors"])
-
-
-def sustained(rows: Sequence[Row], server: str, slo_s: float | None) -> float | None:
-    """The highest rate of arrivals at which the SLO was kept."""
-    kept = [row["rate"] for row in rows if row["server"] == server and row["rate"] and keeps_slo(row, slo_s)]
+def sustained(rows: Sequence[Row], server: str, slo_s: float) -> float | None:
+    """The highest rate of arrivals at which p90 of TTFT was within the SLO, without an error."""
+    kept = [row["rate"] for row in rows if row["server"] == server and row["rate"] and row["n"]
+            and row["ttft_p90"] <= slo_s and not row["errors"]]  # fmt: skip
     return max(kept, default=None)
 
 

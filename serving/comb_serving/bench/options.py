@@ -10,8 +10,6 @@ import typer
 from comb.bench.harness import OutOptions
 from comb.bench.options import OfRandomModel, Seed
 
-DRAWS = ("uniform", "zipf")
-
 
 @dataclass(frozen=True)
 class ServeBenchOptions(OutOptions):
@@ -23,17 +21,13 @@ class ServeBenchOptions(OutOptions):
     cold: Annotated[int, typer.Option(min=1, help="requests over documents never seen before")] = 16
     clients: Annotated[str, typer.Option(help="of the closed loops")] = "1,4,16"
     rates: Annotated[str, typer.Option(help="of arrivals per second, or auto: around what each server does")] = "auto"
-    seconds: Annotated[float, typer.Option(help="of arrivals per rate")] = 30.0
+    seconds: Annotated[float, typer.Option(min=0.1, help="of arrivals per rate")] = 30.0
     together: Annotated[int, typer.Option(min=1, help="clients that ask about the same documents at once")] = 16
     soak: Annotated[int, typer.Option(min=0, help="further requests to comb, memory watched")] = 0
-    slo: Annotated[
-        float | None, typer.Option(help="seconds that 90% of TTFT keep; by default three times plain vLLM's median")
-    ] = None
     pool: Annotated[int, typer.Option(min=1, help="documents that come back")] = 50
     documents: Annotated[int, typer.Option(min=1, help="per request")] = 8
     document_tokens: Annotated[str, typer.Option(help="length of a document, from-to")] = "256-512"
     query_tokens: Annotated[int, typer.Option(min=1, help="about so many")] = 32
-    draw: Annotated[str, typer.Option(help="how often documents come back: uniform or zipf")] = "uniform"
     max_tokens: Annotated[int, typer.Option(min=2, help="of every answer, exactly")] = 16
     cache_bytes: Annotated[str, typer.Option(help="that each server may keep of keys and values")] = "1GiB"
     pool_bytes: Annotated[str, typer.Option(help="of them, comb's pool of documents")] = "384MiB"
@@ -51,15 +45,11 @@ class ServeBenchOptions(OutOptions):
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        least, most = self.lengths
         if not 1 <= self.documents <= self.pool:
             raise ValueError(f"a request takes 1 to {self.pool} documents, the pool, not {self.documents}")
+        least, most = self.lengths
         if not 1 <= least <= most:
             raise ValueError(f"--document-tokens {self.document_tokens}: at least one token, the shorter length first")
-        if self.draw not in DRAWS:
-            raise ValueError(f"--draw is one of {', '.join(DRAWS)}, not {self.draw!r}")
-        if self.seconds <= 0:
-            raise ValueError(f"--seconds are above zero, not {self.seconds}")
 
     @property
     def lengths(self) -> tuple[int, int]:

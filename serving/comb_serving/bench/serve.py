@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -28,15 +28,15 @@ from comb_serving.bench.client import RequestRecord, Target
 from comb_serving.bench.figures import ratio, summarize
 from comb_serving.bench.models import models_of
 from comb_serving.bench.options import ServeBenchOptions
-from comb_serving.bench.servers import COMB, PLAIN, MeasuredServer, ServerPlan, plans
+from comb_serving.bench.servers import COMB, PLAIN, MeasuredServer, ServerPlan, plans, token_bytes
 from comb_serving.bench.tables import CACHED, COLD, SOAK, TOGETHER, panels, tables
 from comb_serving.bench.workload import Workload
 
-REPEATS, SOAK_CLIENTS = 2, 4  # of clients that ask together; at once in the soak
+REPEATS = 2  # of clients that ask together
+SOAK_CLIENTS, SOAK_STRIDE = 4, 20  # at once, and between two looks at the memory
 BEYOND = 1.3  # a server isn't offered more than so many times what it does in a closed loop
 SLO_TIMES = 3
 _AUTO = (0.5, 0.8, 1.2)
-_MEMORY_EVERY_S = 2.0
 
 
 @benchmark("serve", lambda rows: tables(rows, {}), lambda rows: panels(rows, {}))
@@ -93,38 +93,29 @@ class ServeRun:
 
     def go(self, plans: Sequence[ServerPlan], logs: Path) -> None:
         """Everything; what servers print goes to ``logs/<name>.log``."""
-        try:
-            for group in [[plan] for plan in plans] if self.options.one_at_a_time else [plans]:
-                with ExitStack() as stack:
-                    servers = [stack.enter_context(self._started(plan, logs)) for plan in group]
-                    for step in self._steps():
-                        for server in servers:
-                            step(server)
-        finally:
-            self.facts |= {"seconds": self.report.elapsed(), "load_after": os.getloadavg()}
+        for group in [[plan] for plan in plans] if self.options.one_at_a_time else [plans]:
+            with ExitStack() as stack:
+                servers = [stack.enter_context(self._started(plan, logs)) for plan in group]
+                for step in self._steps():
+                    for server in servers:
+                        step(server)
 
-    def wrong(self, most: int = 3) -> list[str]:
-        """Which requests have failed, the first few of each server."""
-        found: list[str] = []
-        for server in (PLAIN, COMB):
-            failed = [record for record in self.records if record.server == server and record.error]
-            found += [f"{server}, {record.phase}, request {record.number}: {record.error}" for record in failed[:most]]
-            found += [f"{server}: {len(failed) - most} more"] if len(failed) > most else []
-        return found
+    def wrong(self, most: int = 5) -> list[str]:
+        """Which requests have failed, the first few of them."""
+        failed = [f"{r.server}, {r.phase}, request {r.number}: {r.error}" for r in self.records if r.error]
+        return [*failed[:most], *([f"{len(failed) - most} more"] if len(failed) > most else [])]
 
     @contextmanager
     def _started(self, plan: ServerPlan, logs: Path) -> Iterator[MeasuredServer]:
-        self.report.say(f"{plan.name}: starting")
         with MeasuredServer(plan, logs / f"{plan.name.replace(' ', '-')}.log") as server:
             self.facts["ready_s"][plan.name] = server.ready_s
-            for ask in self.workload.new(3, "warm-up"):
+            for ask in self.workload.drawn(3, "warm-up", new=self.options.documents):
                 (record,) = replace(self._target(server), on_record=lambda _: None).run_closed("warm-up", [ask], 1)
                 if record.error:
                     raise RuntimeError(f"{plan.name} fails at its first requests: {record.error}; see {server.log}")
                 self.facts["first_answer_s"].setdefault(plan.name, time.monotonic() - server.started)
             self.report.say(f"{plan.name}: ready after {server.ready_s:.0f} s")
             yield server
-            self.report.say(f"{plan.name}: ending")
 
     def _steps(self) -> Iterator[Callable[[MeasuredServer], None]]:
         """One phase after the other: rates that depend on closed loops are known when those have been run."""
@@ -140,18 +131,18 @@ class ServeRun:
     def _cold(self, server: MeasuredServer) -> None:
         before, asks = server.get("/metrics"), self.workload.cold(self.options.cold)
         self._measure(server, COLD, lambda target: target.run_closed(COLD, asks, 1), clients=1)
-        after, plan = server.get("/metrics"), server.plan
-        tokens = sum(each.document_tokens for each in self.records if (each.server, each.phase) == (plan.name, COLD))
-        if (found := plan.token_bytes(before, after, tokens)) is not None:
-            self.facts["token_bytes"][plan.name] = found
+        tokens = sum(r.document_tokens for r in self.records if (r.server, r.phase) == (server.plan.name, COLD))
+        found = token_bytes(server.plan, before, server.get("/metrics"), tokens)
+        if found is not None:
+            self.facts["token_bytes"][server.plan.name] = found
 
     def _cached(self, server: MeasuredServer, *, clients: int) -> None:
         name, phase = server.plan.name, f"{CACHED} {clients}"
-        asks = self.workload.drawn(self.options.requests, phase)
+        asks = list(self.workload.drawn(self.options.requests, phase))
         row = self._measure(server, phase, lambda target: target.run_closed(phase, asks, clients), clients=clients)
         self.peak[name] = max(self.peak.get(name, 0.0), row["throughput"] or 0.0)
-        if name == PLAIN and self.facts["slo_s"] is None:
-            self.facts["slo_s"] = self.options.slo or (SLO_TIMES * row["ttft_p50"] if row["ttft_p50"] else None)
+        if name == PLAIN and self.facts["slo_s"] is None and row["ttft_p50"]:
+            self.facts["slo_s"] = SLO_TIMES * row["ttft_p50"]
 
     def _together(self, server: MeasuredServer) -> None:
         def run(target: Target) -> list[RequestRecord]:
@@ -172,15 +163,23 @@ class ServeRun:
             self.report.add({"server": name, "phase": phase, "rate": rate, "n": 0, "errors": 0, "refused": why})
             return
         arrivals = self.workload.arrivals(rate, self.options.seconds)
-        asks = self.workload.drawn(len(arrivals), phase)
+        asks = list(self.workload.drawn(len(arrivals), phase))
         self._measure(server, phase, lambda target: target.run_open(phase, asks, arrivals), rate=rate)
 
     def _soak(self, server: MeasuredServer) -> None:
-        if server.plan.name == COMB:
-            asks = self.workload.soak(self.options.soak)
-            with self._watching(server):
-                self._measure(server, SOAK, lambda target: target.run_closed(SOAK, asks, SOAK_CLIENTS),
-                              clients=SOAK_CLIENTS)  # fmt: skip
+        """Some requests at a time, with a look at the memory behind each: the server is idle then."""
+        if server.plan.name != COMB:
+            return
+        asks = self.workload.drawn(self.options.soak, SOAK, new=1)
+
+        def run(target: Target) -> list[RequestRecord]:
+            records: list[RequestRecord] = []
+            while some := list(islice(asks, SOAK_STRIDE)):
+                records += target.run_closed(SOAK, some, SOAK_CLIENTS)
+                self._note_memory(server, SOAK)
+            return records
+
+        self._measure(server, SOAK, run, clients=SOAK_CLIENTS)
 
     def _target(self, server: MeasuredServer) -> Target:
         plan, options = server.plan, self.options
@@ -198,47 +197,24 @@ class ServeRun:
     ) -> Row:  # fmt: skip
         """One phase of one server: a row of its requests, and its memory at the end."""
         name, options = server.plan.name, self.options
-        try:
-            records = run(self._target(server))
-        finally:
-            self._note_memory(server, phase)
+        records = run(self._target(server))
+        self._note_memory(server, phase)
         row = summarize(records, name, phase, clients=clients, rate=rate, window_s=options.seconds if rate else 0.0)
         if name == COMB:
-            row["ratio"] = ratio(self._ttft(PLAIN, phase), self._ttft(COMB, phase))
+            plain, comb = ([r.ttft_s for r in self.records if (r.server, r.phase) == (server, phase) and not r.error]
+                           for server in (PLAIN, COMB))  # fmt: skip
+            row["ratio"] = ratio(plain, comb)
         self.report.add(row)
         times = "-" if row["ttft_p50"] is None else f"{1000 * row['ttft_p50']:.0f} ms"
-        served = "" if row["throughput"] is None else f", {row['throughput']:.2f}/s"
         errors = f", {row['errors']} errors" if row["errors"] else ""
-        said = f"{row['n']} answers, TTFT {times}{served}, {row['hits']} hits, {row['encoded']} encoded{errors}"
-        self.report.say(f"{name}: {phase}: {said}")
+        self.report.say(f"{name}: {phase}: {row['n']} answers, TTFT {times}, {row['encoded']} encoded{errors}")
         return row
 
     def _note_memory(self, server: MeasuredServer, phase: str) -> None:
         name = server.plan.name
         if parts := server.resident():
             done = sum((each.server, each.phase) == (name, phase) for each in self.records)
-            at = {"server": name, "phase": phase, "seconds": time.monotonic() - server.started, "requests": done}
-            self.facts["memory"].append({**at, "parts": parts})
-
-    @contextmanager
-    def _watching(self, server: MeasuredServer) -> Iterator[None]:
-        """Notes memory every few seconds of the soak."""
-        stop = threading.Event()
-
-        def look_on() -> None:
-            while not stop.wait(_MEMORY_EVERY_S):
-                self._note_memory(server, SOAK)
-
-        watcher = threading.Thread(target=look_on, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            watcher.join()
-
-    def _ttft(self, server: str, phase: str) -> list[float]:
-        return [r.ttft_s for r in self.records if (r.server, r.phase) == (server, phase) and not r.error]
+            self.facts["memory"].append({"server": name, "phase": phase, "requests": done, "parts": parts})
 
 
 def auto_rates(peaks: Sequence[float]) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -38,10 +37,6 @@ class ServerPlan:
     pool_bytes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def token_bytes(self, before: str, after: str, tokens: int) -> float | None:
-        """Of keys and values per document token, by two pages of /metrics and the document tokens between them."""
-        return pool_token_bytes(before, after, tokens) if self.pool_bytes else decoder_token_bytes(after, self.kv_bytes)
-
 
 def plans(options: ServeBenchOptions, models: Models) -> list[ServerPlan]:
     """Plain vLLM with its prefix cache, and `comb serve`; both may keep as many bytes of keys and values.
@@ -58,8 +53,7 @@ def plans(options: ServeBenchOptions, models: Models) -> list[ServerPlan]:
         given = [] if torch.cuda.is_available() else ["--enforce-eager", "--block-size", "32"]
         given += [] if options.checkpoint else ["--dtype", options.dtype]
     common = [
-        "--served-model-name", MODEL, "--max-model-len", str(options.positions),
-        "--enable-prompt-tokens-details", "--enable-prefix-caching", *given,
+        "--served-model-name", MODEL, "--max-model-len", str(options.positions), "--enable-prefix-caching", *given,
     ]  # fmt: skip
     adapter = [*COMMAND, models.adapter, "--comb-pool-bytes", str(pool_bytes)]
     # an empty list of plug-ins: nothing of comb is loaded there
@@ -110,24 +104,25 @@ def _role(name: str, command: Sequence[str]) -> str:
     return next((role for word, role in roles.items() if any(word in part for part in command)), "others")
 
 
-def counted(page: str, name: str) -> float:
-    """From a page of /metrics: the sum of comb's series with `name` in theirs; 0 where there is none."""
-    wanted = re.compile(rf"comb\w*[:_]\w*{re.escape(name)}\w*")
-    return float(sum(each.value for each in _samples(page) if wanted.fullmatch(each.name)))
+def token_bytes(plan: ServerPlan, before: str, after: str, tokens: int) -> float | None:
+    """Bytes of keys and values per document token, by two pages of /metrics and the document tokens between them.
 
-
-def pool_token_bytes(before: str, after: str, tokens: int) -> float | None:
-    """Bytes by which the pool has filled per document token, what blocks leave empty included; None if it evicted."""
-    if counted(before, "evictions") != counted(after, "evictions") or not tokens:
-        return None
-    return (counted(after, "pool_used_bytes") - counted(before, "pool_used_bytes")) / tokens
-
-
-def decoder_token_bytes(page: str, kv_bytes: int) -> float | None:
-    """Bytes of keys and values per token in vLLM's own cache: its size over the tokens that fit; None if unsaid."""
-    labels: dict[str, str] = next((each.labels for each in _samples(page) if each.name == "vllm:cache_config_info"), {})
+    What the pool has filled by, blocks' empty places included; of vLLM's own cache its size over the tokens that fit.
+    None if that isn't known, or the pool has evicted.
+    """
+    if plan.pool_bytes:
+        used, gone = (_counted(after, name) - _counted(before, name) for name in ("pool_used_bytes", "evictions"))
+        return used / tokens if tokens and not gone else None
+    labels: dict[str, str] = next(
+        (each.labels for each in _samples(after) if each.name == "vllm:cache_config_info"), {}
+    )
     blocks, size = (labels.get(name, "None") for name in ("num_gpu_blocks", "block_size"))
-    return kv_bytes / (int(blocks) * int(size)) if blocks.isdecimal() and size.isdecimal() else None
+    return plan.kv_bytes / (int(blocks) * int(size)) if blocks.isdecimal() and size.isdecimal() else None
+
+
+def _counted(page: str, name: str) -> float:
+    """The sum of comb's series with `name` in theirs; 0 where there is none."""
+    return float(sum(each.value for each in _samples(page) if each.name.startswith("comb") and name in each.name))
 
 
 def _samples(page: str) -> list[Any]:

@@ -46,31 +46,22 @@ class Workload:
         documents = [*new, *rng.sample(self.pool, len(self.pool))]
         return [self._ask("cold", n, documents[n * size : (n + 1) * size]) for n in range(needed // size)]
 
-    def new(self, requests: int, phase: str) -> list[Ask]:
-        """Documents that no other phase asks about."""
-        return [self._ask(phase, n, [self._document(f"{phase}{n}.{each}") for each in range(self.options.documents)])
-                for n in range(requests)]  # fmt: skip
-
-    def drawn(self, requests: int, phase: str) -> list[Ask]:
-        """Documents of the pool in any order."""
-        rng = self._random(phase)
-        return [self._ask(phase, number, self._draw(rng)) for number in range(requests)]
+    def drawn(self, requests: int, phase: str, *, new: int = 0) -> Iterator[Ask]:
+        """Documents of the pool in any order, `new` of each request's in no other."""
+        rng, size = self._random(phase), self.options.documents
+        for number in range(requests):
+            documents = [self._document(f"{phase}{number}.{each}") for each in range(new)]
+            documents += rng.sample(self.pool, size - new)
+            yield self._ask(phase, number, rng.sample(documents, size))
 
     def together(self, clients: int, repeats: int) -> list[list[Ask]]:
         """Per repeat: `clients` requests about the same documents, each in an order of its own."""
         rng = self._random("together")
-        draws = [self._draw(rng) for _ in range(repeats)]
+        draws = [rng.sample(self.pool, self.options.documents) for _ in range(repeats)]
         return [
             [self._ask("together", repeat * clients + n, rng.sample(drawn, len(drawn))) for n in range(clients)]
             for repeat, drawn in enumerate(draws)
         ]
-
-    def soak(self, requests: int) -> Iterator[Ask]:
-        """Like `drawn`, but one document of each request is new, so that the pool must evict."""
-        rng = self._random("soak")
-        for number in range(requests):
-            documents = [self._document(f"soak{number}"), *self._draw(rng)[1:]]
-            yield self._ask("soak", number, rng.sample(documents, len(documents)))
 
     def arrivals(self, rate: float, seconds: float) -> list[float]:
         """Moments of a Poisson process in ``[0, seconds)``, given that there are ``rate * seconds`` of them.
@@ -79,13 +70,6 @@ class Workload:
         """
         rng = self._random(f"arrivals {rate:g}")
         return sorted(rng.uniform(0, seconds) for _ in range(max(1, round(rate * seconds))))
-
-    def _draw(self, rng: random.Random) -> tuple[Document, ...]:
-        # Efraimidis and Spirakis 2006: the largest of u^(1/w) are a weighted sample without replacement
-        weights = [1.0 if self.options.draw == "uniform" else 1 / (rank + 1) for rank in range(len(self.pool))]
-        keys = {document: rng.random() ** (1 / weight) for document, weight in zip(self.pool, weights, strict=True)}
-        chosen = sorted(self.pool, key=keys.__getitem__)[-self.options.documents :]
-        return tuple(rng.sample(chosen, len(chosen)))
 
     def _document(self, name: str) -> Document:
         rng = self._random(f"document {name}")
