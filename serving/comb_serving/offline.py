@@ -17,18 +17,18 @@ from typing import Any, TypeAlias, TypeVar
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api import documents as documents_api
-from comb_serving.api.documents import DOCUMENTS
 from comb_serving.api.errors import RequestError
-from comb_serving.api.preprocessor import CHAT, COMPLETIONS, PROMPT_IDS, PreprocessedRequest, Preprocessor, tokenizer_of
+from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, tokenizer_of
 from comb_serving.api.response import report
-from comb_serving.config.instance import instance_folder
+from comb_serving.api.routes import CHAT, COMPLETIONS, DOCUMENTS
+from comb_serving.config.instance import instance_folder, read_secret
 from comb_serving.config.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_DTYPES, ServeOptions
 from comb_serving.config.sizes import parse_pool_size
 from comb_serving.encoding.local import LocalEncoders
 from comb_serving.encoding.worker import load
 from comb_serving.manager.leases import Lease, PoolFullError
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.handles import KEY, pack
+from comb_serving.pool.capability import KEY
 
 Result = TypeVar("Result")
 Given: TypeAlias = str | Mapping[str, Any] | Document
@@ -88,16 +88,14 @@ class LLM:
             raise RuntimeError(f"{INSTANCE_DIR} is set: close() the other engine of this process first")
         with ExitStack() as stack:
             manager = None
+            folder = stack.enter_context(instance_folder(root))
+            self._secret = read_secret(folder)
+            variables = {INSTANCE_DIR: str(folder)}
             if encoder:
-                folder = stack.enter_context(instance_folder(root))
-                variables = {
-                    INSTANCE_DIR: str(folder),
-                    POOL_BYTES: parse_pool_size(str(pool_bytes)),
-                    POOL_BLOCK: str(pool_block),
-                    POOL_DTYPE: pool_dtype,
-                }
-                os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
-                stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
+                variables[POOL_BYTES] = parse_pool_size(str(pool_bytes))
+                variables |= {POOL_BLOCK: str(pool_block), POOL_DTYPE: pool_dtype}
+            os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
+            stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
             self.llm = vllm.LLM(resolve_name(str(checkpoint)), **engine)
             stack.callback(self._end_engine)
             if encoder:
@@ -230,7 +228,7 @@ class LLM:
             left = [index for index in range(len(rows)) if index not in answers]
             leases = self._run(self._leases({index: prepared[index] for index in left}))
             try:
-                given = [_with_handles(parameters[index], lease) for index, lease in leases.items()]
+                given = [self._allowed(parameters[index], prepared[index], lease) for index, lease in leases.items()]
                 outputs = self.llm.generate([prompts[index] for index in leases], given, **options)
             finally:
                 for held in filter(None, leases.values()):
@@ -240,16 +238,22 @@ class LLM:
                 answers[index] = output
         return [answers[index] for index in range(len(rows))]
 
+    def _allowed(self, parameters: Any, prepared: PreprocessedRequest, lease: Lease | None) -> Any:
+        """Sampling parameters with the capability of a request, if it has documents."""
+        if not prepared.segments:
+            return parameters
+        found = parameters.clone()
+        found.extra_args = {**(found.extra_args or {}), KEY: prepared.signed(lease, "", self._secret)}
+        return found
+
     def _prompt(self, path: str, prepared: PreprocessedRequest) -> Any:
         body = prepared.body
         if path == COMPLETIONS and not prepared.segments:
             return body["prompt"]  # vLLM's own tokenisation
-        if path == COMPLETIONS:
-            ids = body["prompt"][0]
-        elif prepared.segments:
-            if prepared.prompt_tokens is None:
+        if prepared.segments:
+            if not prepared.prompts:
                 raise ValueError("messages with tool calls can't be combined with documents here")
-            ids = body["kv_transfer_params"][PROMPT_IDS]
+            (ids,) = prepared.prompts
         else:
             ids = list(self.preprocessor.builder_for(body).build(body["messages"]).query)
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
@@ -293,11 +297,3 @@ def _as_body(given: Given) -> Any:
         return given
     fields = {name: value for name, value in asdict(given).items() if value is not None}
     return {**fields, "token_ids": list(given.token_ids)} if given.token_ids is not None else fields
-
-
-def _with_handles(parameters: Any, lease: Lease | None) -> Any:
-    if lease is None:
-        return parameters
-    found = parameters.clone()
-    found.extra_args = {**(found.extra_args or {}), KEY: pack(lease.handles)}
-    return found

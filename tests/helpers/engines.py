@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from comb import CombForCausalLM
-from comb_serving.config.instance import default_root
-from comb_serving.pool.handles import KEY, PoolHandle, pack
+from comb_serving.config.instance import default_root, make_secret, read_secret
+from comb_serving.pool.capability import KEY, MARK, Capability, digest
+from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import SharedPool
 from tests.helpers.families import open_gates
 
@@ -77,15 +78,22 @@ class Served:
             pool.write(handle, picache.keys, picache.values, slice(first, first + layout.kv_heads))
         self.documents[name], self.handles[name] = tokens, handle
 
-    def request(self, prompt: list[int], names: str, tokens: int = 8, salted: bool = True) -> tuple[Any, Any]:
-        """vLLM's prompt and sampling parameters for a question about the documents named by letters."""
-        documents = {KEY: pack([self.handles[name] for name in names])} if names else None
-        salt = {"cache_salt": names} if names and salted else {}
-        return {"prompt_token_ids": prompt, **salt}, greedy(tokens, documents)
+    def request(self, prompt: list[int], names: str, tokens: int = 8, **stated: Any) -> tuple[Any, Any]:
+        """vLLM's prompt and sampling parameters for a question about the documents named by letters.
 
-    def ask(self, requests: Sequence[tuple[list[int], str]], tokens: int = 8, salted: bool = True) -> list[Any]:
+        `stated`: what the capability says otherwise.
+        """
+        if not names:
+            return {"prompt_token_ids": prompt}, greedy(tokens)
+        salt = stated.get("salt", MARK + names)
+        places = tuple(pack([self.handles[name] for name in names]))
+        means = {"request_id": "", "salt": salt, "documents": places, "prompts": (digest(prompt),), **stated}
+        token = Capability(**means).sign(read_secret(Path(os.environ["COMB_INSTANCE_DIR"])))
+        return {"prompt_token_ids": prompt, "cache_salt": salt}, greedy(tokens, {KEY: token})
+
+    def ask(self, requests: Sequence[tuple[list[int], str]], tokens: int = 8, **stated: Any) -> list[Any]:
         """(token ids, log-probabilities of them) per (prompt, names of documents)."""
-        prompts, parameters = zip(*(self.request(*each, tokens, salted) for each in requests), strict=True)
+        prompts, parameters = zip(*(self.request(*each, tokens, **stated) for each in requests), strict=True)
         outputs = self.llm.generate(list(prompts), list(parameters), use_tqdm=False)
         self.cached += [output.num_cached_tokens for output in outputs]
         return [answer(output) for output in outputs]
@@ -149,6 +157,7 @@ def instance() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir=default_root(), prefix="comb-test-"))
     values = {"COMB_INSTANCE_DIR": str(folder), "COMB_POOL_BYTES": str(2**20), "COMB_POOL_BLOCK": str(BLOCK)}
     os.environ.update(values)
+    make_secret(folder)
     try:
         yield folder
     finally:

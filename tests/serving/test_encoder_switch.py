@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from comb_serving.api.encoder_switch import SWITCH
-from comb_serving.api.preprocessor import CHAT
+from comb_serving.api.routes import CHAT, SWITCH
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import key_hash
 from comb_serving.launch.launcher import launch
-from comb_serving.pool.handles import KEY
+from comb_serving.pool.capability import KEY
 from tests.helpers.fakes import until
 from tests.helpers.middleware_server import DOCUMENTS, Server, chat
 

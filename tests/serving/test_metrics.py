@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.preprocessor import CHAT
+from comb_serving.api.routes import CHAT
 from comb_serving.manager.counters import BOUNDS, Histogram
 from tests.helpers.fakes import until
 from tests.helpers.middleware_server import Server, chat

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb_serving.api.preprocessor import CHAT, COMPLETIONS
-from comb_serving.pool.handles import KEY, unpack
+from comb_serving.api.conversation import messages_of
+from comb_serving.api.errors import RequestError
+from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, PASSED, RESPONSES
+from comb_serving.config.tenants import key_hash
+from comb_serving.pool.capability import KEY, Capability, digest
 from tests.helpers.fakes import Client, until
-from tests.helpers.middleware_server import BUILDER, DOCUMENTS, MESSAGES, Server, chat, ids_of
+from tests.helpers.middleware_server import BUILDER, DOCUMENTS, SECRET, Server, chat, documents_of, ids_of
+from tests.helpers.middleware_server import MESSAGES as ASKED
 
 
 async def test_documents_become_handles_and_the_prompt_is_the_builders() -> None:
@@ -24,16 +27,16 @@ async def test_documents_become_handles_and_the_prompt_is_the_builders() -> None
     warm = await server.client().post(CHAT, chat(documents=DOCUMENTS[::-1]))
     first, second = server.echo.bodies
     assert "documents" not in first
-    handles = unpack(first["vllm_xargs"][KEY], num_blocks=8, block_size=16)
+    handles = documents_of(first)
     assert [handle.tokens for handle in handles] == [len(ids_of(DOCUMENTS[0]["text"], "A")), len(ids_of(DOCUMENTS[1]))]
-    assert unpack(second["vllm_xargs"][KEY], num_blocks=8, block_size=16) == handles[::-1]
+    assert documents_of(second) == handles[::-1]
     assert first["cache_salt"] != second["cache_salt"]
-    assert first["kv_transfer_params"] == {"prompt_token_ids": list(BUILDER.build(MESSAGES).query)}
+    assert first["kv_transfer_params"] == {"prompt_token_ids": list(BUILDER.build(ASKED).query)}
     states = [[document["state"] for document in answer.json["comb"]["documents"]] for answer in (cold, warm)]
     assert states == [["encoded", "encoded"], ["hit", "hit"]]
     documents = sum(handle.tokens for handle in handles)
     usage = warm.json["usage"]
-    assert usage["prompt_tokens"] == documents + len(BUILDER.build(MESSAGES).query)
+    assert usage["prompt_tokens"] == documents + len(BUILDER.build(ASKED).query)
     assert usage["prompt_tokens_details"]["cached_tokens"] == documents
     server.check_idle()
 
@@ -45,9 +48,8 @@ async def test_encoder_off_puts_documents_into_the_prompt_as_method_full_does(pe
     answer = await server.client().post(CHAT, chat(**off))
     (got,) = server.echo.bodies
     segments = [ids_of(DOCUMENTS[0]["text"], "A"), ids_of(DOCUMENTS[1])]
-    assert got["kv_transfer_params"]["prompt_token_ids"] == list(BUILDER.build(MESSAGES, segments).flat)
-    assert KEY not in (got.get("vllm_xargs") or {})
-    assert "cache_salt" not in got
+    assert got["kv_transfer_params"]["prompt_token_ids"] == list(BUILDER.build(ASKED, segments).flat)
+    assert documents_of(got) == []
     assert [document["state"] for document in answer.json["comb"]["documents"]] == ["inlined", "inlined"]
     assert answer.json["comb"]["encoder"] is False
     assert server.encoders.asked == []
@@ -71,46 +73,162 @@ async def test_completions_take_texts_and_ids() -> None:
 
 async def test_without_documents_the_body_is_the_clients() -> None:
     server = Server()
-    body = {"messages": MESSAGES, "temperature": 0, "cache_salt": "mine"}
+    body = {"messages": ASKED, "temperature": 0, "cache_salt": "mine"}
     answer = await server.client().post(CHAT, body)
-    assert server.echo.bodies == [body]
+    salt = server.echo.bodies[0]["cache_salt"]
+    assert server.echo.bodies == [{**body, "cache_salt": salt}]
     assert "comb" not in answer.json
     await server.client("key").post(CHAT, body)
-    assert server.echo.bodies[1]["cache_salt"] not in ("mine", "")  # a body's salt narrows the tenant's
-    await server.client().post("/v1/embeddings", {"input": "x"})
-    assert server.echo.bodies[2] == {"input": "x"}
+    assert server.echo.bodies[1]["cache_salt"] not in ("mine", "", salt)  # a body's salt narrows the tenant's
+    await server.client().post("/tokenize", {"prompt": "x"})
+    assert server.echo.bodies[2] == {"prompt": "x"}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/invocations"])
-async def test_a_clients_own_handles_are_stripped(path: str) -> None:
+FORGED = Capability("", "", (4, 1, 0), ()).sign(b"guessed")
+
+
+@pytest.mark.parametrize("path", [*GENERATION, "/invocations", "/v1/chat/completions/batch"])
+@pytest.mark.parametrize("name", [KEY, "kv_transfer_params", "ec_transfer_params"])
+async def test_what_is_the_servers_to_say_is_refused_from_clients(path: str, name: str) -> None:
+    server, asked = Server(), {"messages": ASKED, "prompt": "x", "input": "x"}
+    for holder in ({name: FORGED}, {"vllm_xargs": {name: FORGED}}, {"sampling_params": {"extra_args": {name: FORGED}}}):
+        for kind in ("text/plain", "application/json", "multipart/form-data; boundary=x"):
+            data = json.dumps({**asked, **holder}).replace("comb_docs", "\\u0063omb_docs").encode()
+            answer = await server.client().post(path, data, kind=kind)
+            assert (answer.status, answer.json["error"]["param"]) == (400, name)
+    assert not server.echo.bodies
+
+
+async def test_a_header_that_two_readers_could_read_differently_is_refused() -> None:
     server = Server()
-    forged = [4, 1, 0]
-    body = {
-        "messages": MESSAGES,
-        "prompt": "x",
-        "vllm_xargs": {KEY: forged, "kept": 1},
-        "kv_transfer_params": {KEY: forged, "kept": 2},
-        "nested": [{"vllm_xargs": {KEY: forged}}],
-    }
-    for data in (json.dumps(body), json.dumps(body).replace("comb_docs", "\\u0063omb_docs")):
-        await server.client().post(path, data.encode(), kind="text/plain" if path == "/invocations" else None)
-    for got in server.echo.bodies:
-        assert KEY not in json.dumps(got)
-        assert got["vllm_xargs"]["kept"] == 1
-        assert got["kv_transfer_params"]["kept"] == 2
+    for name, value in (
+        (b"Content-Type", b"multipart/form-data"),
+        (b"authorization", b"Bearer x"),
+        (b"content-length", b"1"),
+    ):
+
+        async def twice(scope: Any, receive: Any, send: Any, more: Any = (name, value)) -> None:
+            await server.app({**scope, "headers": [*scope["headers"], more]}, receive, send)
+
+        answer = await Client(twice, "alice").post("/invocations", chat())
+        assert answer.status == 400
+        assert "is given 2 times" in answer.json["error"]["message"]
+    assert not server.echo.bodies
 
 
-@pytest.mark.parametrize("depth", [900, 5_000, 100_000])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/documents"])
-async def test_handles_beside_what_is_too_deep_to_look_through_are_refused(path: str, depth: int) -> None:
-    # Python 3.12 takes no call for a comprehension, so that it looks through twice as much
-    refused = sys.version_info < (3, 12) or depth > 900 or path == "/v1/documents"
+@pytest.mark.parametrize("path", sorted(PASSED))
+async def test_a_route_without_documents_says_so_and_keeps_tenants_apart(path: str) -> None:
+    server = Server(key_hashes=(key_hash("alice"), key_hash("bob")))
+    asked = {"messages": ASKED, "prompt": "x", "cache_salt": "mine"}
+    assert (await server.client().post(path, asked)).status == 401
+    for name in ("documents", "comb"):
+        answer = await server.client("alice").post(path, {**asked, name: []})
+        assert (answer.status, answer.json["error"]["param"]) == (400, name)
+    salts = []
+    for key in ("alice", "bob", "alice"):
+        assert (await server.client(key).post(path, asked)).status == 200
+        salts.append(server.echo.bodies[-1]["cache_salt"])
+    assert salts[0] == salts[2] != salts[1] != "mine"
+
+
+async def test_routes_are_a_list_and_nobody_is_read_without_a_key() -> None:
+    server = Server(key_hashes=(key_hash("alice"),))
+    for method, path in (
+        ("POST", "/collective_rpc"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("PUT", CHAT),
+        ("DELETE", "/x"),
+    ):
+        assert (await server.client("alice").send(method, path, chat())).status == 404
+    for path in (*GENERATION, *PASSED, "/v1/documents"):
+        answer = await server.client().send("POST", path, b" " * 10**8)
+        assert answer.status == 401, path
+    for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("OPTIONS", CHAT), ("POST", "/ping")):
+        assert (await server.client().send(method, path, b'{"messages": []}')).status == 200
+    assert server.echo.bodies == [{}] * 4  # without a body
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await server.app({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)  # type: ignore[arg-type]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+@pytest.mark.parametrize("depth", [5_000, 100_000])
+@pytest.mark.parametrize("path", [*GENERATION, "/invocations", "/v1/documents"])
+async def test_a_body_that_is_nested_too_deeply_is_refused(path: str, depth: int) -> None:
     server = Server()
-    for key in (KEY, "\\u0063omb_docs"):
-        body = f'{{"prompt": "x", "vllm_xargs": {{"{key}": [4, 1, 0]}}, "text": {"[" * depth + "]" * depth}}}'
-        answer = await server.client().post(path, body.encode())
-        assert answer.status == (400 if refused else 200), answer.body[:200]
-    assert [body["vllm_xargs"] for body in server.echo.bodies] == ([] if refused else [{}, {}])
+    answer = await server.client().post(path, f'{{"prompt": "x", "text": {"[" * depth + "]" * depth}}}'.encode())
+    assert answer.status == 400, answer.body[:200]
+    assert not server.echo.bodies
+
+
+PART = {"type": "input_text", "text": "Where?"}
+WAYS: dict[str, dict[str, Any]] = {
+    RESPONSES: {"input": [{"role": "user", "content": [PART]}]},
+    MESSAGES: {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WAYS)
+@pytest.mark.parametrize("encoder", [True, False])
+async def test_the_other_ways_to_ask_have_the_same_prompt(path: str, encoder: bool) -> None:
+    server = Server(encoder=encoder)
+    answer = await server.client().post(path, {**WAYS[path], "documents": DOCUMENTS})
+    assert answer.status == 200, answer.body
+    (got,) = server.echo.bodies
+    built = BUILDER.build("Where?", [ids_of(DOCUMENTS[0]["text"], "A"), ids_of(DOCUMENTS[1])])
+    ids = list(built.query if encoder else built.flat)
+    assert got["kv_transfer_params"] == {"prompt_token_ids": ids}
+    assert len(documents_of(got)) == (2 if encoder else 0)
+    found = Capability.verify(got["vllm_xargs"][KEY], SECRET)
+    assert found.prompts == (digest(ids),)
+    assert found.request_id
+    if path == RESPONSES:  # whose name the engine takes from the body
+        assert got["request_id"] == f"resp_{found.request_id}"
+    assert [document["state"] for document in answer.json["comb"]["documents"]] == [
+        "encoded" if encoder else "inlined"
+    ] * 2
+    if encoder:
+        server.check_idle()
+
+
+def test_system_texts_stand_where_each_way_has_them() -> None:
+    brief = {"type": "text", "text": "Be brief."}
+    bodies = [
+        (RESPONSES, {"instructions": "Be brief."}),
+        (MESSAGES, {"system": [brief]}),
+        (MESSAGES, {"system": "Be brief."}),
+    ]
+    for path, more in bodies:
+        found = messages_of(path, {**WAYS[path], **more})
+        assert found is not None
+        assert [message["role"] for message in found] == ["system", "user"]
+        assert found[0]["content"] == "Be brief."
+    with pytest.raises(RequestError, match="system text"):
+        messages_of(MESSAGES, {**WAYS[MESSAGES], "system": [{"type": "image"}]})
+
+
+async def test_a_responses_text_is_a_users_message_and_tools_are_rendered_by_vllm() -> None:
+    server = Server()
+    assert (await server.client().post(RESPONSES, {"input": "Where?", "documents": DOCUMENTS})).status == 200
+    ids = list(BUILDER.build("Where?").query)
+    assert server.echo.bodies[0]["kv_transfer_params"] == {"prompt_token_ids": ids}
+    calls = [
+        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}),
+        (MESSAGES, {**WAYS[MESSAGES], "thinking": {"type": "adaptive"}}),
+        (CHAT, {"messages": [*ASKED, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}),
+    ]
+    for path, asked in calls:
+        assert (await server.client().post(path, {**asked, "documents": DOCUMENTS})).status == 200
+        got = server.echo.bodies[-1]
+        assert "kv_transfer_params" not in got
+        assert len(documents_of(got)) == 2
+        inlined = await server.client().post(path, {**asked, "documents": DOCUMENTS, "comb": {"encoder": False}})
+        assert inlined.status == 400
+    server.check_idle()
 
 
 async def test_two_tenants_share_no_hit() -> None:
@@ -123,7 +241,7 @@ async def test_two_tenants_share_no_hit() -> None:
     salts = [body["cache_salt"] for body in server.echo.bodies]
     assert salts[0] == salts[2]
     assert len(set(salts)) == 3
-    blocks = [tuple(body["vllm_xargs"][KEY]) for body in server.echo.bodies]
+    blocks = [documents_of(body) for body in server.echo.bodies]
     assert blocks[0] == blocks[2] != blocks[1]
     made = await server.client("alice").post("/v1/documents", {"text": "secret", "id": "s"})
     assert made.status == 200
@@ -133,9 +251,7 @@ async def test_two_tenants_share_no_hit() -> None:
 
 
 async def test_a_wrong_key_gets_nothing() -> None:
-    import hashlib
-
-    server = Server(key_hashes=(hashlib.sha256(b"right").hexdigest(),))
+    server = Server(key_hashes=(key_hash("right"),))
     for key, status in (("right", 200), ("wrong", 401), (None, 401)):
         assert (await server.client(key).post(CHAT, chat())).status == status
         assert (await server.client(key).send("GET", "/v1/documents")).status == status
@@ -173,9 +289,9 @@ async def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vl
     assert events[-1] == "[DONE]"
     assert [("comb" in event) for event in events[:-1]] == [True, False, False]
     assert events[0]["choices"][0]["delta"]["content"] == "a"
-    assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(MESSAGES).query)
+    assert events[-2]["usage"]["prompt_tokens"] > len(BUILDER.build(ASKED).query)
     assert [("usage" in event) for event in events[:-1]] == [False, False, True]
-    plain = (await server.client().post(CHAT, {"messages": MESSAGES, "stream": True})).events
+    plain = (await server.client().post(CHAT, {"messages": ASKED, "stream": True})).events
     assert "comb" not in json.dumps(plain)
     server.check_idle()
 
@@ -262,24 +378,6 @@ async def test_trouble_is_an_error_object_and_holds_nothing() -> None:
     server.check_idle()
 
 
-async def test_a_prompt_that_vllm_did_not_take_is_no_answer() -> None:
-    server = Server()
-
-    async def ignores_ids(scope: Any, receive: Any, send: Any) -> None:
-        body = json.loads((await receive())["body"])
-        del body["kv_transfer_params"]
-
-        async def again() -> dict[str, Any]:
-            return {"type": "http.request", "body": json.dumps(body).encode()}
-
-        await server.echo({**scope, "headers": []}, again, send)
-
-    server.app.app = ignores_ids
-    answer = await server.client().post(CHAT, chat())
-    assert answer.status == 500
-    server.check_idle()
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -299,7 +397,10 @@ async def test_a_prompt_that_vllm_did_not_take_is_no_answer() -> None:
         (chat(vllm_xargs=[1]), "vllm_xargs"),
         (chat(add_generation_prompt=False), "add_generation_prompt"),
         (chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
-        (chat(kv_transfer_params={"prompt_token_ids": [1]}), "documents"),
+        (chat(kv_transfer_params={"prompt_token_ids": [1]}), "kv_transfer_params"),
+        (chat(use_beam_search=True), "use_beam_search"),
+        (chat(truncate_prompt_tokens=5), "truncate_prompt_tokens"),
+        (chat(truncate_prompt_tokens=5, comb={"encoder": False}), "truncate_prompt_tokens"),
     ],
 )
 async def test_bad_requests_name_the_field(body: dict[str, Any], param: str) -> None:
@@ -319,7 +420,7 @@ VALUES = st.recursive(
 )
 FIELDS = ["prompt", "comb", "cache_salt", "vllm_xargs", "kv_transfer_params", "chat_template_kwargs", "tools", "stop"]
 DOCUMENT_LISTS = VALUES | st.just(DOCUMENTS) | st.lists(VALUES, max_size=2)
-OPTIONAL: Any = {"messages": VALUES | st.just(MESSAGES), "documents": DOCUMENT_LISTS}
+OPTIONAL: Any = {"messages": VALUES | st.just(ASKED), "documents": DOCUMENT_LISTS}
 BODIES = st.fixed_dictionaries({}, optional=dict.fromkeys([*FIELDS, "text", "id"], VALUES) | OPTIONAL)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from comb.backbones.loading import resolve_name
-from tests.helpers.engines import KEY, Served, answer, checkpoint, engine, greedy, served
+from comb_serving.pool.capability import KEY, MARK
+from tests.helpers.engines import Served, answer, checkpoint, engine, greedy, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -86,10 +87,10 @@ def test_prefixes_are_shared_by_requests_with_the_same_documents_alone(nano: Ser
     same(nano.ask([(prompt, other)])[0], references[3, other])
     same(nano.ask([(prompt, "")])[0], references[3, ""])
     assert nano.cached[-2:] == [0, 0]
-    # the control: without a salt the second request is answered from the first one's document
+    # the control: under one salt the second request is answered from the first one's document
     nano.llm.reset_prefix_cache()
-    nano.ask([(prompt, first)], salted=False)
-    stale = nano.ask([(prompt, other)], salted=False)[0]
+    nano.ask([(prompt, first)], salt=f"{MARK}x")
+    stale = nano.ask([(prompt, other)], salt=f"{MARK}x")[0]
     assert nano.cached[-1] == 64
     with pytest.raises(AssertionError):
         same(stale, references[3, other])
@@ -129,16 +130,55 @@ def test_never_another_requests_document(nano: Served, references: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"),
-    [([5, 2, 3], "5 tokens in 2 blocks"), ([3, 1, 10**6], "but the pool has"), ("A", "list of integers"),
-     ([3.0, 1, 1], "list of integers")],
-)  # fmt: skip
+    ("places", "message"), [((5, 2, 3), "5 tokens in 2 blocks"), ((3, 1, 10**6), "but the pool has")]
+)
 def test_handles_that_make_no_sense_fail_their_request_alone(
-    nano: Served, references: Any, numbers: Any, message: str
+    nano: Served, references: Any, places: Any, message: str
 ) -> None:
-    with pytest.raises(validation_error(), match=f"{KEY}.*{message}"):
-        nano.llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(8, {KEY: numbers}), use_tqdm=False)
+    with pytest.raises(validation_error(), match=message):
+        nano.ask([(PROMPTS[0], "A")], documents=places)
     same(nano.ask([(PROMPTS[0], "A")])[0], references[0, "A"])
+
+
+@pytest.mark.parametrize("token", [[4, 1, 0], "A", "", 3, "0" * 64 + '["", "", [4, 1, 0], []]', "é" * 70])
+def test_handles_that_nobody_signed_are_refused(nano: Served, references: Any, token: Any) -> None:
+    with pytest.raises(validation_error(), match=f"{KEY} is not signed by this instance"):
+        nano.llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(8, {KEY: token}), use_tqdm=False)
+    same(nano.ask([(PROMPTS[0], "A")])[0], references[0, "A"])
+
+
+def test_documents_that_were_lost_or_swapped_on_the_way_are_an_error_and_poison_nothing(
+    nano: Served, references: Any
+) -> None:
+    prompt, parameters = nano.request(PROMPTS[3], "A")
+    bare, other = greedy(8), nano.request(PROMPTS[3], "C")
+    mixed_up: list[tuple[Any, Any]] = [
+        (prompt, bare),  # as beams are
+        ({**prompt, "cache_salt": "mine"}, parameters),
+        ({"prompt_token_ids": PROMPTS[3]}, parameters),
+        (other[0], parameters),
+        ({**prompt, "prompt_token_ids": PROMPTS[2]}, parameters),
+        nano.request(PROMPTS[3], "A", request_id="another"),
+        nano.request(PROMPTS[3], "A", salt="mine"),
+    ]
+    nano.llm.reset_prefix_cache()
+    prompts, given = zip(*mixed_up, nano.request(PROMPTS[1], "B"), strict=True)
+    *wrong, right = nano.llm.generate(list(prompts), list(given), use_tqdm=False)
+    for output in wrong:
+        assert (output.outputs[0].finish_reason, list(output.outputs[0].token_ids)) == ("error", [])
+    same(answer(right), nano.reference(PROMPTS[1], "B"))
+    for names in ("A", "C", ""):
+        same(nano.ask([(PROMPTS[3], names)])[0], nano.reference(PROMPTS[3], names))
+        assert nano.cached[-1] == 0
+    # a prompt that vLLM has rendered itself is stated by nobody
+    found = nano.llm.generate(*nano.request(PROMPTS[3], "A", prompts=()), use_tqdm=False)
+    same(answer(found[0]), references[3, "A"])
+
+
+def test_caches_of_other_engines_cannot_be_named(nano: Served) -> None:
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        with pytest.raises(validation_error(), match=f"{name} is not taken"):
+            nano.llm.generate([{"prompt_token_ids": [5]}], greedy(1, {name: {"a": 1}}), use_tqdm=False)
 
 
 def test_the_encoder_is_not_in_the_worker(nano: Served) -> None:

@@ -14,9 +14,10 @@ import torch
 
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
-from comb_serving.pool.handles import KEY, PoolHandle, pack
+from comb_serving.pool.capability import KEY, MARK, Capability
+from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
-from comb_serving.vllm.pool import check_documents, pool_device, rank_layout, total_bytes
+from comb_serving.vllm.pool import check_arguments, pool_device, rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
 A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
@@ -24,11 +25,19 @@ A, B = PoolHandle(5, (3, 1)), PoolHandle(4, (0,))
 
 @pytest.fixture
 def documents(tmp_path: Path) -> RequestDocuments:
-    return RequestDocuments(SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=6, block_size=4)))
+    pool = SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=6, block_size=4))
+    return RequestDocuments(verified, pool)
 
 
-def args(*handles: PoolHandle) -> dict[str, Any]:
-    return {KEY: pack(handles)}
+SECRET = b"of the instance"
+
+
+def verified(token: object) -> Capability:
+    return Capability.verify(token, SECRET)
+
+
+def args(*handles: PoolHandle, request_id: str = "", secret: bytes = SECRET) -> dict[str, Any]:
+    return {KEY: Capability(request_id, MARK, tuple(pack(handles)), ()).sign(secret)}
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 6, 2), (7, 6, 2), (3, 4, 4), (5, 4, 1)])
@@ -75,7 +84,14 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Request
     with pytest.raises(ValueError, match="the pool has 6"):
         documents.add("x", args(PoolHandle(1, (6,))))
     with pytest.raises(ValueError, match="no pool"):
-        RequestDocuments().add("x", args(A))
+        RequestDocuments(verified).add("x", args(A))
+    with pytest.raises(ValueError, match="not signed by this instance"):
+        documents.add("x", args(A, secret=b"another's"))
+    with pytest.raises(ValueError, match="the documents of request y"):
+        documents.add("x", args(A, request_id="y"))
+    documents.add("x", args())  # documents that stand in its prompt
+    documents.begin(["x"], [0, 1])
+    assert not documents.step.rows
 
 
 def test_ranks_divide_the_pool() -> None:
@@ -124,17 +140,20 @@ def test_a_share_is_of_the_memory_that_the_pool_is_made_in(tmp_path: Path) -> No
 
 def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COMB_INSTANCE_DIR", raising=False)
-    check_documents(None)
-    check_documents({"another": 1})
+    check_arguments(None)
+    check_arguments({"another": 1})
     with pytest.raises(ValueError, match="keeps no documents"):
-        check_documents(args(A))
+        check_arguments(args(A))
     monkeypatch.setenv("COMB_INSTANCE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="no instance's folder"):
+        check_arguments(args(A))
+    (tmp_path / "secret").write_bytes(SECRET)
     with pytest.raises(ValueError, match="keeps no documents"):
-        check_documents(args(A))
+        check_arguments(args(A))
     SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=4, block_size=4))
-    check_documents(args(A, B))
+    check_arguments(args(A, B))
     with pytest.raises(ValueError, match="the pool has 4"):
-        check_documents(args(PoolHandle(1, (4,))))
+        check_arguments(args(PoolHandle(1, (4,))))
 
 
 @pytest.mark.vllm
@@ -164,7 +183,7 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     monkeypatch.setattr(state, "create_pool", lambda model, dtype, *, rank, ranks: pool)
     for name, value in (("get_tensor_model_parallel_rank", 0), ("get_tensor_model_parallel_world_size", 1)):
         monkeypatch.setattr(state, name, lambda value=value: value)
-    model = SimpleNamespace(comb=RequestDocuments())
+    model = SimpleNamespace(comb=RequestDocuments(verified))
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     found = state.with_documents(Base)(config, model, None, None)
 

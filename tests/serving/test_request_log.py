@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from comb_serving.api.preprocessor import CHAT
+from comb_serving.api.routes import CHAT
 from comb_serving.config.logs import JSONFormatter, configure
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import tenant_of

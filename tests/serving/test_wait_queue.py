@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb_serving.api.preprocessor import CHAT
+from comb_serving.api.routes import CHAT
 from comb_serving.config.options import ServeOptions
 from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, WantedDocument
 from comb_serving.manager.manager import PICManager

@@ -20,10 +20,16 @@ class ClientLeftError(Exception):
 
 
 def header(scope: Scope, name: str) -> str | None:
-    """A header's value (the last one), or None."""
+    """A header's value, or None.
+
+    Raises:
+        RequestError: 400 where it stands twice: two readers might each take another one for it.
+    """
     wanted = name.lower().encode()
     values = [value for key, value in scope.get("headers", ()) if key.lower() == wanted]
-    return values[-1].decode("latin-1") if values else None
+    if len(values) > 1:
+        raise RequestError(400, f"the header {name} is given {len(values)} times")
+    return values[0].decode("latin-1") if values else None
 
 
 def path_of(scope: Scope) -> str:
@@ -112,12 +118,12 @@ class Connection:
             self._pending.cancel()
 
 
-def with_body(scope: Scope, body: bytes) -> Scope:
-    """The scope with the content length of another body."""
-    headers = [
-        (k, v) for k, v in scope.get("headers", ()) if k.lower() not in (b"content-length", b"transfer-encoding")
-    ]
-    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+def with_body(scope: Scope, body: bytes, **more: str) -> Scope:
+    """The scope with the content length of another body; `more` are headers that replace the client's, with _ for -."""
+    changed = {"content-length": str(len(body)), **{name.replace("_", "-"): value for name, value in more.items()}}
+    new = [(name.encode(), value.encode("latin-1")) for name, value in changed.items()]
+    gone = {b"transfer-encoding", *(name for name, _ in new)}
+    return {**scope, "headers": [*((k, v) for k, v in scope.get("headers", ()) if k.lower() not in gone), *new]}
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

@@ -9,14 +9,9 @@ from typing import Any
 from comb.documents.catalog import KeyedSegment, UnknownDocumentError
 from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import Preprocessor
+from comb_serving.api.routes import DOCUMENTS
 
-DOCUMENTS = "/v1/documents"
 _FIELDS = {"id", "title", "text", "token_ids", "pin", "ttl_s"}
-
-
-def handles_path(path: str) -> bool:
-    """Whether a path is one of these routes."""
-    return path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/")
 
 
 async def answer(

@@ -11,22 +11,18 @@ from typing import Any
 from comb_serving.api.body import parse_object
 from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import Preprocessor
+from comb_serving.api.routes import SWITCH
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import authorized
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "/v1/comb"
 
-
-def answer(
-    preprocessor: Preprocessor, options: ServeOptions, method: str, raw: bytes, authorization: str | None
-) -> dict[str, Any]:
-    """The state, after the change that a POST asks for; requests under way end as they began.
+def check_key(options: ServeOptions, method: str, authorization: str | None) -> None:
+    """Who may ask or change the state, before the body is read.
 
     Raises:
-        RequestError: 401 without the right key, 403 if the server was started without an admin key, 409 if it was
-            started with the encoder off, 400, 405.
+        RequestError: 401 without the right key, 403 if the server was started without an admin key, 405.
     """
     admin = options.admin_hash is not None and authorized(authorization, (options.admin_hash,))
     if method == "POST":
@@ -34,11 +30,26 @@ def answer(
             raise RequestError(403, "start the server with COMB_ADMIN_KEY or --comb-admin-key to switch the encoder")
         if not admin:
             raise RequestError(401, "Unauthorized: send the admin key as 'Authorization: Bearer ...'")
-        _switch(preprocessor, parse_object(raw))
     elif method != "GET":
         raise RequestError(405, f"{method} {SWITCH} is no route: there are GET and POST")
-    elif not admin and not authorized(authorization, options.key_hashes):
+    elif not admin:
+        check_api_key(options, authorization)
+
+
+def check_api_key(options: ServeOptions, authorization: str | None) -> None:
+    """Raises RequestError (401) without one of the server's keys, where it has any."""
+    if not authorized(authorization, options.key_hashes):
         raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
+
+
+def answer(preprocessor: Preprocessor, method: str, raw: bytes) -> dict[str, Any]:
+    """The state, after the change that a POST asks for; requests under way end as they began.
+
+    Raises:
+        RequestError: 400, or 409 if the server was started with the encoder off.
+    """
+    if method == "POST":
+        _switch(preprocessor, parse_object(raw))
     return {"object": "comb", "encoder": preprocessor.linking, "switchable": preprocessor.manager is not None}
 
 

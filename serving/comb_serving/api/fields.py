@@ -5,37 +5,37 @@ Every function raises RequestError (400) that names the field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from comb.documents.document import Document
 from comb.documents.messages import References, referenced_documents
 from comb_serving.api.errors import RequestError
-from comb_serving.pool.handles import KEY
+from comb_serving.pool.capability import KEY
 
 _FIELDS = {"id", "title", "text", "token_ids"}
+# beams forget documents inside vLLM; answers in the background outlive their documents' places
+_NOT_WITH_DOCUMENTS = [
+    "echo", "prompt_embeds", "continue_final_message", "chat_template", "use_beam_search", "truncate_prompt_tokens",
+    "truncation", "background", "previous_response_id", "previous_input_messages",
+]  # fmt: skip
+# places of documents, and of caches of other engines
+_RESERVED_FOR_US = (KEY, "kv_transfer_params", "ec_transfer_params")
 # of apply_chat_template itself: not for a request to set
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
 _RESERVED |= {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"}
 _RESERVED |= {"tokenizer_kwargs", "tools", "truncation"}
 
 
-def without_handles(value: Any) -> Any:
-    """`value` less every `KEY`, at any depth: a client that could send handles could read other tenants' documents.
-
-    Raises:
-        RequestError: 400 for what is nested too deeply to be looked through.
-    """
-    try:
-        return _without_handles(value)
-    except RecursionError:
-        raise RequestError(400, "the body is nested too deeply") from None
-
-
-def _without_handles(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_handles(item) for key, item in value.items() if key != KEY}
-    return [_without_handles(item) for item in value] if isinstance(value, list) else value
+def check_reserved(body: dict[str, Any]) -> None:
+    """Refuses what is the server's own to say, where vLLM would read it: what it reads is checked in the engine too."""
+    sampling = body.get("sampling_params")
+    inner = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    holders: list[Any] = [body, body.get("vllm_xargs"), sampling, inner]
+    for holder in holders:
+        for name in _RESERVED_FOR_US if isinstance(holder, dict) else ():
+            if holder.get(name):
+                raise RequestError(400, f"{name} is not a field of requests", param=name)
 
 
 def wants_encoder(switch: Any) -> bool:
@@ -47,33 +47,32 @@ def wants_encoder(switch: Any) -> bool:
     return bool(switch.get("encoder", True))
 
 
-def references_of(body: dict[str, Any]) -> References:
-    """The documents that messages name."""
-    messages = body.get("messages")
+def references_of(messages: Sequence[dict[str, Any]]) -> References:
+    """The documents that messages name. Raises RequestError for a message with one that is malformed otherwise."""
     parts = [
         part
-        for message in (messages if isinstance(messages, list) else ())
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for message in messages
+        if isinstance(message.get("content"), list)
         for part in message["content"]
         if isinstance(part, dict) and part.get("type") == "document"
     ]
     if not parts:
         return References()
-    if not all(isinstance(message, dict) for message in messages or ()):
-        raise RequestError(400, "messages is a list of objects with role and content", param="messages")
     try:
-        return referenced_documents(messages or ())
+        return referenced_documents(messages)
     except ValueError as error:
         raise RequestError(400, str(error), param="messages") from error
 
 
 def check_combinations(body: dict[str, Any]) -> None:
-    """Refuses what can't be combined with documents."""
-    for name in ("echo", "prompt_embeds", "continue_final_message", "chat_template"):
-        if body.get(name):
+    """Refuses what can't be combined with documents, as it would go around the prompt that is built over them."""
+    for name in _NOT_WITH_DOCUMENTS:
+        if body.get(name) and body[name] != "disabled":
             raise RequestError(400, f"{name} can't be combined with documents", param=name)
     if body.get("add_generation_prompt", True) is not True:
         raise RequestError(400, "add_generation_prompt can't be false with documents", param="add_generation_prompt")
+    if body.get("vllm_xargs") is not None and not isinstance(body["vllm_xargs"], dict):
+        raise RequestError(400, "vllm_xargs is an object", param="vllm_xargs")
 
 
 def document_of(item: Any, place: int) -> Document:
@@ -122,8 +121,3 @@ def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
     if reserved:
         raise RequestError(400, f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs")
     return arguments if body.get("tools") is None else {**arguments, "tools": body["tools"]}
-
-
-def text_of(content: Any) -> str:
-    """A message's text, without what stands in it beside text."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

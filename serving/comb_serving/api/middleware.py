@@ -18,7 +18,7 @@ from typing import Any
 from comb.documents.document import PromptBuilder
 from comb_serving.api import documents as documents_api
 from comb_serving.api import encoder_switch as switch
-from comb_serving.api import request_log
+from comb_serving.api import request_log, routes
 from comb_serving.api.body import (
     ClientLeftError,
     Connection,
@@ -34,18 +34,17 @@ from comb_serving.api.body import (
     with_body,
 )
 from comb_serving.api.errors import RequestError
-from comb_serving.api.fields import without_handles
-from comb_serving.api.preprocessor import CHAT, COMPLETIONS, Preprocessor, link, tokenizer_of
+from comb_serving.api.preprocessor import Preprocessor, salted, tokenizer_of, with_capability
 from comb_serving.api.request_log import RequestLogEntry
 from comb_serving.api.response import ResponseWriter, report
+from comb_serving.config.instance import read_secret
 from comb_serving.config.logs import configure
 from comb_serving.config.options import ServeOptions, instance_dir, pool_path
-from comb_serving.config.tenants import authorized, tenant_of
+from comb_serving.config.tenants import tenant_of
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.encoding.supervisor import EncoderProcesses
 from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.handles import KEY
 from comb_serving.pool.pool import PoolLayout, manifest_of
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class CombMiddleware:
     Args:
         app: vLLM's server.
         options: of `comb serve`; from the environment by default.
-        preprocessor, encoders: for tests; made from the options by default.
+        preprocessor, encoders, secret: for tests; made from the options and the instance's folder by default.
     """
 
     def __init__(
@@ -71,23 +70,25 @@ class CombMiddleware:
         options: ServeOptions | None = None,
         preprocessor: Preprocessor | None = None,
         encoders: EncoderProcesses | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self.app = app
         self.options = ServeOptions.from_environment() if options is None else options
         self._preprocessor, self._encoders = preprocessor, encoders
+        self.secret = read_secret(instance_dir()) if secret is None else secret
         self._ending: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
         elif scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await send({"type": "websocket.close", "code": 1008})  # nothing that is served here speaks it
         elif path_of(scope) == "/health":
             await self._health(scope, receive, send)
-        elif scope["method"] == "POST" or _ours(path_of(scope)):
-            await self._guarded(scope, receive, send)
+        elif scope["method"] in routes.ASKING and not routes.is_ours(path_of(scope)):
+            await self.app(with_body(scope, b""), Connection(receive), send)
         else:
-            await self.app(scope, receive, send)
+            await self._guarded(scope, receive, send)
 
     # ---- start and end ----
 
@@ -182,35 +183,41 @@ class CombMiddleware:
             entry.log()
 
     async def _request(self, scope: Scope, receive: Receive, send: Send, entry: RequestLogEntry) -> None:
-        path = path_of(scope)
-        ours = path in (CHAT, COMPLETIONS) or _ours(path)
-        authorization = header(scope, "authorization")
-        if path == switch.SWITCH:
-            raw = await read_body(receive, self.options.max_body_bytes)
-            state = switch.answer(self.preprocessor(), self.options, scope["method"], raw, authorization)
-            await send_json(send, 200, json.dumps(state).encode())
+        path, method, authorization = path_of(scope), scope["method"], header(scope, "authorization")
+        for name in ("content-type", "content-length"):
+            header(scope, name)  # refused when given twice
+        routes.check_route(method, path)
+        if path in routes.OPEN:
+            await self.app(with_body(scope, b""), Connection(receive), send)
             return
-        if ours and not authorized(authorization, self.options.key_hashes):
-            raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
-        if not ours and (header(scope, "content-type") or "").startswith("multipart/"):
-            await self.app(scope, receive, send)
-            return
+        # the key comes first: without one nobody makes the server read, parse or keep anything
+        if path == routes.SWITCH:
+            switch.check_key(self.options, method, authorization)
+        else:
+            switch.check_api_key(self.options, authorization)
         raw = await read_body(receive, self.options.max_body_bytes)
-        if not ours:
-            body = _stripped(raw)
-            await self.app(with_body(scope, body), Connection(receive, body), send)
+        if path == routes.SWITCH:
+            await send_json(send, 200, json.dumps(switch.answer(self.preprocessor(), method, raw)).encode())
             return
-        connection = Connection(receive)
+        connection, entry.tenant = Connection(receive), tenant_of(authorization)
         try:
-            if documents_api.handles_path(path):
-                await self._documents(scope, connection, send, raw, tenant_of(authorization))
-            else:
-                entry.tenant = tenant_of(authorization)
+            if routes.is_ours(path):
+                await self._documents(scope, connection, send, raw, entry.tenant)
+            elif path in routes.GENERATION:
                 await self._generation(scope, connection, send, raw, entry)
+            else:
+                await self._passed(scope, connection, send, raw, entry.tenant)
             if connection.left:
                 entry.status = request_log.LEFT
         finally:
             connection.close()
+
+    async def _passed(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
+        """What vLLM answers without documents."""
+        body = parse_object(raw) if raw else {}
+        routes.check_passed(path_of(scope), body)
+        connection.body = json.dumps(salted(body, tenant)).encode() if raw else b""
+        await self.app(with_body(scope, connection.body), connection, send)
 
     async def _documents(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
         body = parse_object(raw) if scope["method"] == "POST" else {}
@@ -232,13 +239,13 @@ class CombMiddleware:
         try:
             if prepared.segments and prepared.encoder:
                 lease = entry.lease = await connection.unless_left(preprocessor.acquire(prepared.segments))
-                body = link(prepared, lease)
-            connection.body = json.dumps(body).encode()
             if prepared.segments:
+                token = prepared.signed(lease, entry.id, self.secret)
+                body = with_capability(path_of(scope), body, token, entry.id)
                 answer = writer = _writer(send, prepared, lease)
                 connection.answered = lambda: answer.finished
-            scope = entry.named(scope) if prepared.segments else scope
-            await self.app(with_body(scope, connection.body), connection, writer or send)
+            connection.body = json.dumps(body).encode()
+            await self.app(with_body(scope, connection.body, x_request_id=entry.id), connection, writer or send)
         finally:
             if lease is not None:
                 in_engine = writer is not None and (connection.left or not writer.finished or bool(body.get("stop")))
@@ -255,15 +262,11 @@ class CombMiddleware:
         task.add_done_callback(self._ending.discard)
 
 
-def _ours(path: str) -> bool:
-    return path == switch.SWITCH or documents_api.handles_path(path)
-
-
 def _writer(send: Send, prepared: Any, lease: Lease | None) -> ResponseWriter:
-    held = () if lease is None else lease.documents
-    tokens = prepared.prompts * sum(document.handle.tokens for document in held)
-    cached = prepared.prompts * sum(document.handle.tokens for document in held if document.tier != "encoded")
-    return ResponseWriter(send, report(prepared, lease), tokens, cached, prepared.prompt_tokens)
+    held, prompts = () if lease is None else lease.documents, max(1, len(prepared.prompts))
+    tokens = prompts * sum(document.handle.tokens for document in held)
+    cached = prompts * sum(document.handle.tokens for document in held if document.tier != "encoded")
+    return ResponseWriter(send, report(prepared, lease), tokens, cached)
 
 
 async def _release_after(lease: Lease, engine: Any) -> None:
@@ -277,20 +280,6 @@ async def _release_after(lease: Lease, engine: Any) -> None:
         logger.debug("an aborted request left the engine after %.3f s", time.monotonic() - start)
     finally:
         lease.release()
-
-
-def _stripped(raw: bytes) -> bytes:
-    """A body without handles, whatever route it is for; the same bytes if there were none."""
-    try:
-        value = json.loads(raw)
-    except RecursionError:
-        raise RequestError(400, "the body is nested too deeply") from None
-    except ValueError:
-        if KEY.encode() in raw:
-            raise RequestError(400, f"{KEY} is not a field of requests") from None
-        return raw  # no JSON: nothing that vLLM could take for a request
-    clean = without_handles(value)
-    return raw if clean == value else json.dumps(clean).encode()
 
 
 def _as_request_error(error: Exception) -> RequestError:

@@ -1,4 +1,4 @@
-"""From a request's body to what vLLM gets: documents are taken out, the prompt is built, handles go in."""
+"""From a request's body to what vLLM gets: documents are taken out, the prompt is built, a capability goes in."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumen
 from comb.documents.document import Document, PromptBuilder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
+from comb_serving.api.conversation import messages_of, turns, without_references
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import (
     check_combinations,
+    check_reserved,
     document_of,
     prompts_of,
     references_of,
     template_arguments,
-    text_of,
     wants_encoder,
-    without_handles,
-)  # fmt: skip
+)
+from comb_serving.api.routes import COMPLETIONS, DOCUMENTS, RESPONSES
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import Lease, WantedDocument
 from comb_serving.manager.manager import PICManager
-from comb_serving.pool.handles import KEY, pack
+from comb_serving.pool.capability import KEY, MARK, Capability, digest
+from comb_serving.pool.handles import pack
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids and renders no template
 
 
@@ -62,15 +63,19 @@ class PreprocessedRequest:
         body: what vLLM gets.
         segments: its documents, in order; a lease holds them if `encoder`.
         encoder: whether documents are linked; otherwise they stand in the prompt.
-        prompts: how many prompts the body holds, each with all documents.
-        prompt_tokens: of all of them, without linked documents; None where vLLM renders the messages.
+        prompts: token ids of the prompts, each with all documents; empty where vLLM renders the messages.
     """
 
     body: dict[str, Any]
     segments: tuple[KeyedSegment, ...] = ()
     encoder: bool = True
-    prompts: int = 1
-    prompt_tokens: int | None = None
+    prompts: tuple[list[int], ...] = ()
+
+    def signed(self, lease: Lease | None, request_id: str, secret: bytes) -> str:
+        """The capability of this request; `lease` where its documents are linked."""
+        places = () if lease is None else tuple(pack(lease.handles))
+        digests = tuple(map(digest, self.prompts))
+        return Capability(request_id, self.body["cache_salt"], places, digests).sign(secret)
 
 
 @dataclass
@@ -113,28 +118,24 @@ class Preprocessor:
             RequestError: 400 or 404.
             EncoderError: if no encoder is there.
         """
-        body = without_handles(body)
+        body = dict(body)
         given, switch = body.pop("documents", None), body.pop("comb", None)
         wanted = wants_encoder(switch)
-        salt = body.get("cache_salt")
-        if salt is not None and not isinstance(salt, str):
-            raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
         encoder = self.linking and wanted
-        named = references_of(body) if path == CHAT else References()
+        named = References() if path == COMPLETIONS else references_of(turns(path, body))
         if not given and named == References():
-            _set_salt(body, prefix_salt(tenant, (), salt))
-            return PreprocessedRequest(body, encoder=encoder)
+            return PreprocessedRequest(salted(body, tenant), encoder=encoder)
+        check_combinations(body)
         listed = await self.tokenize(given or [], tenant, encoder)
         catalog = self.catalog(tenant)
         inside = {name: _registered(catalog, name) for name in (*named.before, *named.after)}
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
-        _set_salt(body, prefix_salt(tenant, [segment.key for segment in segments] if encoder else (), salt))
-        check_combinations(body)
-        if path == CHAT:
-            prepared = await asyncio.to_thread(self._chat, body, segments, listed, inside, encoder)
-        else:
+        body = salted(body, tenant, [segment.key for segment in segments] if encoder else (), MARK)
+        if path == COMPLETIONS:
             prepared = await asyncio.to_thread(self._completion, body, segments, encoder)
+        else:
+            prepared = await asyncio.to_thread(self._chat, path, body, segments, listed, inside, encoder)
         if not encoder:
             for segment in segments:
                 self.counters.count("inlined", len(segment.token_ids))
@@ -184,20 +185,18 @@ class Preprocessor:
 
     def _chat(
         self,
+        path: str,
         body: dict[str, Any],
         segments: tuple[KeyedSegment, ...],
         listed: list[KeyedSegment],
         inside: dict[str, KeyedSegment],
         encoder: bool,
     ) -> PreprocessedRequest:
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise RequestError(400, "messages is a list of objects with role and content", param="messages")
-        tools = any(message.get("tool_calls") or message.get("content") is None for message in messages)
-        if tools and encoder and not inside:
-            return PreprocessedRequest(
-                body, segments, encoder
-            )  # the builder has no rule for them; vLLM renders them itself
+        messages = messages_of(path, body)
+        if messages is None:
+            if inside or not encoder:
+                raise RequestError(400, "tools and reasoning can't be combined with documents in the prompt")
+            return PreprocessedRequest(body, segments, encoder)
         builder = self.builder_for(body)
         referenced = {name: [segment.token_ids] for name, segment in inside.items()}
         try:
@@ -205,20 +204,15 @@ class Preprocessor:
         except Exception as error:  # whatever a template raises over a user's messages is the messages' fault
             raise RequestError(400, f"the messages can't be rendered: {error}", param="messages") from error
         ids = list(prompt.query if encoder else prompt.flat)
-        body["messages"] = [{**message, "content": text_of(message["content"])} for message in messages]
-        transfer = body.get("kv_transfer_params") or {}
-        if not isinstance(transfer, dict) or PROMPT_IDS in transfer:
-            raise RequestError(400, "kv_transfer_params can't replace the prompt of documents", param="documents")
-        body["kv_transfer_params"] = {**transfer, PROMPT_IDS: ids}
-        return PreprocessedRequest(body, segments, encoder, prompt_tokens=len(ids))
+        body = {**without_references(path, body), "kv_transfer_params": {PROMPT_IDS: ids}}
+        return PreprocessedRequest(body, segments, encoder, (ids,))
 
     def _completion(
         self, body: dict[str, Any], segments: tuple[KeyedSegment, ...], encoder: bool
     ) -> PreprocessedRequest:
         documents = [token for segment in segments for token in segment.token_ids]
         rows = [self._row(prompt, documents, encoder) for prompt in prompts_of(body.get("prompt"))]
-        body["prompt"] = rows
-        return PreprocessedRequest(body, segments, encoder, len(rows), sum(map(len, rows)))
+        return PreprocessedRequest({**body, "prompt": rows}, segments, encoder, tuple(rows))
 
     def _row(self, prompt: str | list[int], documents: list[int], encoder: bool) -> list[int]:
         try:
@@ -240,17 +234,20 @@ def tokenizer_of(options: ServeOptions) -> Any:
     return load_tokenizer(checkpoint, SimpleNamespace(config=config))
 
 
-def link(request: PreprocessedRequest, lease: Lease) -> dict[str, Any]:
-    """The body with the handles of its documents."""
-    arguments = request.body.get("vllm_xargs") or {}
-    if not isinstance(arguments, dict):
-        raise RequestError(400, "vllm_xargs is an object", param="vllm_xargs")
-    return {**request.body, "vllm_xargs": {**arguments, KEY: pack(lease.handles)}}
+def with_capability(path: str, body: dict[str, Any], token: str, request_id: str) -> dict[str, Any]:
+    """The body with its capability, and the name of the request where that doesn't come from the header."""
+    name = {"request_id": f"resp_{request_id}"} if path == RESPONSES else {}
+    return {**body, **name, "vllm_xargs": {**(body.get("vllm_xargs") or {}), KEY: token}}
 
 
-def _set_salt(body: dict[str, Any], salt: str | None) -> None:
-    if salt is not None:
-        body["cache_salt"] = salt
+def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: str = "") -> dict[str, Any]:
+    """The body with the salt of its tenant and documents in place of the client's. Raises RequestError."""
+    check_reserved(body)
+    salt = body.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(400, f"cache_salt is a text, not {type(salt).__name__}", param="cache_salt")
+    made = prefix_salt(tenant, keys, salt or None)
+    return {**body, "cache_salt": f"{mark}{made or ''}"} if mark or made else body
 
 
 def _registered(catalog: DocumentCatalog, name: Any) -> KeyedSegment:
@@ -259,6 +256,4 @@ def _registered(catalog: DocumentCatalog, name: Any) -> KeyedSegment:
     try:
         return catalog.find([name])[0]
     except UnknownDocumentError:
-        raise RequestError(
-            404, f"unknown document {name!r}: add it with POST /v1/documents", param="documents"
-        ) from None
+        raise RequestError(404, f"unknown document {name!r}: add it with POST {DOCUMENTS}", param="documents") from None

@@ -44,12 +44,6 @@ class RequestLogEntry:
         """The record of a request that has just come."""
         return cls((header(scope, HEADER) or uuid.uuid4().hex)[:128], path_of(scope))
 
-    def named(self, scope: Scope) -> Scope:
-        """The scope with the id in the header that vLLM takes its own from."""
-        if header(scope, HEADER):
-            return scope
-        return {**scope, "headers": [*scope.get("headers", ()), (HEADER.encode(), self.id.encode())]}
-
     def fields(self) -> dict[str, Any]:
         """The line as values; seconds are from reading the body to the last byte of the answer."""
         states: Counter[str] = Counter()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 from comb_serving.api.body import Message, Send
 from comb_serving.api.preprocessor import PreprocessedRequest
 from comb_serving.manager.leases import Lease
-
-logger = logging.getLogger(__name__)
 
 
 def report(prepared: PreprocessedRequest, lease: Lease | None) -> dict[str, Any]:
@@ -33,11 +30,10 @@ class ResponseWriter:
 
     Args:
         tokens: of linked documents, which count as prompt tokens; cached: those of them that were hits.
-        expected: prompt tokens that vLLM must have seen; None where it rendered the messages.
     """
 
-    def __init__(self, send: Send, comb: dict[str, Any], tokens: int, cached: int, expected: int | None) -> None:
-        self.send, self.comb, self.tokens, self.cached, self.expected = send, comb, tokens, cached, expected
+    def __init__(self, send: Send, comb: dict[str, Any], tokens: int, cached: int) -> None:
+        self.send, self.comb, self.tokens, self.cached = send, comb, tokens, cached
         self.finished = False
         self._start: Message | None = None
         self._streams = self._passes = False
@@ -98,8 +94,8 @@ class ResponseWriter:
 
     def _event(self, event: bytes) -> bytes:
         """The event with what is ours in it: the report in the first one, our tokens where there is a usage."""
-        data = event.removeprefix(b"data:").strip()
-        if not event.startswith(b"data:") or (self._reported and b'"usage"' not in data):
+        name, found, data = event.rpartition(b"data:")  # some streams name their events in a line before it
+        if not found or b"\ndata:" in name or (self._reported and b'"usage"' not in data):
             return event
         try:
             payload = json.loads(data)
@@ -111,22 +107,26 @@ class ResponseWriter:
         if not self._reported and "error" not in payload:
             self._reported, payload = True, {**payload, "comb": self.comb}
         text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-        return b"data: " + text.encode("utf-8", "surrogatepass")
+        return name + b"data: " + text.encode("utf-8", "surrogatepass")
 
     def _amend_usage(self, payload: dict[str, Any]) -> None:
-        usage = payload.get("usage")
-        if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+        """Counts documents in a usage, which the Responses and Messages APIs may have one level deeper."""
+        for holder in (payload, payload.get("response"), payload.get("message")):
+            usage = holder.get("usage") if isinstance(holder, dict) else None
+            if isinstance(usage, dict) and self.tokens:
+                self._amend(usage)
+
+    def _amend(self, usage: dict[str, Any]) -> None:
+        name = "prompt" if "prompt_tokens" in usage else "input"
+        if not isinstance(usage.get(f"{name}_tokens"), int):
             return
-        if self.expected is not None and usage["prompt_tokens"] != self.expected:
-            # the client must not take this for an answer over its documents
-            logger.error("vLLM read a prompt of %d tokens instead of %d", usage["prompt_tokens"], self.expected)
-            raise RuntimeError("the prompt that vLLM read is not the one with the documents")
-        usage["prompt_tokens"] += self.tokens
-        if isinstance(usage.get("total_tokens"), int):
+        if "total_tokens" not in usage:  # the Messages API counts what was cached apart
+            usage["input_tokens"] += self.tokens - self.cached
+            usage["cache_read_input_tokens"] = (usage.get("cache_read_input_tokens") or 0) + self.cached
+            return
+        usage[f"{name}_tokens"] += self.tokens
+        if isinstance(usage["total_tokens"], int):
             usage["total_tokens"] += self.tokens
-        if self.tokens:
-            details = usage.get("prompt_tokens_details") or {}
-            usage["prompt_tokens_details"] = {
-                **details,
-                "cached_tokens": (details.get("cached_tokens") or 0) + self.cached,
-            }
+        details = usage.get(f"{name}_tokens_details") or {}
+        cached = (details.get("cached_tokens") or 0) + self.cached
+        usage[f"{name}_tokens_details"] = {**details, "cached_tokens": cached}

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-PREFIX, LOCK = "comb-instance-", "owner.lock"
+PREFIX, LOCK, SECRET = "comb-instance-", "owner.lock", "secret"
 
 
 def default_root() -> Path:
@@ -37,11 +38,27 @@ def instance_folder(root: Path | None = None) -> Iterator[Path]:
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        make_secret(folder)
         folder = folder.rename(folder.with_name(folder.name[1:]))
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def make_secret(folder: Path) -> bytes:
+    """What the front signs with and the engine verifies: it stays in the folder, which only this user can enter."""
+    secret = secrets.token_bytes(32)
+    (folder / SECRET).write_bytes(secret)
+    return secret
+
+
+def read_secret(folder: Path) -> bytes:
+    """Raises ValueError if the folder isn't an instance's."""
+    try:
+        return (folder / SECRET).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{folder} is no instance's folder: start one with `comb serve`") from error
 
 
 def remove_abandoned(root: Path) -> list[Path]:

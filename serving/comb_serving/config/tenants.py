@@ -34,9 +34,9 @@ def prefix_salt(tenant: str, keys: Sequence[str], user_salt: str | None) -> str 
     """The salt of the decoder's prefix cache; None where the plain server would have none.
 
     The decoder's keys and values depend on the linked documents and their order, so these belong to it; a salt from
-    the body can only narrow further.
+    the body can only narrow further, and is never passed on as it is.
     """
-    if not tenant and not keys:
-        return user_salt
+    if not tenant and not keys and user_salt is None:
+        return None
     text = json.dumps([tenant, list(keys), user_salt])
     return hashlib.sha256(text.encode()).hexdigest()

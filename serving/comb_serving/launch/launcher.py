@@ -160,12 +160,15 @@ def _environment(
     options: ServeOptions, folder: Path, pool_bytes: int | str, pool_block: int, dtype: str
 ) -> dict[str, str]:
     environment = {**os.environ, OPTIONS: options.to_json()}
-    pool = {INSTANCE_DIR: str(folder), POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block), POOL_DTYPE: dtype}
+    environment[INSTANCE_DIR] = str(folder)
+    pool = {POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block), POOL_DTYPE: dtype}
     if options.encoder:
         environment |= pool
     else:  # the worker makes no pool then
         environment = {name: value for name, value in environment.items() if name not in pool}
     environment.pop(ADMIN_KEY, None)
+    # answers that vLLM keeps could be read by whoever knows or guesses their names
+    environment.pop("VLLM_ENABLE_RESPONSES_API_STORE", None)
     # there is one API server; with this folder vLLM would show what is in its files, and not our counters
     environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
     allowed = environment.get("VLLM_PLUGINS")

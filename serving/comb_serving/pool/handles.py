@@ -1,14 +1,9 @@
-"""How a request tells the worker where its documents are: block tables in `SamplingParams.extra_args`.
-
-Over HTTP the same list is the field ``vllm_xargs``; what a client sends under `KEY` itself is never passed on.
-"""
+"""Where documents lie in the pool, and how a request's `Capability` writes that down."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-KEY = "comb_docs"
 
 
 @dataclass(frozen=True)
@@ -20,7 +15,7 @@ class PoolHandle:
 
 
 def pack(handles: Sequence[PoolHandle]) -> list[int]:
-    """``[tokens, blocks, block, block, ..., tokens, ...]``: the flat list of integers that vLLM passes on."""
+    """``[tokens, blocks, block, block, ..., tokens, ...]``."""
     return [number for handle in handles for number in (handle.tokens, len(handle.blocks), *handle.blocks)]
 
 
@@ -31,17 +26,15 @@ def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int) -> list[
         ValueError: for anything that isn't such a list, or names blocks or lengths that don't fit the pool.
     """
     handles, at = [], 0
-    if any(not isinstance(number, int) or isinstance(number, bool) for number in numbers):
-        raise ValueError(f"{KEY} is a list of integers, got {str(numbers)[:80]}")
     while at < len(numbers):
         tokens, count = [*numbers[at : at + 2], -1][:2]
         blocks = tuple(numbers[at + 2 : at + 2 + count]) if count > 0 else ()
         if tokens < 1 or count != -(-tokens // block_size) or len(blocks) != count:
             raise ValueError(
-                f"{KEY}: {tokens} tokens in {count} blocks of {block_size} at place {at} of {len(numbers)}"
+                f"documents: {tokens} tokens in {count} blocks of {block_size} at place {at} of {len(numbers)}"
             )
         if not all(0 <= block < num_blocks for block in blocks):
-            raise ValueError(f"{KEY}: blocks {blocks[:4]} at place {at}, but the pool has {num_blocks}")
+            raise ValueError(f"documents: blocks {blocks[:4]} at place {at}, but the pool has {num_blocks}")
         handles.append(PoolHandle(tokens, blocks))
         at += 2 + count
     return handles

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from comb_serving.api.documents import DOCUMENTS, handles_path
 from comb_serving.api.errors import RequestError
+from comb_serving.api.routes import DOCUMENTS, is_documents
 from comb_serving.replicas.affinity import RoutedDocument, documents_of
 from comb_serving.replicas.config import ReplicasConfig
 from comb_serving.replicas.registrations import Registration, registrations_of
@@ -74,7 +74,7 @@ class CombIngress:
         documents = await asyncio.to_thread(_documents, relayed) if relayed.body else []
         chunks = self._first(relayed, documents)
         status, kept = await anext(chunks)
-        if not (handles_path(path) and request.method in ("POST", "DELETE")):
+        if not (is_documents(path) and request.method in ("POST", "DELETE")):
             return _Relayed(chunks, status, kept)
         body = b"".join([chunk async for chunk in chunks])
         sender = headers.get("authorization", "")

@@ -15,7 +15,7 @@ import ray
 from ray import serve
 from yarl import URL
 
-from comb_serving.api.documents import DOCUMENTS
+from comb_serving.api.routes import DOCUMENTS
 from comb_serving.launch.server_process import ServerProcess
 from comb_serving.replicas.config import ReplicasConfig
 from comb_serving.replicas.registrations import Key, registrations_of

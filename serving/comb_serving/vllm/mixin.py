@@ -15,6 +15,7 @@ from comb.backbones.fingerprint import same_embedding
 from comb_serving.vllm.block import PagedCrossBlock
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
 from comb_serving.vllm.layer import put_in_front
+from comb_serving.vllm.pool import capability_of
 from comb_serving.vllm.rows import RequestDocuments
 
 if TYPE_CHECKING:  # what it is mixed into is any of vLLM's model classes
@@ -33,7 +34,7 @@ class CombMixin(ModelClass):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
         model_config = vllm_config.model_config
         adapter = getattr(model_config.hf_config, ATTRIBUTE)
-        self.comb = RequestDocuments()
+        self.comb = RequestDocuments(capability_of)
         self.comb_config = encoder_config(model_config.hf_config)
         self._comb_vllm_config = vllm_config
         self.comb_blocks: dict[str, PagedCrossBlock] = {}

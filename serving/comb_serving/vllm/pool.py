@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from comb.model.config import CombEncoderConfig
+from comb_serving.config.instance import read_secret
 from comb_serving.config.options import (
     INSTANCE_DIR,
     POOL_BLOCK,
@@ -22,7 +23,8 @@ from comb_serving.config.options import (
     instance_dir,
     pool_path,
 )
-from comb_serving.pool.handles import KEY, unpack
+from comb_serving.pool.capability import KEY, Capability
+from comb_serving.pool.handles import unpack
 from comb_serving.pool.pool import PoolLayout, SharedPool, manifest_of
 
 
@@ -59,16 +61,10 @@ def rank_layout(
 
 
 def create_pool(model: Any, dtype: Any, *, rank: int, ranks: int) -> SharedPool | None:
-    """This rank's pool, made in the instance's folder; None if the instance has no folder.
-
-    Raises:
-        ValueError: if the pool's size isn't given.
-    """
+    """This rank's pool, made in the instance's folder; None if the instance has no folder, or is to have no pool."""
     path = own_path(rank)
-    if path is None:
+    if path is None or POOL_BYTES not in os.environ:
         return None
-    if POOL_BYTES not in os.environ:
-        raise ValueError(f"{INSTANCE_DIR} is set but {POOL_BYTES} is not: say how many bytes documents may take")
     device = pool_device(next(model.parameters()).device)
     layout = rank_layout(
         model.comb_config,
@@ -109,19 +105,30 @@ class DocumentCheck:
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError, which is status 400 over HTTP, for handles that don't fit the instance's pool."""
-        check_documents(sampling_params.extra_args)
+        """Raises ValueError, which is status 400 over HTTP, for what no request of this instance may carry."""
+        check_arguments(sampling_params.extra_args)
 
 
-def check_documents(extra_args: Mapping[str, Any] | None) -> None:
-    """Raises ValueError if a request names documents that this instance's pool can't have."""
-    numbers = (extra_args or {}).get(KEY)
-    if numbers is None:
+def check_arguments(extra_args: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for documents that the front hasn't signed, or that this instance's pool can't have."""
+    given = extra_args or {}
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        if given.get(name):
+            raise ValueError(f"{name} is not taken: it would name caches of other requests")
+    if given.get(KEY) is None:
+        return
+    numbers = capability_of(given[KEY]).documents
+    if not numbers:
         return
     path = own_path()
     if path is None or not manifest_of(path).exists():
-        raise ValueError(f"{KEY}: this instance keeps no documents: start it with `comb serve`, or set {INSTANCE_DIR}")
-    if not isinstance(numbers, list | tuple):
-        raise ValueError(f"{KEY} is a list of integers, got {str(numbers)[:80]}")
+        raise ValueError("this instance keeps no documents: start it with `comb serve`")
     layout = PoolLayout(**json.loads(manifest_of(path).read_text()))
     unpack(numbers, num_blocks=layout.num_blocks, block_size=layout.block_size)
+
+
+def capability_of(token: object) -> Capability:
+    """What a request carries. Raises ValueError unless this instance has signed it."""
+    if not os.environ.get(INSTANCE_DIR):
+        raise ValueError(f"{KEY}: this instance keeps no documents: start it with `comb serve`, or set {INSTANCE_DIR}")
+    return Capability.verify(token, read_secret(instance_dir()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb.kernels.paged.plan import to_device
-from comb_serving.pool.handles import KEY, unpack
+from comb_serving.pool.capability import KEY, Capability
+from comb_serving.pool.handles import unpack
 from comb_serving.pool.pool import SharedPool
 
 
@@ -55,42 +56,50 @@ class RequestDocuments:
 
     Attributes:
         pool: where documents lie; None when the instance has none, and then no request has documents.
+        verified: what a request's token says. Raises ValueError unless this instance has signed it.
         step: the forward pass that is running.
     """
 
+    verified: Callable[[object], Capability]
     pool: SharedPool | None = None
     step: StepDocuments = field(default_factory=StepDocuments)
     _tables: dict[str, BlockTable] = field(default_factory=dict)
-    _numbers: dict[str, Sequence[int]] = field(default_factory=dict)
+    _tokens: dict[str, object] = field(default_factory=dict)
 
     def add(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
-        """Looks up a request's documents; the same list under the same id again costs nothing.
+        """Looks up a request's documents; the same token under the same id again costs nothing.
 
         Raises:
-            ValueError: for handles that `admission` would have refused.
+            ValueError: for what `admission` and `scheduler` would have refused.
         """
-        numbers = (extra_args or {}).get(KEY)
-        if not numbers:
+        token = (extra_args or {}).get(KEY)
+        if token is None:
             self.remove(request_id)
             return
-        if self._numbers.get(request_id) is numbers:
+        if self._tokens.get(request_id) is token:
+            return
+        self.remove(request_id)
+        capability = self.verified(token)
+        if capability.request_id not in request_id:
+            raise ValueError(f"request {request_id} brings the documents of request {capability.request_id}")
+        self._tokens[request_id] = token
+        if not capability.documents:
             return
         if self.pool is None:
             raise ValueError(f"request {request_id} has documents, but this instance has no pool for them")
         layout = self.pool.layout
-        handles = unpack(numbers, num_blocks=layout.num_blocks, block_size=layout.block_size)
+        handles = unpack(capability.documents, num_blocks=layout.num_blocks, block_size=layout.block_size)
         documents = [(handle.tokens, handle.blocks) for handle in handles]
         self._tables[request_id] = BlockTable(documents, layout.block_size)
-        self._numbers[request_id] = numbers
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; one that isn't known is no error."""
         self._tables.pop(request_id, None)
-        self._numbers.pop(request_id, None)
+        self._tokens.pop(request_id, None)
 
     def keep(self, request_ids: Sequence[str]) -> None:
         """Forgets all other requests."""
-        for gone in self._tables.keys() - set(request_ids):
+        for gone in self._tokens.keys() - set(request_ids):
             self.remove(gone)
 
     def begin(self, request_ids: Sequence[str], starts: Sequence[int]) -> None:

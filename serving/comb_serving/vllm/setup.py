@@ -9,6 +9,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
 CHECKS = {False: "comb_serving.vllm.admission:DocumentCheckV1", True: "comb_serving.vllm.admission_v2:DocumentCheckV2"}
+SCHEDULER = "comb_serving.vllm.scheduler.make_scheduler"
 WORKERS = {True: "comb_serving.vllm.worker_cpu.CombCPUWorker", False: "comb_serving.vllm.worker.CombGPUWorker"}
 
 
@@ -31,7 +32,7 @@ def config_hook(backbone: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndU
 
 
 def set_up(vllm_config: Any) -> None:
-    """Names the worker that knows rows (V1), and the check that documents pass when a request comes in.
+    """Names the worker that knows rows (V1), and the two checks that requests pass: at the door, and in the engine.
 
     Raises:
         ValueError: for features that documents don't work with.
@@ -51,6 +52,10 @@ def set_up(vllm_config: Any) -> None:
     given = list(model.logits_processors or [])
     if CHECKS[v2] not in given:
         model.logits_processors = [*given, CHECKS[v2]]
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls not in (None, SCHEDULER):
+        raise ValueError(f"comb checkpoints need their own scheduler, not {scheduler.scheduler_cls}: leave it alone")
+    scheduler.scheduler_cls = SCHEDULER
     if v2:
         return  # the model's state object knows the rows
     if parallel.worker_cls == "auto":

@@ -1,0 +1,75 @@
+"""The ways in which clients write a conversation, as the chat messages that the prompt builder takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from comb_serving.api.errors import RequestError
+from comb_serving.api.routes import CHAT, MESSAGES, RESPONSES
+
+_TEXTS = ("text", "input_text", "output_text")
+# what the prompt builder has no rule for: vLLM renders such bodies itself, where documents needn't stand in the prompt
+_VLLM_RENDERS = {CHAT: (), RESPONSES: ("tools", "reasoning"), MESSAGES: ("tools", "thinking", "output_config")}
+
+
+def turns(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages as the body has them, in a list of their own. Raises RequestError."""
+    name = "input" if path == RESPONSES else "messages"
+    found = body.get(name)
+    if path == RESPONSES and isinstance(found, str):
+        found = [{"role": "user", "content": found}]
+    if not isinstance(found, list) or not all(isinstance(turn, dict) for turn in found):
+        raise RequestError(400, f"{name} is a list of objects with role and content", param=name)
+    return found
+
+
+def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """All messages, with system texts; None where vLLM has to render them (tools, reasoning). Raises RequestError."""
+    found = turns(path, body)
+    if any(body.get(name) for name in _VLLM_RENDERS[path]) or not all(map(_is_plain, found)):
+        return None
+    system = _system(path, body)
+    return [*system, *({**turn, "content": _parts(turn["content"])} for turn in found)]
+
+
+def without_references(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The body for vLLM, which knows no parts of type document; it reads token ids instead of these messages."""
+    plain = [{**turn, "content": text_of(turn.get("content"))} for turn in turns(path, body)]
+    return {**body, "input" if path == RESPONSES else "messages": plain}
+
+
+def text_of(content: Any) -> Any:
+    """A message's text, without what stands in it beside text."""
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
+
+
+def _is_plain(turn: Mapping[str, Any]) -> bool:
+    """Whether it is a message of text and documents, and no call of a tool or an answer of one."""
+    content = turn.get("content")
+    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    called = turn.get("tool_calls") or turn.get("type", "message") != "message" or "role" not in turn
+    return content is not None and not called and not any(str(kind).startswith(("tool_", "thinking")) for kind in kinds)
+
+
+def _parts(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in _TEXTS else part
+        for part in content
+    ]
+
+
+def _system(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    given = {RESPONSES: body.get("instructions"), MESSAGES: body.get("system")}.get(path)
+    if not given:
+        return []
+    if isinstance(given, list) and path == MESSAGES:
+        texts = [part.get("text") if isinstance(part, dict) else None for part in given]
+        if all(isinstance(text, str) for text in texts):
+            # as vLLM: a line of one client's that changes with every request
+            given = "".join(str(text) for text in texts if not str(text).startswith("x-anthropic-billing-header"))
+    if not isinstance(given, str):
+        raise RequestError(400, "the system text is a text, or a list of parts of type text", param="system")
+    return [{"role": "system", "content": given}]

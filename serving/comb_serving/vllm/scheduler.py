@@ -1,0 +1,81 @@
+"""vLLM's scheduler, which takes no request whose documents were lost, swapped or made up on the way to it.
+
+It is the one place in the engine that sees a request's salt, its prompt and its documents together, before anything
+of it is looked up in the prefix cache. What the front refuses doesn't come here; this holds for all that it overlooks.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+
+from comb_serving.pool.capability import KEY, MARK
+from comb_serving.vllm.pool import capability_of
+
+if TYPE_CHECKING:  # what it is mixed into
+    from vllm.v1.core.sched.scheduler import Scheduler as SchedulerClass
+else:
+    SchedulerClass = object
+
+logger = logging.getLogger(__name__)
+
+
+def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
+    """In place of a ``--scheduler-cls``: the one that vLLM would take for this configuration, with the check."""
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    made: Scheduler = type(f"Comb{base.__name__}", (CheckedScheduler, base), {})(vllm_config=vllm_config, **options)
+    return made
+
+
+class CheckedScheduler(SchedulerClass):
+    """Comes first among the bases; a request that fails the check ends with an error, and no other is touched."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._refused: set[str] = set()
+
+    def add_request(self, request: Any) -> None:
+        """Takes a request; a wrong one is made to compute one token that nobody sees, over nothing that is shared."""
+        try:
+            check_request(request)
+        except ValueError as error:
+            logger.warning("request %s is refused: %s", request.request_id, error)
+            _neutralise(request)
+            self._refused = {request.request_id, *(self._refused & self.requests.keys())}
+        super().add_request(request)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        """What clients get of a step."""
+        found: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        if self._refused:
+            for output in (output for group in found.values() for output in group.outputs):
+                if output.request_id in self._refused:
+                    output.new_token_ids, output.new_logprobs = [], None
+                    output.new_prompt_logprobs_tensors = None
+                    output.finish_reason = FinishReason.ERROR
+        return found
+
+
+def check_request(request: Any) -> None:
+    """Raises ValueError unless a request's salt and documents belong together, and both to it."""
+    parameters = request.sampling_params
+    token = None if parameters is None else (parameters.extra_args or {}).get(KEY)
+    if token is not None:
+        capability_of(token).check(request.request_id, request.cache_salt, request.prompt_token_ids)
+    elif (request.cache_salt or "").startswith(MARK):
+        raise ValueError("its documents were lost inside vLLM")
+
+
+def _neutralise(request: Any) -> None:
+    request.cache_salt, request.block_hashes = secrets.token_hex(16), []
+    request.update_block_hashes()
+    if request.sampling_params is not None:
+        # a copy: inside of one process several requests may have the same
+        request.sampling_params = parameters = copy.copy(request.sampling_params)
+        parameters.extra_args, parameters.min_tokens, parameters.max_tokens, request.max_tokens = None, 0, 1, 1
