@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from comb.backbones.loading import backbones, is_hub_id
 from comb.hub.card.facts import RESULTS, TRAINING
-from comb.hub.card.licence import KEYS, Licence, inherited_licence
-from comb.hub.card.parts import Card, edited_last, parse_card, with_own
+from comb.hub.card.parts import Card, edited_last, parse_card
 from comb.hub.card.render import render
 from comb.hub.errors import explained
 from comb.hub.redaction import holds_secret, known_secrets, named_secrets, redact_json
-
-logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 ADAPTER_TYPE = "comb"  # model_type of an adapter: its configuration is registered with transformers by `comb.model`
@@ -57,10 +53,7 @@ class PushPlan:
 def write_card(config: Any, folder: Path) -> None:
     """Writes the generated part of the model card, and leaves alone what a person wrote."""
     weights = read_weights(folder) if any(folder.glob("model*.safetensors")) else (None, None)
-    here = _read_card(folder)
-    card = _card(config, folder, folder.name, here, weights)
-    if here is not None and here.body_was_edited:
-        logger.warning(_REPLACED, folder / CARD)
+    card = render(config, folder, folder.name, _read_card(folder), weights)
     (folder / CARD).write_text(str(card), encoding="utf-8")
 
 
@@ -97,8 +90,7 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
     here, there, parent = _read_card(folder), None, None
     if api is not None:
         there, parent = _read_remote(api, repo, private)
-    person = edited_last(here, there, repo)
-    card = _card(config, folder, repo, person, weights, api=api, pushing=True)
+    card = render(config, folder, repo, edited_last(here, there, repo), weights, api=api, pushing=True)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | {CARD}
     # fnmatch's * crosses slashes; only files at the top are published
     chosen = {name for name in names if "/" not in name and any(fnmatch.fnmatch(name, p) for p in PUBLISHED)}
@@ -106,12 +98,11 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
     token = api.token if api is not None and isinstance(api.token, str) else None
     found = _without_secrets(folder, chosen, contents, known_secrets(token, get_token()))
     sizes = {name: len(contents[name]) if name in contents else (folder / name).stat().st_size for name in chosen}
-    edited = [where for where, old in ((folder / CARD, here), (repo, there)) if old is not None and old.body_was_edited]
     return PushPlan(
         files=tuple(sorted(sizes.items())),
         left_out=tuple(sorted(names - chosen)),
         card=str(card),
-        warnings=(*(_REPLACED % where for where in edited), *_warnings(config, card, chosen), *found),
+        warnings=(*_warnings(config, card, chosen), *found),
         contents=contents,
         parent=parent,
     )
@@ -161,9 +152,6 @@ def read_weights(folder: Path) -> tuple[str, int]:
     return min(dtypes), parameters
 
 
-_REPLACED = "%s: what was written inside the generated part is replaced; write above or below it"
-
-
 def _check_repo_name(repo: str) -> None:
     try:
         validate_repo_id(repo)
@@ -197,38 +185,6 @@ def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str
             "settings, or take another name"
         )
     return None if text is None else parse_card(text, f"{repo}/{CARD} on the Hub"), info.sha
-
-
-def _card(
-    config: Any, folder: Path, repo: str, person: Card | None, weights: tuple[str | None, int | None], *,
-    api: HfApi | None = None, pushing: bool = False,
-) -> Card:  # fmt: skip
-    """The card as it is generated now, with what a person wrote."""
-    licence = _licence(config, folder, person, api)
-    generated = render(config, folder, repo, licence, *weights)
-    if person is not None and "license" in person.own["header"]:  # said in the text, but not ours to rewrite
-        own = {name: value for name, value in generated.header.items() if name not in KEYS}
-        generated = replace(generated, header=own)
-    return with_own(generated, person, pushing=pushing)
-
-
-def _licence(config: Any, folder: Path, person: Card | None, api: HfApi | None) -> Licence:
-    """A person's, else the backbone's, else what an earlier card found when the backbone's could be read."""
-    header = {} if person is None else person.header
-    stated = {key: header[key] for key in KEYS if key in header}
-    if person is not None and "license" in person.own["removed"]:
-        return Licence({}, "its author took it out of this card")
-    if person is not None and "license" in person.own["header"]:
-        return Licence(stated, "as the author of this card states")
-    backbone = config.backbone_name_or_path
-    found = inherited_licence(backbone, config.backbone_revision, folder, api=api)
-    if (
-        found.header
-        or "license" not in stated
-        or header.get("base_model") != (backbone if is_hub_id(backbone) else None)
-    ):
-        return found
-    return Licence(stated, f"from an earlier look at the backbone's card ({found.why} this time)")
 
 
 def _warnings(config: Any, card: Card, names: set[str]) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 from comb import CombForCausalLM
 from comb.documents.datasets import hub_id
 from comb.hub.card.facts import read_evaluations
-from comb.hub.card.licence import inherited_licence
-from comb.hub.card.parts import Card, edited_last, parse_card, with_own
+from comb.hub.card.parts import TAGS, Card, edited_last, with_own
+from comb.hub.card.render import inherited_licence
 from comb.hub.push import plan_push, refresh_card
 from comb.hub.redaction import holds_secret, redact_json
 from tests.helpers.families import open_gates, tiny
@@ -124,17 +124,14 @@ def test_a_persons_header_stays_and_the_rest_is_rewritten(adapter: Path) -> None
     path = adapter / "README.md"
     write_results(adapter, "nano", ROW)
     refresh_card(adapter)
-    edit(path, "pipeline_tag: text-generation\n", "# this fits better\npipeline_tag: question-answering\n")
-    edit(path, "library_name: comb\n", "")
-    edit(path, "tags:", "language: [en, de]  # both\ntags:")
+    edit(path, "tags:\n", "language: [en, de]\ntags:\n- medical\n")
     write_results(adapter, "nano", {**ROW, "em": 0.5})
     for _ in range(3):
         refresh_card(adapter)
     card = ModelCard.load(path)
-    assert card.data.pipeline_tag == "question-answering"
     assert card.data.language == ["en", "de"]
-    assert card.data.library_name is None
-    assert card.data.eval_results[0].metric_value == 50.0  # nobody's edit: follows the results
+    assert card.data.tags == [*TAGS, "medical"]
+    assert card.data.eval_results[0].metric_value == 50.0
     (adapter / "results-nano.json").unlink()
     refresh_card(adapter)
     assert ModelCard.load(path).data.eval_results is None
@@ -146,18 +143,12 @@ def test_a_broken_header_is_named(adapter: Path) -> None:
         refresh_card(adapter)
 
 
-def test_writing_inside_the_generated_part_is_warned_about(adapter: Path) -> None:
-    assert not any("inside the generated part" in warning for warning in plan_push(adapter, "me/x").warnings)
-    edit(adapter / "README.md", "## Use\n", "## Use\n\nLike this:\n")
-    assert any("inside the generated part" in warning for warning in plan_push(adapter, "me/x").warnings)
-
-
 @pytest.mark.parametrize("here", ["", "a", "b"])
 @pytest.mark.parametrize("there", ["", "a", "b"])
 @pytest.mark.parametrize("pushed", ["", "a", "b"])
 def test_whoever_wrote_last_is_asked_and_both_are_refused(here: str, there: str, pushed: str) -> None:
     def card(text: str) -> Card:
-        return with_own(Card({"library_name": "comb"}, body="generated"), Card({}, before=text, body=""), pushing=True)
+        return with_own(Card({"library_name": "comb"}, body="generated"), Card(before=text, body=""), pushing=True)
 
     on_the_hub = replace(card(pushed), before=there)  # edited since its record was made
     here_now = replace(card(pushed), before=here)
@@ -174,16 +165,6 @@ def test_whoever_wrote_last_is_asked_and_both_are_refused(here: str, there: str,
         assert found.before.strip() == (here or there)
 
 
-def test_a_header_that_did_not_change_stays_as_it_is_written() -> None:
-    text = "---\n# above\na: 1   # beside\nlist:\n- x\n---\n\nText.\n"
-    assert str(parse_card(text, "here")) == text
-    own = parse_card(text.replace("Text.", ""), "here")
-    assert "a: 1   # beside" in str(with_own(Card({}, body="\n"), own))
-    assert list(with_own(Card({"new": 2, "a": 3}, body="\n"), own).header.items()) == [
-        ("a", 1), ("list", ["x"]), ("new", 2),
-    ]  # fmt: skip
-
-
 def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path) -> None:
     path = adapter / "README.md"
     assert ModelCard.load(path).data.license is None
@@ -191,8 +172,8 @@ def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path
     assert any("states no licence" in warning for warning in plan_push(adapter, "me/x").warnings)
     backbone = tmp_path / "backbone"
     backbone.mkdir()
-    assert not inherited_licence(str(backbone), None, adapter).header
-    assert "there is no backbone 'runs/a--b'" in inherited_licence("runs/a--b", None, adapter).why
+    assert inherited_licence(str(backbone), None, adapter)[0] == {}
+    assert "there is no backbone 'runs/a--b'" in inherited_licence("runs/a--b", None, adapter)[1]
     for card, wanted in (
         ("---\nlicense: other\nlicense_name: mine\n---\n", {"license": "other", "license_name": "mine"}),
         ("# no header", {}),
@@ -200,13 +181,13 @@ def test_the_licence_is_the_backbones_or_not_known(adapter: Path, tmp_path: Path
         ("---\nlicense: [mit, gpl-3.0]\n---\n", {"license": ["mit", "gpl-3.0"]}),
     ):
         (backbone / "README.md").write_text(card)
-        assert inherited_licence(str(backbone), None, adapter).header == wanted
-    assert inherited_licence("nano", None, adapter).header == {"license": "apache-2.0"}
+        assert inherited_licence(str(backbone), None, adapter)[0] == wanted
+    assert inherited_licence("nano", None, adapter)[0] == {"license": "apache-2.0"}
     edit(path, "tags:", "license: mit\ntags:")
     refresh_card(adapter)
     refresh_card(adapter)
     assert ModelCard.load(path).data.license == "mit"
-    assert "| licence | mit, as the author of this card states |" in path.read_text()
+    assert "| licence | mit, as this card states |" in path.read_text()
 
 
 def test_a_licence_that_was_found_once_is_not_lost(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:

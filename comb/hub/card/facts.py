@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult
 
@@ -19,8 +18,15 @@ METRICS = (("em", "exact_match", "exact match"), ("f1", "f1", "F1"), ("rouge_l",
 """Key in the results, the Hub's metric, its name for people."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
+# key of TrainConfig -> what a table cell says of its value
+_SETTINGS = {
+    "learning_rate": "peak learning rate {}", "batch_size": "{} questions per batch and rank",
+    "gradient_accumulation_steps": "{} batches per step", "weight_decay": "weight decay {}",
+    "lora_rank": "LoRA of rank {} on the encoder, merged",
+}  # fmt: skip
+
+
+class Evaluation(NamedTuple):
     """One results file; `rows` are its results as they stand there, scores from 0 to 1."""
 
     dataset: str
@@ -30,16 +36,17 @@ class Evaluation:
     rows: tuple[dict[str, Any], ...]
 
 
-@dataclass(frozen=True)
-class Training:
-    """What the training run's record says; None where it says nothing."""
+class Training(NamedTuple):
+    """What the training run's record says; None where it says nothing.
+
+    `datasets` are names of the registry with their ids on the Hub, `options` the configuration's section ``train``.
+    """
 
     command: str
     record: dict[str, Any]
     datasets: tuple[tuple[str, str | None], ...]
-    """Names of the registry with their ids on the Hub."""
     options: dict[str, Any]
-    """The configuration's section ``train``."""
+    settings: tuple[str, ...]
     frozen_parameters: int | None
 
 
@@ -56,7 +63,8 @@ def read_training(folder: Path) -> Training | None:
         # with LoRA the encoder's own weights are frozen too, and belong to the adapter all the same
         frozen = parameters["all"] - parameters["trainable"]
     sets = dict.fromkeys((str(data["dataset"]), hub_id(data["dataset"], data.get("path"))) for data in _sets(config))
-    return Training(_command(record), record, tuple(sets), options, frozen)
+    settings = tuple(text.format(options[name]) for name, text in _SETTINGS.items() if options.get(name) is not None)
+    return Training(_command(record), record, tuple(sets), options, settings, frozen)
 
 
 def read_evaluations(folder: Path) -> tuple[Evaluation, ...]:

@@ -6,77 +6,91 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
 
-from comb.backbones.loading import backbones, is_hub_id
-from comb.hub.card.facts import Training, eval_results, read_evaluations, read_training
-from comb.hub.card.licence import Licence
-from comb.hub.card.parts import BEGIN, END, Card, parse_card
+from comb.backbones.loading import backbone_beside, backbones, is_hub_id, resolve_name
+from comb.hub.card.facts import eval_results, read_evaluations, read_training
+from comb.hub.card.parts import BEGIN, END, LICENCE, TAGS, Card, parse_card, with_own
+from comb.hub.errors import HUB_ERRORS, reason
 
 # a wheel carries the template inside the package (pyproject.toml), a source tree has it in model_cards/
 _PLACES = (Path(__file__).parent / "template.md", Path(__file__).parents[3] / "model_cards" / "template.md")
 TEMPLATE = next((path for path in _PLACES if path.is_file()), _PLACES[0])
 
-# argument of the card -> what a table cell says of TrainConfig's values
-_SETTINGS = {
-    "learning_rate": "peak learning rate {}", "batch_size": "{} questions per batch and rank",
-    "gradient_accumulation_steps": "{} batches per step", "weight_decay": "weight decay {}",
-    "lora_rank": "LoRA of rank {} on the encoder, merged",
-}  # fmt: skip
 
-
-def render(config: Any, folder: Path, repo: str, licence: Licence, dtype: str | None, parameters: int | None) -> Card:
-    """The card of an adapter as it is before anybody edits it, with what `comb train` and `comb eval` left beside it.
+def render(
+    config: Any, folder: Path, repo: str, person: Card | None, weights: tuple[str | None, int | None], *,
+    api: HfApi | None = None, pushing: bool = False,
+) -> Card:  # fmt: skip
+    """The card of an adapter, with what `comb train` and `comb eval` left beside it and what a person wrote.
 
     Args:
-        dtype: of the adapter's weights, and so of its cache; `parameters` is their number.
+        person: the card as it was. weights: dtype of the adapter's weights, and so of its cache, and their number.
+        api: asks the Hub for the backbone's licence; without it, only folders and the Hub's cache here are read.
 
     Raises:
         ValueError: if a record in `folder` is damaged.
     """
     training, evaluations = read_training(folder), read_evaluations(folder)
-    encoder: Any = config.encoder_config
-    backbone = config.backbone_name_or_path
-    layers = config.cross_attention_layers or []
-    dtype = str(dtype).removeprefix("torch.")
-    title = repo.split("/")[-1]
-    results = eval_results(evaluations)
-    trained_on = [found for _, found in (training.datasets if training else ()) if found is not None]
+    encoder, backbone, layers = config.encoder_config, config.backbone_name_or_path, config.cross_attention_layers or []
+    dtype, linked = str(weights[0]).removeprefix("torch."), is_hub_id(backbone)
+    results, title = eval_results(evaluations), repo.split("/")[-1]
+    datasets = dict.fromkeys(found for _, found in (training.datasets if training else ()) if found is not None)
+    licence, why = _licence(config, folder, person, api)
     card: ModelCard = ModelCard.from_template(
         ModelCardData(
-            library_name="comb",
-            pipeline_tag="text-generation",
+            library_name="comb", pipeline_tag="text-generation", tags=TAGS,
             # the Hub links an adapter to its backbone by this field, which must be a Hub id
-            base_model=backbone if is_hub_id(backbone) else None,
-            base_model_relation="adapter" if is_hub_id(backbone) else None,
-            datasets=list(dict.fromkeys(trained_on)) or None,
-            tags=["comb", "position-independent-caching", "kv-cache", "rag"],
-            metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
-            model_name=title if results else None,
-            eval_results=results or None,
-            **licence.header,
+            base_model=backbone if linked else None, base_model_relation="adapter" if linked else None,
+            datasets=list(datasets) or None, metrics=list(dict.fromkeys(r.metric_type for r in results)) or None,
+            model_name=title if results else None, eval_results=results or None, **licence,
         ),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
-        begin=BEGIN, end=END, title=title, repo=repo, backbone=backbone,
-        linked=is_hub_id(backbone), bundled=backbone in backbones,
-        revision=config.backbone_revision, model_type=config.get_text_config().model_type, licence=licence,
-        encoder=encoder, cross_layers=layers, dtype=dtype, parameters=parameters,
-        bytes_per_token=2 * len(layers) * encoder.num_key_value_heads * encoder.head_dim * _itemsize(dtype),
-        training=training, settings=_settings(training), evaluations=evaluations, serves=_serves(),
+        begin=BEGIN, end=f"{END} -->", title=title, repo=repo, backbone=backbone, linked=linked,
+        bundled=backbone in backbones, revision=config.backbone_revision, licence_why=why,
+        model_type=config.get_text_config().model_type, encoder=encoder, cross_layers=layers, dtype=dtype,
+        parameters=weights[1],
+        bytes_per_token=2 * len(layers) * encoder.num_key_value_heads * encoder.head_dim
+        * {"float64": 8, "float32": 4}.get(dtype, 2),
+        training=training, evaluations=evaluations,
+        # whether this installation has `comb serve`
+        serves=any(entry.name == "serving" for entry in metadata.entry_points(group="comb.commands")),
     )  # fmt: skip
-    return parse_card(card.content, str(TEMPLATE))
+    return with_own(parse_card(card.content, str(TEMPLATE)), person, pushing=pushing)
 
 
-def _itemsize(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
+def _licence(config: Any, folder: Path, person: Card | None, api: HfApi | None) -> tuple[dict[str, Any], str]:
+    """The header's values for it, and where they are from: the card's own if it was for this backbone, or that's."""
+    backbone, header = config.backbone_name_or_path, {} if person is None else person.header
+    found, why = inherited_licence(backbone, config.backbone_revision, folder, api=api)
+    stated = {key: header[key] for key in LICENCE if key in header}
+    if "license" in stated and stated != found and header.get("base_model", backbone) in (backbone, None):
+        return stated, "as this card states"
+    return found, why
 
 
-def _settings(training: Training | None) -> list[str]:
-    options = training.options if training else {}
-    given = [text.format(options[name]) for name, text in _SETTINGS.items() if options.get(name) is not None]
-    return [text for text in given if text != "1 batches per step"]
-
-
-def _serves() -> bool:
-    """Whether this installation has `comb serve`."""
-    return any(entry.name == "serving" for entry in metadata.entry_points(group="comb.commands"))
+def inherited_licence(
+    backbone: str, revision: str | None, folder: Path, *, api: HfApi | None = None
+) -> tuple[dict[str, Any], str]:
+    """What the card of `backbone` states, empty if that isn't known; and where it is from, or why it isn't known."""
+    try:
+        place = Path(resolve_name(backbone_beside(backbone, folder))) if backbone else Path("?")
+        card = place / "README.md"
+        if not place.is_dir():
+            if not is_hub_id(backbone):
+                return {}, f"there is no backbone {backbone!r} to read it from"
+            card = Path(
+                (api or HfApi()).hf_hub_download(backbone, card.name, revision=revision, local_files_only=not api)
+            )
+        header = parse_card(card.read_text(encoding="utf-8"), str(card)).header
+    except HFValidationError:  # looks like an id, and is none: a folder that isn't there any more
+        return {}, f"there is no backbone {backbone!r} to read it from"
+    except HUB_ERRORS as error:
+        return {}, f"the card of {backbone} {f'could not be read ({reason(error)})' if api else 'was not looked up'}"
+    except ValueError:
+        return {}, f"the card of {backbone} has a header that can't be read"
+    found = {key: header[key] for key in LICENCE if isinstance(header.get(key), str | list)}
+    return (
+        (found, f"from the card of {backbone}") if "license" in found else ({}, f"the card of {backbone} states none")
+    )
