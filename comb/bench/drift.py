@@ -16,8 +16,8 @@ from tqdm import tqdm
 from comb.backbones.exclusive import exclusive
 from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.options import Methods, QuestionOptions, split_methods
-from comb.bench.work import linked
 from comb.documents.document import Example
+from comb.evaluation.compare import linked
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Setting, Timing
 from comb.evaluation.table import Column, Row, TextTable, fixed, spread
@@ -53,7 +53,7 @@ def measure_drift(setting: Setting, examples: Sequence[Example], specs: Sequence
                     engine = setting.engine(row["method"])
                     if engine.method.uses_encoder:
                         raise ValueError(f"{row['method']} puts no document into the decoder's states")
-                    with linked(engine, *setting.request(row["method"], example)) as state:
+                    with linked(engine, *setting.request(row["method"], example)) as (state, _):
                         found[row["method"]].append(drift_of(engine.method.backbone, state, exact))
                         row["recomputed_tokens"] += state.recomputed_tokens / len(examples)
     for row in rows:

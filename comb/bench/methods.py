@@ -1,140 +1,184 @@
-"""`comb bench methods`: every method on the same questions, one request at a time (EPIC sec. 5.2, synchronous).
+"""`comb bench methods`: every method on the same questions, against full recompute and against the right answers.
 
-Quality and times come from `comb.evaluation`; here are added peak memory, how far next-token distributions are from
-full recompute's, and rows for methods that can't run on this model.
+The questions are one dataset's (``--dataset``), or those of the sets in a file (``--config configs/evaluation.yaml``),
+which also says how they are put to a plain language model. With ``--out`` a run that was broken off goes on where it
+was: a question's rows are in ``OUT/SET.jsonl`` when it has been asked. The same command with as few ``--questions`` as
+are there makes their tables meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
-import torch
 import typer
-from torch import Tensor
-from tqdm import tqdm
 
-from comb.bench.harness import BenchmarkReport, benchmark, or_refused
-from comb.bench.memory import peak_memory
-from comb.bench.options import MaxNewTokens, Memory, Methods, QuestionOptions, split_methods
-from comb.bench.work import linked
-from comb.documents.document import Document, Example
-from comb.engine.engine import PICEngine
-from comb.evaluation.plot import METRICS, Quality
-from comb.evaluation.run import MethodResult, Setting, disjoint, evaluate
-from comb.evaluation.table import Row, result_table
+from comb.backbones.exclusive import backbone_of
+from comb.backbones.fingerprint import backbone_fingerprint
+from comb.bench.harness import BenchmarkReport, benchmark
+from comb.bench.options import Methods, QuestionOptions, drop_too_long, split_methods
+from comb.documents.datasets import Counts
+from comb.documents.document import Example, PromptBuilder
+from comb.evaluation.compare import AnswerRules, compare, made_by
+from comb.evaluation.journal import Journal
+from comb.evaluation.plot import METRICS, Lines, Panel, Quality
+from comb.evaluation.run import NO_DOCUMENTS, Setting, disjoint, first_token_times
+from comb.evaluation.sets import EvaluationSet, read_sets
+from comb.evaluation.summary import comparison_tables, summarize
+from comb.evaluation.table import Row, TextTable
 
 
 @dataclass(frozen=True)
 class MethodsOptions(QuestionOptions):
     """Of `comb bench methods`."""
 
-    methods: Methods = "full,prefix,naive,legolink:2,legolink:16,legolink-0,attnlink:16,cacheblend:0.15"
-    limit: Annotated[int, typer.Option(min=1, help="questions at most")] = 50
-    max_new_tokens: MaxNewTokens = 48
-    batch_size: Annotated[int, typer.Option(min=1, help="questions answered at once, for quality only")] = 8
-    timing_examples: Annotated[int, typer.Option(min=0, help="questions of which times are taken")] = 8
-    kl_examples: Annotated[int, typer.Option(min=0, help="questions of which KL to full recompute is taken")] = 32
-    memory: Memory = True
-    metric: Annotated[str, typer.Option(help="of the plot: em, f1 or rouge_l")] = "f1"
+    methods: Methods = "naive,legolink-0,legolink:4,legolink:16,attnlink:16,cacheblend:0.15,prefix"
+    config: Annotated[Path | None, typer.Option(help="sets of questions and their templates; instead of --dataset")] = (
+        None
+    )
+    sets: Annotated[str, typer.Option(help="sets of --config, separated by commas; all by default")] = ""
+    data: Annotated[Path, typer.Option(help="folder in which the files of --config's sets are")] = Path(
+        "../shared/data"
+    )
+    limit: Annotated[int, typer.Option("--questions", "--limit", min=1, help="questions per set that are answered")] = (
+        50
+    )
+    kl_questions: Annotated[
+        int | None,
+        typer.Option(
+            "--kl-questions",
+            "--kl-examples",
+            min=1,
+            help="of how many questions KL to full recompute is taken, if of more",
+        ),
+    ] = None
+    timing_questions: Annotated[
+        int, typer.Option("--timing-questions", "--timing-examples", min=0, help="of which times are taken")
+    ] = 8
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer; else the set's, or 48")] = None
+    metric: Annotated[str, typer.Option(help=f"of the plot: {', '.join(METRICS)}")] = "f1"
 
 
-@benchmark("methods", lambda results: [result_table(results, "Methods")])
+@dataclass(frozen=True)
+class QuestionSet:
+    """One set that is ready to be asked. `facts`: what the JSON says of it."""
+
+    name: str
+    setting: Setting
+    examples: Sequence[Example]
+    rules: AnswerRules
+    facts: dict[str, Any]
+
+
+@benchmark("methods", lambda rows: tables(rows))
 def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
-    """Quality, KL to full recompute, TTFT, bytes and memory of every method, one request at a time (EPIC Fig. 6)."""
+    """Answers, KL to full recompute, times and bytes of every method; with --out a broken-off run goes on."""
     if options.metric not in METRICS:
         raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
-    specs = split_methods(options.methods)
-    setting, examples = options.load_questions(report, options.max_new_tokens)
-    report.panels = lambda results: [Quality(results, options.metric)]
-    compare(setting, examples, specs, options, report)
+    given = split_methods(options.methods)
+    # both ends of the scale stand in every table
+    specs = ["full", *(spec for spec in given if spec not in ("full", NO_DOCUMENTS)), NO_DOCUMENTS]
+    report.panels = lambda rows: panels(rows, options.metric)
+    report.heading = options.model
+    report.facts["sets"] = {}
+    for asked in question_sets(options, report):
+        report.facts["sets"][asked.name] = asked.facts
+        ask(asked, specs, options, report)
 
 
-def compare(
-    setting: Setting, examples: Sequence[Example], specs: Sequence[str], options: MethodsOptions,
-    report: BenchmarkReport,
-) -> None:  # fmt: skip
-    """Adds a `MethodResult` per method, in order; a method that can't run here has its reason in ``refused``."""
-    for spec in tqdm(specs, "methods", leave=False):
-        row = MethodResult.refusal(spec, "").to_dict()
-        with or_refused(row):
-            row = _measured(setting, examples, spec, options).to_dict()
-        report.add(row)
-    found = {row["method"]: row for row in report.rows if not row["refused"]}
-    if options.kl_examples and found:
-        measure_fidelity(setting, examples[: options.kl_examples], found, max_new_tokens=options.max_new_tokens)
+def tables(rows: Sequence[Row]) -> list[TextTable]:
+    """Two for each set."""
+    return [table for name, own in _by_set(rows) for table in comparison_tables(own, name)]
 
 
-def _measured(setting: Setting, examples: Sequence[Example], spec: str, options: MethodsOptions) -> MethodResult:
-    [result] = evaluate(
-        (setting.model, setting.tokenizer), examples, [spec],
-        max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, timing_examples=options.timing_examples,
-        query_template=setting.query_template, document_template=setting.builder.document_template,
-        splitter=setting.splitter,
-    )  # fmt: skip
-    few = len(disjoint(examples, options.timing_examples))
-    note = f"times are of {few} examples: no more of them have different documents"
-    return replace(
-        result,
-        peak_memory_bytes=_peak(setting.engine(spec), *setting.request(spec, examples[0])) if options.memory else None,
-        note=note if few < options.timing_examples else "",
+def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
+    """For each set a score over the time to the first token, where times were taken, and KL over recomputed tokens."""
+    found: list[Panel] = []
+    for name, own in _by_set(rows):
+        if any(row["ttft_cold_s"] for row in own):
+            found.append(Quality(own, metric, name))
+        linked = [
+            row | {"redone": 100 * row["recomputed_tokens"] / max(1, row["document_tokens"])}
+            for row in own
+            if not row["refused"] and row["method"] not in ("full", NO_DOCUMENTS)
+        ]
+        found.append(Lines(linked, "redone", "kl", "document tokens computed again, %", f"{name}: KL to full, nats"))
+    return found
+
+
+def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[QuestionSet]:
+    """The sets of ``--config``, or the one of ``--dataset``; questions without room are dropped and counted."""
+    wanted = max(options.limit, options.kl_questions or 0)
+    if options.config is None:
+        chosen = replace(options, limit=wanted)
+        rules = AnswerRules(options.max_new_tokens or 48)
+        setting, examples = chosen.load_questions(report, rules.max_new_tokens)
+        yield QuestionSet(options.dataset, setting, examples, rules, {"data": report.facts.pop("data")})
+        return
+    sets = read_sets(options.config)
+    names = [name.strip() for name in options.sets.split(",") if name.strip()] or list(sets)
+    if unknown := [name for name in names if name not in sets]:
+        raise ValueError(f"--sets: {options.config} has no set {unknown[0]!r}; it has {', '.join(sets)}")
+    plain = options.setting()
+    for each in (sets[name] for name in names):
+        yield _question_set(plain, each, options, wanted)
+
+
+def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, wanted: int) -> QuestionSet:
+    template, rules = each.template, AnswerRules(options.max_new_tokens or each.max_new_tokens, each.template.stop)
+    builder = PromptBuilder(plain.tokenizer, document_template=template.document, head=template.head)
+    setting = replace(plain, builder=builder, query_template=template.query)
+    found = each.read(options.data, options.seed)
+    counts = Counts.from_dict(found.counts.to_dict())
+    counts.drop("over the limit", max(0, len(found) - wanted))
+    examples = drop_too_long(setting, found.examples[:wanted], rules.max_new_tokens, counts)
+    return QuestionSet(each.name, setting, examples, rules, {**asdict(each), "data": counts.to_dict()})
+
+
+def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, report: BenchmarkReport) -> None:
+    """Adds a row per method to the report, also when the run is broken off in between: of what all have answered."""
+    folder = None if options.out is None else options.out.with_suffix("")
+    backbone = backbone_of(asked.setting.model)
+    made_with = {
+        "backbone": backbone_fingerprint(backbone), "dtype": str(backbone.dtype), "set": asked.name,
+        "seed": options.seed, "rules": asdict(asked.rules), "head": asked.setting.builder.head,
+        "query": asked.setting.query_template, "document": asked.setting.builder.document_template,
+        "splitter": options.splitter,
+    }  # fmt: skip
+    answers, clock = (
+        Journal(None if folder is None else folder / name, made_with)
+        for name in (f"{asked.name}.jsonl", f"{asked.name}.times.jsonl")
     )
-
-
-def _peak(engine: PICEngine, question: str, documents: Sequence[Document]) -> int:
-    """Of linking and the first token, with documents compiled already."""
-    engine.ask(question, documents, max_new_tokens=1)  # compiles, and lets everything lazy happen before we look
-
-    def first_token() -> None:
-        with linked(engine, question, documents) as state:
-            state.logits.argmax(-1).cpu()
-
-    return peak_memory(engine.method.backbone.device, first_token)
-
-
-def measure_fidelity(
-    setting: Setting, examples: Sequence[Example], rows: Mapping[str, Row], *, max_new_tokens: int
-) -> None:
-    """Puts ``kl`` in nats and ``top1_agreement``, means over ``kl_n`` tokens, or a ``note`` of why not, into the rows.
-
-    Full recompute answers greedily; that answer is then forced through every method's state. Logits of one answer are
-    all that is held at a time.
-    """
-    reference, engines = setting.engine("full"), {spec: setting.engine(spec) for spec in rows}
-    sums: dict[str, Row] = {spec: {"kl": 0.0, "same": 0, "tokens": 0, "refused": ""} for spec in rows}
-    for example in tqdm(examples, "KL", unit="question", leave=False):
-        answer = reference.ask(*setting.request("full", example), max_new_tokens=max_new_tokens).token_ids
-        expected = _answer_logits(reference, setting.request("full", example), answer)
-        for spec, total in sums.items():
-            if not total["refused"]:
-                with or_refused(total):
-                    logits = _answer_logits(engines[spec], setting.request(spec, example), answer)
-                    total["kl"] += float(kl_divergence(expected, logits).sum())
-                    total["same"] += int((expected.argmax(-1) == logits.argmax(-1)).sum())
-                    total["tokens"] += len(expected)
-    for spec, total in sums.items():
-        if total["refused"]:
-            rows[spec]["note"] = f"no KL: {total['refused']}"
-        else:
-            n = total["tokens"]
-            rows[spec].update({"kl": total["kl"] / n, "kl_n": n, "top1_agreement": total["same"] / n})
-
-
-def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || other) in nats per row: [rows, vocabulary] twice -> [rows], in float64.
-
-    Distributions are taken in float32, as sampling does; a token that the reference rules out counts nothing.
-    """
-    p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
-    weights = p.double().exp()
-    return torch.where(weights > 0, weights * (p.double() - q.double()), 0.0).sum(-1)
-
-
-def _answer_logits(engine: PICEngine, request: tuple[str, Sequence[Document]], answer: Sequence[int]) -> Tensor:
-    """Logits [answer tokens, vocabulary]; leaves nothing in the engine's store."""
+    refused: dict[str, str] = {}
+    times: dict[str, tuple[list[float], list[float]]] = {}
     try:
-        with linked(engine, *request) as state:
-            return state.answer_logits(answer)
+        refused |= compare(
+            asked.setting, asked.examples, specs, answers,
+            rules=asked.rules, answers=options.limit, title=asked.name,
+        )  # fmt: skip
+        examples = disjoint(asked.examples, options.timing_questions)
+        for spec in specs if examples else ():
+            if spec not in refused:
+                times[spec] = _times(asked.setting, spec, examples, clock)
     finally:
-        engine.store.clear()
+        for row in summarize(answers.rows, asked.examples, specs, refused, times):
+            report.add({"set": asked.name, **row})
+
+
+def _times(
+    setting: Setting, spec: str, examples: Sequence[Example], journal: Journal
+) -> tuple[list[float], list[float]]:
+    """Seconds to the first token, cold and cached; from the journal if they are there."""
+    name = {"method": spec, "made_by": made_by(setting.engine(spec)), "questions": [each.id for each in examples]}
+    row = next((row for row in journal.rows if name.items() <= row.items()), None)
+    if row is None:
+        cold, cached = first_token_times(setting, spec, examples)
+        row = {**name, "cold": cold, "cached": cached}
+        journal.add(row)
+    return row["cold"], row["cached"]
+
+
+def _by_set(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    return [(name, [row for row in rows if row["set"] == name]) for name in dict.fromkeys(row["set"] for row in rows)]

@@ -187,7 +187,7 @@ def split_methods(text: str, *, control: bool = True) -> list[str]:
         if specs.count(spec) > 1:
             raise ValueError(f"--methods names {spec} twice")
         if spec != NO_DOCUMENTS:
-            methods.parse(spec)
+            methods.parse(spec.partition("@")[0])
         elif not control:
             raise ValueError(f"this benchmark measures work on documents: leave the control {NO_DOCUMENTS!r} out")
     return specs

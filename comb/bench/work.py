@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,7 @@ from torch import Tensor
 
 from comb.backbones.exclusive import backbone_of
 from comb.cache.picache import PICache
-from comb.documents.document import Document
-from comb.engine.engine import PICEngine
-from comb.methods.base import DecodeState, Method
+from comb.methods.base import Method
 
 
 def random_model(
@@ -108,26 +105,6 @@ def check_logits(what: str, logits: Tensor, wanted: Tensor, dtype: torch.dtype) 
         raise ValueError(
             f"check failed: {what} by {difference:.2g} in a logit (allowed: {allowed:.2g}); no time would mean anything"
         )
-
-
-@contextmanager
-def linked(engine: PICEngine, question: str, documents: Sequence[str | Document]) -> Iterator[DecodeState]:
-    """The state for `question` over `documents`, which are compiled unless the engine's store has them.
-
-    Everything is given back to the store when the block ends.
-    """
-    segments = engine.segments_of(documents)
-    prompt = engine.prompt_builder.build(question, [segment.token_ids for segment in segments])
-    handles = engine.store.acquire(
-        [segment.key for segment in segments],
-        lambda missing: engine.method.compile([segments[index].token_ids for index in missing]),
-    )
-    with handles:
-        state = engine.method.link([handle.picache for handle in handles], prompt.tail, head_ids=prompt.head)
-        try:
-            yield state
-        finally:
-            state.release()
 
 
 def synchronize(device: torch.device) -> None:

@@ -168,6 +168,8 @@ class PromptBuilder:
         tokenizer: a Hugging Face tokenizer.
         document_template: a format string with ``{text}`` and, optionally, ``{title}``; by default the title, if
             there is one, and the text, each on its own line.
+        head: plain text in front of the documents, for a language model that answers best after a few examples; the
+            prompt is then ``head + documents + question`` without a chat template.
 
     Raises:
         ValueError: for a template without ``{text}``.
@@ -176,6 +178,7 @@ class PromptBuilder:
     tokenizer: Any
     document_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    head: str | None = None
 
     def __post_init__(self) -> None:
         if self.document_template is not None and "{text}" not in self.document_template:
@@ -212,7 +215,8 @@ class PromptBuilder:
         messages = [{"role": "user", "content": query}] if isinstance(query, str) else [dict(m) for m in query]
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
-        blocks = self._chat(messages) if self.tokenizer.chat_template else self._plain(query)
+        chat = self.head is None and self.tokenizer.chat_template
+        blocks = self._chat(messages) if chat else self._plain(query, self.head or "")
         return _assembled(_not_empty(blocks), segments, referenced or {})
 
     def complete(self, text: str, segments: Sequence[Sequence[int]] = ()) -> Prompt:
@@ -235,15 +239,16 @@ class PromptBuilder:
         with lock_of(self.tokenizer):
             return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-    def _plain(self, query: str | Sequence[Message]) -> list[int | _Reference]:
+    def _plain(self, query: str | Sequence[Message], head: str = "") -> list[int | _Reference]:
         if not isinstance(query, str):
             raise ValueError(
-                "chat messages need a tokenizer with a chat_template; this one has none: pass the query as text"
+                "chat messages need a tokenizer with a chat_template, and a PromptBuilder without a head of its own: "
+                "pass the query as text"
             )
         bos = self.tokenizer.bos_token_id
         with lock_of(self.tokenizer):
             adds_bos = bos is not None and self.tokenizer.encode("a")[0] == bos
-        return [*((bos,) if adds_bos else ()), _DOCUMENTS, *self._ids(query)]
+        return [*((bos,) if adds_bos else ()), *self._ids(head), _DOCUMENTS, *self._ids(query)]
 
     def _chat(self, messages: list[dict[str, Any]]) -> list[int | _Reference]:
         """The rendered chat as tokens, with the places where documents go: `_DOCUMENTS` before the first user content.

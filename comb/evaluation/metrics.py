@@ -1,7 +1,8 @@
-"""Answer metrics: SQuAD exact match and F1 over several references, and ROUGE-L.
+"""Answer metrics: SQuAD exact match and F1 over several references, containment, and ROUGE-L; bootstrap intervals.
 
 Exact match and F1 follow the official SQuAD 2.0 evaluation (Rajpurkar et al. 2018); ROUGE-L is the F-measure of the
-longest common subsequence of words (Lin 2004, beta = 1, no stemming), as the `rouge-score` package computes it.
+longest common subsequence of words (Lin 2004, beta = 1, no stemming), as the `rouge-score` package computes it (a test
+compares them; the package itself knows no script but the Latin one, and brings nltk along).
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ def f1(prediction: str, references: Sequence[str]) -> float:
     return _best(_f1_one, prediction, references)
 
 
+def contains(prediction: str, references: Sequence[str]) -> float:
+    """1.0 if a reference stands in `prediction` word by word, both in normal form, else 0.0: for models that answer in
+    sentences (Mallen et al. 2023 call it accuracy)."""
+    return _best(_contains_one, prediction, references)
+
+
 def rouge_l(prediction: str, references: Sequence[str]) -> float:
     """Best ROUGE-L F-measure over the references, in 0..1."""
     return _best(_rouge_l_one, prediction, references)
@@ -70,15 +77,23 @@ def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Sc
     return Scores(n=len(pairs), **{name: fmean(values) for name, values in each.items()}, intervals=intervals)
 
 
-def bootstrap(values: Sequence[float], *, share: float = 0.95, resamples: int = 2000) -> tuple[float, float]:
+def bootstrap(
+    values: Sequence[float], weights: Sequence[float] | None = None, *, share: float = 0.95, resamples: int = 2000
+) -> tuple[float, float]:
     """Where the mean of `values` may lie: the percentile interval of means of resamples (Efron 1979).
 
-    The resamples are the same for the same number of values, so that methods over the same questions are drawn alike.
-    Where all values are equal there is nothing to draw from, and the interval is a point.
+    The resamples are the same for the same number of values, so that methods over the same questions are drawn alike;
+    of differences between two methods it is the paired bootstrap. Where all values are equal it is a point.
+
+    Args:
+        weights: of the values in each mean; by default all are alike.
     """
     generator = numpy.random.default_rng(len(values))
-    data = numpy.asarray(values, dtype=float)
-    means = [data[generator.integers(len(data), size=len(data))].mean() for _ in range(resamples)]
+    data, weight = numpy.asarray(values, dtype=float), numpy.ones(len(values))
+    if weights is not None:
+        weight = numpy.asarray(weights, dtype=float)
+    drawn = generator.integers(len(data), size=(resamples, len(data)))
+    means = (data * weight)[drawn].sum(1) / weight[drawn].sum(1)
     low, high = numpy.quantile(means, [(1 - share) / 2, (1 + share) / 2])
     return float(low), float(high)
 
@@ -101,6 +116,11 @@ def _f1_one(prediction: str, reference: str) -> float:
         return float(predicted == expected)
     shared = sum((Counter(predicted) & Counter(expected)).values())
     return _f_measure(shared, len(predicted), len(expected))
+
+
+def _contains_one(prediction: str, reference: str) -> float:
+    words = normalize_answer(reference)
+    return float(bool(words) and f" {words} " in f" {normalize_answer(prediction)} ")
 
 
 def _rouge_l_one(prediction: str, reference: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from comb.evaluation.run import NO_DOCUMENTS, MethodResult, Timing
 from comb.evaluation.table import Row
 
-METRICS = {"em": "exact match, %", "f1": "F1, %", "rouge_l": "ROUGE-L, %"}
+METRICS = {"em": "exact match, %", "f1": "F1, %", "contains": "gold answer contained, %", "rouge_l": "ROUGE-L, %"}
 _MARKERS = "osD^vXP*"
 
 
@@ -133,15 +133,16 @@ class Quality:
     """Quality against time to first token: hollow cold, filled cached (EPIC Fig. 6). Refused methods are left out.
 
     Args:
-        rows: of `MethodResult.to_dict`. metric: em, f1 or rouge_l.
+        rows: of `MethodResult.to_dict` or `summarize`. metric: em, f1, contains or rouge_l. name: of the questions.
     """
 
     rows: Sequence[Row]
     metric: str = "em"
+    name: str = ""
 
     def draw(self, axes: Any) -> None:
         """One pair of markers per method; a dotted line for a method without times."""
-        for number, row in enumerate(row for row in self.rows if not row["refused"]):
+        for number, row in enumerate(row for row in self.rows if not row.get("refused")):
             name, height, look = row["method"], 100 * row[self.metric], _look(number)
             if row["ttft_cold_s"] is None or name == NO_DOCUMENTS:
                 axes.axhline(height, color=look["color"], linestyle=":", label=f"{name} ({height:.0f}%)")
@@ -152,7 +153,7 @@ class Quality:
         axes.margins(y=0.12)
         axes.set_xlim(left=0)
         axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
-        axes.set_ylabel(METRICS[self.metric])
+        axes.set(ylabel=METRICS[self.metric], title=self.name)
         _legend_beside(axes)
 
 

@@ -7,12 +7,11 @@ example first with an empty store (cold) and then again (cached).
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
@@ -66,11 +65,6 @@ class MethodResult:
         recomputed_tokens: document tokens that the backbone prefilled for a question, mean.
         seconds: for all answers, times to first token apart.
         predictions: the answers, in the order of the examples.
-        kl: KL(full || method) in nats, mean over the tokens of full recompute's own answers; None: not measured.
-        kl_n: over how many answer tokens `kl` and `top1_agreement` are means.
-        top1_agreement: share of those tokens at which the method's likeliest token is full recompute's.
-        peak_memory_bytes: most bytes of tensors that linking and the first token add; None: not measured.
-        refused: why the method can't run here; then nothing above was measured (NaN, null in JSON).
         note: anything else a reader has to know.
         intervals: 95% bootstrap intervals of em, f1 and rouge_l over the questions.
     """
@@ -87,23 +81,12 @@ class MethodResult:
     recomputed_tokens: float
     seconds: float
     predictions: tuple[str, ...] = ()
-    kl: float | None = None
-    kl_n: int = 0
-    top1_agreement: float | None = None
-    peak_memory_bytes: int | None = None
-    refused: str = ""
     note: str = ""
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    @classmethod
-    def refusal(cls, method: str, reason: str) -> Self:
-        """A row for a method that can't run: its reason, and NaN for every mean."""
-        nan = math.nan
-        return cls(method, 0, nan, nan, nan, nan, None, None, nan, nan, nan, refused=reason)
-
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, for tables and JSON; what a refused method has no value for is None."""
-        return {name: None if value != value else value for name, value in vars(self).items()}
+        """The fields by name, for tables and JSON."""
+        return dict(vars(self))
 
 
 def evaluate(
@@ -150,7 +133,7 @@ def evaluate(
     results = []
     for method in methods:
         quality = _quality(setting, method, examples, max_new_tokens, batch_size, progress)
-        cold, cached = _times(setting, method, disjoint(examples, timing_examples))
+        cold, cached = first_token_times(setting, method, disjoint(examples, timing_examples))
         results.append(replace(quality, ttft_cold_s=Timing.of(cold), ttft_cached_s=Timing.of(cached)))
     return [replace(results[0], note=note), *results[1:]]
 
@@ -187,9 +170,14 @@ class Setting:
     mac: MacConfig | None = None
 
     def engine(self, method: str, store: PICacheStore | None = None) -> PICEngine:
-        """A fresh engine. Raises ValueError where the method is unknown or doesn't fit the model."""
-        name = "full" if method == NO_DOCUMENTS else method
-        extra: dict[str, Any] = {} if self.splitter is None else {"splitter": self.splitter}
+        """A fresh engine; ``naive@fixed:128`` is a method with a splitter of its own.
+
+        Raises:
+            ValueError: where the method is unknown or doesn't fit the model.
+        """
+        name, _, splitter = ("full" if method == NO_DOCUMENTS else method).partition("@")
+        splitter = splitter or self.splitter or ""
+        extra: dict[str, Any] = {"splitter": splitter} if splitter else {}
         extra |= {"prompt_builder": self.builder, "mac": self.mac}
         return PICEngine(self.model, self.tokenizer, method=name, store=store, **extra)
 
@@ -233,7 +221,7 @@ def _quality(
     )  # fmt: skip
 
 
-def _times(setting: Setting, method: str, examples: Sequence[Example]) -> tuple[list[float], list[float]]:
+def first_token_times(setting: Setting, method: str, examples: Sequence[Example]) -> tuple[list[float], list[float]]:
     """Seconds to the first token, one request at a time: cold, and asked again."""
 
     def first_token(engine: PICEngine, example: Example) -> float:

@@ -167,34 +167,18 @@ _QUALITY = (
     Column("EM %", "em", percent),
     Column("F1 %", "f1", percent),
     Column("ROUGE-L", "rouge_l", percent),
-    Column("KL", "kl", divergence, "from full recompute's next-token distribution, nats per token of its own answer"),
-    Column("top-1", "top1_agreement", percent, "how often both have the same likeliest token, %"),
-    Column("cold ms", "ttft_cold_s", ms, "time to first token, median ±half the distance of the quartiles"),
-    Column("cached ms", "ttft_cached_s", ms, "the same, asked again"),
+    Column("TTFT cold", "ttft_cold_s", _quartiles, "time to first token in ms, median (quartiles)"),
+    Column("TTFT cached", "ttft_cached_s", _quartiles, "the same, asked again"),
     Column("B/token", "cache_bytes_per_document_token", fixed(0), "bytes of cache per document token"),
     Column("redone", "recomputed_tokens", fixed(0), "document tokens prefilled again per question"),
-    Column("peak", "peak_memory_bytes", mebibytes, "MiB that linking and the first token add"),
 )
-_IF_MEASURED = ("kl", "top1_agreement", "peak_memory_bytes")
 
 
-def result_table(results: Sequence[MethodResult | Row], title: str = "") -> TextTable:
-    """EM, F1 and ROUGE-L in percent, times with quartiles; KL, top-1 and peak where some method has a value."""
-    rows = [result.to_dict() if isinstance(result, MethodResult) else result for result in results]
-    measured = {key for key in _IF_MEASURED if any(row[key] is not None for row in rows)}
-    columns = [column for column in _QUALITY if column.value not in _IF_MEASURED or column.value in measured]
-    if not measured:  # then there is room for the quartiles themselves
-        columns[4:6] = [
-            Column("TTFT cold", "ttft_cold_s", _quartiles, "time to first token in ms, median (quartiles)"),
-            Column("TTFT cached", "ttft_cached_s", _quartiles, "the same, asked again"),
-        ]
-    answered = [row for row in rows if not row["refused"]]
-    remarks = [f"{answered[0]['n']} questions; times one request at a time."] if answered else []
-    if known := [row for row in answered if row["intervals"]]:
-        said = ", ".join("{} {}-{}".format(row["method"], *map(percent, row["intervals"]["em"])) for row in known)
+def result_table(results: Sequence[MethodResult], title: str = "") -> TextTable:
+    """EM, F1 and ROUGE-L in percent, times with quartiles."""
+    remarks = [f"{results[0].n} questions; times one request at a time."]
+    said = ", ".join("{} {}-{}".format(r.method, *map(percent, r.intervals["em"])) for r in results if r.intervals)
+    if said:
         remarks.append(f"EM, 95% intervals (bootstrap over questions): {said}.")
-    for note in dict.fromkeys(row["note"] for row in rows if row["note"]):
-        methods = [row["method"] for row in rows if row["note"] == note]
-        # what holds for all methods is said once, without their names
-        remarks.append(note if len(methods) == len(rows) > 1 else f"{', '.join(methods)}: {note}")
-    return TextTable(title, columns, rows, remarks)
+    remarks += [result.note for result in results if result.note]
+    return TextTable(title, _QUALITY, [result.to_dict() for result in results], remarks)

@@ -134,6 +134,17 @@ class DecodeState:
         output = self._generate(**{**generate_kwargs, "return_dict_in_generate": True})
         return output.sequences, output.past_key_values
 
+    def generate_with_logits(self, **generate_kwargs: Any) -> tuple[list[int], torch.Tensor]:
+        """The new tokens of `generate`, and the logits [new tokens, vocabulary] in float32 that each was chosen from.
+
+        Raises:
+            ValueError: for a state of several rows.
+        """
+        if len(self.input_ids) != 1:
+            raise ValueError(f"expected one row, got {len(self.input_ids)}")
+        output = self._generate(**{**generate_kwargs, "return_dict_in_generate": True, "output_logits": True})
+        return output.sequences[0, self.input_ids.shape[1] :].tolist(), torch.cat(output.logits).float()
+
     def answer_logits(self, answer_ids: Sequence[int]) -> torch.Tensor:
         """Logits [answer tokens, vocabulary] in float32 at every token of a given answer (one row only).
 

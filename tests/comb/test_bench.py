@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,16 +21,14 @@ from comb.bench.drift import measure_drift
 from comb.bench.drift import tables as drift_tables
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, benchmarks
 from comb.bench.memory import peak_memory, running_maximum
-from comb.bench.methods import MethodsOptions, compare, kl_divergence
 from comb.bench.options import drop_too_long, integers, numbers, split_methods
-from comb.bench.work import RandomPrompt, linked, random_model
+from comb.bench.work import RandomPrompt, random_model
 from comb.cli import main as cli
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
-from comb.evaluation.plot import Quality, draw
-from comb.evaluation.record import write_results
-from comb.evaluation.run import MethodResult, Setting, Timing
-from comb.evaluation.table import Column, Row, TextTable, result_table
+from comb.evaluation.compare import linked
+from comb.evaluation.run import Setting, Timing
+from comb.evaluation.table import Column, TextTable
 from tests.comb.test_hybrid_methods import text_model
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates
@@ -128,15 +125,7 @@ def test_numbers_are_sorted_and_checked() -> None:
         numbers("nan", "--rates")
 
 
-# --- divergence and memory ------------------------------------------------------------------------------------------
-
-
-def test_divergence_of_known_distributions() -> None:
-    p, q = torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log(), torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
-    expected = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(2)]
-    assert kl_divergence(p, q).tolist() == pytest.approx(expected, abs=1e-6)
-    assert kl_divergence(p, p).tolist() == [0.0, 0.0]
-    assert kl_divergence(q, p)[1].item() == math.inf  # ruled out by the other, not by the reference
+# --- memory -------------------------------------------------------------------------------------------------------
 
 
 def test_running_maximum() -> None:
@@ -163,7 +152,7 @@ def test_a_linked_request_is_what_the_engine_answers_from(setting: Setting, exam
         engine = setting.engine(method)
         request = setting.request(method, examples[0])
         [token, *_] = engine.ask(*request, max_new_tokens=1).token_ids
-        with linked(engine, *request) as state:
+        with linked(engine, *request) as (state, _):
             assert int(state.logits.argmax()) == token
         assert engine.store.stats().in_use == 0
 
@@ -192,78 +181,6 @@ def test_a_run_that_is_broken_off_keeps_what_it_has(tmp_path: Path) -> None:
     assert (content["benchmark"], len(content["results"])) == ("broken", 2)
     assert "| b | refused |" in out.with_suffix(".md").read_text()
     assert "b refused: too long" in out.with_suffix(".md").read_text()
-
-
-# --- comb bench methods ---------------------------------------------------------------------------------------------
-
-
-def compared(setting: Setting, examples: list[Example], specs: Sequence[str], **options: Any) -> list[Row]:
-    """The rows of `comb bench methods`."""
-    chosen = MethodsOptions(**options)
-    report = BenchmarkReport("methods", chosen, lambda rows: [], lambda rows: [])
-    compare(setting, examples, specs, chosen, report)
-    return report.rows
-
-
-@pytest.fixture(scope="module")
-def results(setting: Setting, examples: list[Example]) -> dict[str, Row]:
-    methods = ("full", "prefix", "naive", "comb", "none")
-    found = compared(setting, examples, methods, max_new_tokens=4, timing_examples=2, kl_examples=3)
-    assert [row["method"] for row in found] == list(methods)
-    return {row["method"]: row for row in found}
-
-
-def test_full_recompute_does_not_diverge_from_itself(results: dict[str, Row]) -> None:
-    assert results["full"]["kl"] == 0.0
-    assert results["full"]["top1_agreement"] == 1.0
-    assert results["prefix"]["kl"] == pytest.approx(0.0, abs=1e-6)
-    assert results["prefix"]["top1_agreement"] == 1.0
-    assert {result["kl_n"] for result in results.values()} == {results["full"]["kl_n"]}
-    assert 3 <= results["full"]["kl_n"] <= 3 * 4
-
-
-def test_controls_diverge_and_peaks_grow_with_the_prompt(results: dict[str, Row]) -> None:
-    assert min(results[method]["kl"] for method in ("none", "naive", "comb")) > 1e-3
-    assert min(row["peak_memory_bytes"] for row in results.values()) > 0
-    assert results["full"]["peak_memory_bytes"] > results["none"]["peak_memory_bytes"]
-
-
-def test_what_cannot_run_is_a_row_with_a_reason(setting: Setting, examples: list[Example], tmp_path: Path) -> None:
-    plain = Setting(setting.model.backbone, setting.tokenizer, setting.builder)
-    found = compared(
-        plain, examples, ["comb", "legolink:k=none", "full"],
-        max_new_tokens=2, timing_examples=1, kl_examples=1, memory=False,
-    )  # fmt: skip
-    assert [bool(row["refused"]) for row in found] == [True, True, False]
-    assert "plain backbone" in found[0]["refused"]
-    assert "legolink:k" in found[1]["refused"]
-    table = result_table(found)
-    assert table.lines()[0][:2] == ("comb", "refused")
-    assert "comb refused: method 'comb' needs" in table.markdown()
-    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
-    assert draw([Quality(found, "rouge_l")], tmp_path / "plot.png").read_bytes()
-    assert draw([Quality(found[:1])], tmp_path / "empty.png").read_bytes()
-
-
-def test_results_survive_json(results: dict[str, Row], tmp_path: Path) -> None:
-    write_results(tmp_path / "r.json", [*results.values(), MethodResult.refusal("comb", "no encoder")])
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    *written, refused = json.loads((tmp_path / "r.json").read_text(), parse_constant=refuse)["results"]
-    assert [row["predictions"] for row in written] == [list(row["predictions"]) for row in results.values()]
-    assert [row["ttft_cold_s"] for row in written] == [vars(row["ttft_cold_s"]) for row in results.values()]
-    assert (refused["refused"], refused["em"]) == ("no encoder", None)
-
-
-def test_measured_columns_appear_only_when_measured(results: dict[str, Row]) -> None:
-    bare = MethodResult("full", 1, 1.0, 1.0, 1.0, 1.0, None, None, 0.0, 0.0, 1.0)
-    assert len(result_table([bare]).columns) == 8
-    names = [column.name for column in result_table(list(results.values())).columns]
-    assert names[4:6] == ["KL", "top-1"]
-    assert names[-1] == "peak"
-    assert len(names) == 11
 
 
 def test_prompts_without_room_are_dropped_and_counted(setting: Setting, examples: list[Example]) -> None:
@@ -461,10 +378,10 @@ def test_methods_command(folder: Path, tmp_path: Path) -> None:
         "--kl-examples", 2,
     )  # fmt: skip
     assert "comb refused: method 'comb' needs a model with a trained encoder" in (tmp_path / "m.md").read_text()
-    assert [row["method"] for row in content["results"]] == ["full", "legolink:2", "comb"]
+    assert [row["method"] for row in content["results"]] == ["full", "legolink:2", "comb", "none"]
     assert content["results"][0]["kl"] == 0.0
     assert content["results"][0]["n"] == 4
-    assert content["results"][2]["em"] is None
+    assert "em" not in content["results"][2]
     assert {"argv", "versions", "commit", "machine"} <= set(content)
 
 
@@ -520,7 +437,7 @@ def test_drift_command(folder: Path, tmp_path: Path) -> None:
         (["methods", "--methods", "fool"], "unknown method 'fool'"),
         (["methods", "--dataset", "nothing"], "unknown dataset 'nothing'"),
         (["methods", "--dataset", "missing.jsonl"], "missing.jsonl"),
-        (["methods", "--metric", "bleu"], "--metric is one of em, f1, rouge_l"),
+        (["methods", "--metric", "bleu"], "--metric is one of em, f1, contains, rouge_l"),
         (["methods", "--out", "here.png"], "expected a name in .json"),
         (["methods", "--query-template", "nothing"], "has no {query}"),
         (["async", "--methods", "none"], "leave the control"),

@@ -1,0 +1,122 @@
+"""The sets of a comparison, read from one file: where their questions are, and how they are put to a language model.
+
+    templates:
+      few-shot: {head: "...\\n\\n", document: "{text}\\n", query: "Question: {query}\\nAnswer:", stop: "\\n"}
+    sets:
+      squad: {dataset: squad, path: squad/dev.json, template: few-shot, options: {num_documents: 4}}
+
+`configs/evaluation.yaml` is such a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+import yaml
+
+from comb.documents.datasets import HUB, Dataset, read_dataset
+from comb.documents.document import Example
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class QuestionTemplate:
+    """How documents and a question become a prompt.
+
+    Args:
+        head: plain text in front of the documents (`PromptBuilder.head`); None takes the model's chat template.
+        document: with ``{text}`` and, optionally, ``{title}``; None is `PromptBuilder`'s own.
+        query: with ``{query}``.
+        stop: characters that end an answer, as the model's end token does; the text in front is scored.
+    """
+
+    head: str | None = None
+    document: str | None = None
+    query: str = "{query}"
+    stop: str = ""
+
+    def __post_init__(self) -> None:
+        if "{query}" not in self.query:
+            raise ValueError(f"a template's query needs {{query}}, or all questions would be the same: {self.query!r}")
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Questions of one dataset, and how they are asked.
+
+    Args:
+        dataset: a registered name. path: its file below the folder of all sets' data, or ``hf://...``.
+        split: the side that is scored; templates were chosen on the other one.
+        options: of the dataset's reader.
+    """
+
+    name: str
+    dataset: str
+    template: QuestionTemplate
+    path: str | None = None
+    split: str = "heldout"
+    max_new_tokens: int = 24
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, data: Path, seed: int = 0) -> Dataset:
+        """All its questions, `spread`."""
+        path: str | Path | None = self.path
+        if path is not None and not str(path).startswith(HUB):
+            path = data / path
+        found = read_dataset(self.dataset, path, split=self.split, seed=seed, **self.options)
+        return replace(found, examples=tuple(spread(found.examples, seed)))
+
+
+def spread(examples: tuple[Example, ...], seed: int) -> list[Example]:
+    """The examples in an order of which any beginning is a sample: shuffled, no documents again before all were asked.
+
+    Questions about the same paragraph are alike, so that few paragraphs asked often would tell less.
+    """
+    rounds: dict[tuple[int, float], Example] = {}
+    asked: dict[Any, int] = {}
+    rng = Random(seed)
+    for example in rng.sample(examples, len(examples)):
+        asked[example.documents] = asked.get(example.documents, -1) + 1
+        rounds[asked[example.documents], rng.random()] = example
+    return [rounds[key] for key in sorted(rounds)]
+
+
+def read_sets(path: Path) -> dict[str, EvaluationSet]:
+    """The sets of a file by their names.
+
+    Raises:
+        ValueError: for a file that can't be read, an unknown key, or a template that isn't there.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} can't be read as YAML: {error}") from error
+    if not isinstance(content, Mapping) or set(content) != {"templates", "sets"}:
+        raise ValueError(f"{path}: expected the keys templates and sets, got {list(content or ())}")
+    templates = {
+        name: _made(QuestionTemplate, row, f"{path}: templates.{name}") for name, row in content["templates"].items()
+    }
+    sets = {}
+    for name, row in content["sets"].items():
+        where = f"{path}: sets.{name}"
+        wanted = row.get("template") if isinstance(row, Mapping) else None
+        if wanted not in templates:
+            raise ValueError(f"{where}.template is one of {', '.join(templates)}, not {wanted!r}")
+        sets[name] = _made(EvaluationSet, {**row, "name": name, "template": templates[wanted]}, where)
+    return sets
+
+
+def _made(kind: type[T], row: Any, where: str) -> T:
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # both kinds are dataclasses
+    if not isinstance(row, Mapping) or set(row) - set(known):
+        wrong = row if not isinstance(row, Mapping) else sorted(set(row) - set(known))
+        raise ValueError(f"{where}: expected keys among {', '.join(known)}, got {wrong}")
+    try:
+        return kind(**row)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error

@@ -1,0 +1,307 @@
+"""Methods against full recompute: hand-made rows, a tiny model, the nano backbone with wrong documents, the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from comb import CombForCausalLM, Document, Example
+from comb.backbones.tokenizer import load_tokenizer
+from comb.cli import main as cli
+from comb.documents.datasets import read_dataset
+from comb.documents.document import PromptBuilder
+from comb.evaluation.compare import AnswerRules, compare, kl_divergence
+from comb.evaluation.journal import Journal
+from comb.evaluation.run import Setting
+from comb.evaluation.sets import read_sets, spread
+from comb.evaluation.summary import comparison_tables, summarize
+from comb.evaluation.table import Row
+from comb.model.source import load_named
+from tests.helpers.byte_text import byte_tokenizer
+from tests.helpers.families import open_gates
+
+METHODS = ("full", "prefix", "naive", "naive@fixed:8", "legolink:64", "comb", "none")
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    """A tiny Llama of strong attention with an untrained encoder, gates open; few-shot text in front."""
+    import transformers as tf
+
+    from tests.helpers.families import BASE
+
+    torch.manual_seed(1)
+    config = tf.LlamaConfig(**{**BASE, "vocab_size": 300, "num_hidden_layers": 2, "initializer_range": 0.2})
+    backbone = tf.AutoModelForCausalLM.from_config(config).eval()
+    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=1)).eval()
+    tokenizer = byte_tokenizer()
+    return Setting(model, tokenizer, PromptBuilder(tokenizer, head="Q: a? A: b\n"), "Q: {query} A:")
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Example]:
+    return [
+        Example((Document(f"fact {n} is here"), Document(f"and other {n}")), f"what is {n}?", f"fact {n}", id=str(n))
+        for n in range(5)
+    ]
+
+
+def compared(
+    setting: Setting, examples: Sequence[Example], methods: Sequence[str], rules: AnswerRules, **options: Any
+) -> dict[str, Row]:
+    journal = Journal(None, {})
+    refused = compare(setting, examples, methods, journal, rules=rules, progress=False, **options)
+    return {row["method"]: row for row in summarize(journal.rows, examples, methods, refused, {})}
+
+
+@pytest.fixture(scope="module")
+def results(setting: Setting, examples: list[Example]) -> dict[str, Row]:
+    return compared(setting, examples, METHODS, AnswerRules(6), answers=4)
+
+
+# --- on a model -----------------------------------------------------------------------------------------------------
+
+
+def test_what_recomputes_everything_is_full_recompute(results: dict[str, Row]) -> None:
+    for method in ("full", "prefix", "legolink:64"):
+        row = results[method]
+        assert (row["same"], row["rouge_l_full"], row["top1_agreement"]) == (1.0, 1.0, 1.0)
+        assert row["kl"] == pytest.approx(0.0, abs=1e-6)
+        assert row["minus_full"]["f1"] == (0.0, 0.0, 0.0)
+    assert results["full"]["kl"] == 0.0
+    assert results["legolink:64"]["recomputed_tokens"] == results["full"]["document_tokens"] > 0
+
+
+def test_others_diverge_and_all_have_the_same_questions(results: dict[str, Row]) -> None:
+    for method in ("naive", "naive@fixed:8", "comb", "none"):
+        assert results[method]["kl"] > 1e-3
+        assert results[method]["recomputed_tokens"] == 0
+    assert results["naive"]["kl"] != results["naive@fixed:8"]["kl"]
+    assert {(row["n"], row["kl_questions"]) for row in results.values()} == {(4, 5)}
+    assert len({row["kl_n"] for row in results.values()}) == 1
+    assert results["none"]["document_tokens"] == 0
+
+
+def test_answers_are_those_of_the_engine(setting: Setting, examples: list[Example]) -> None:
+    """Whether an answer was decoded or read off the pass over full recompute's."""
+    journal = Journal(None, {})
+    compare(setting, examples, METHODS, journal, rules=AnswerRules(6), progress=False)
+    same = {"as full": 0, "its own": 0}
+    for row in journal.rows:
+        example = examples[int(row["question"].partition(":")[0])]
+        answer = setting.engine(row["method"]).ask(*setting.request(row["method"], example), max_new_tokens=6)
+        assert row["text"] == answer.text.strip()
+        same["as full" if row["top1"] == 1 else "its own"] += 1
+    assert min(same.values()) > 3
+
+
+def test_an_answer_ends_at_the_stop(setting: Setting, examples: list[Example]) -> None:
+    long = compared(setting, examples, ["full"], AnswerRules(12))
+    [first, *_] = setting.engine("full").ask(*setting.request("full", examples[0]), max_new_tokens=12).text[3:]
+    journal = Journal(None, {})
+    compare(setting, examples[:1], ["full"], journal, rules=AnswerRules(12, first), progress=False)
+    [row] = journal.rows
+    assert first not in row["text"]
+    assert row["tokens"] <= 4  # the stop is the last token that is compared
+    assert long["full"]["kl_n"] > 12
+
+
+def test_a_method_that_cannot_run_is_refused_and_the_others_go_on(setting: Setting, examples: list[Example]) -> None:
+    plain = replace(setting, model=setting.model.backbone)
+    found = compared(plain, examples[:2], ["full", "comb", "legolink:k=none"], AnswerRules(2))
+    assert "plain backbone" in found["comb"]["refused"]
+    assert "legolink:k" in found["legolink:k=none"]["refused"]
+    scores, gaps = comparison_tables(list(found.values()), "tiny")
+    assert "comb refused: method 'comb' needs" in scores.markdown()
+    assert not gaps.rows
+
+
+def test_divergence_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log(), torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
+    # 0.5 ln 2 + 0.5 ln (2/3), and ln 2
+    assert kl_divergence(p, q).tolist() == pytest.approx([0.143841, 0.693147], abs=1e-6)
+    assert kl_divergence(p, p).tolist() == [0.0, 0.0]
+    assert kl_divergence(q, p)[1].item() == math.inf  # ruled out by the other, not by the reference
+
+
+def test_wrong_documents_are_noticed() -> None:
+    """The control: on a backbone that can read them, other questions' documents cost the answers, another order not."""
+    examples = list(read_dataset("nano", limit=24, num_documents=4))
+    groups = list(dict.fromkeys(example.documents for example in examples))
+    other = dict(zip(groups, [*groups[1:], groups[0]], strict=True))
+    model = load_named("nano", backbone=None, dtype="float32", device="cpu")
+    tokenizer = load_tokenizer("nano", model)
+    setting = Setting(model, tokenizer, PromptBuilder(tokenizer))
+    kinds = {
+        "right": examples,
+        "shuffled": [replace(example, documents=example.documents[::-1]) for example in examples],
+        "wrong": [replace(example, documents=other[example.documents]) for example in examples],
+    }
+    found = {
+        kind: compared(setting, chosen, ["full", "legolink-0", "none"], AnswerRules(24))
+        for kind, chosen in kinds.items()
+    }
+    for method in ("full", "legolink-0"):
+        assert found["right"][method]["contains"] > 0.8
+        assert found["shuffled"][method]["contains"] > 0.8
+        assert found["wrong"][method]["contains"] < 0.3
+    right = found["right"]["none"]
+    assert right["kl"] > 5 * found["right"]["legolink-0"]["kl"]
+    assert right["minus_full"]["contains"][2] < 0  # the interval says so too
+
+
+# --- by hand --------------------------------------------------------------------------------------------------------
+
+
+def made(method: str, question: str, text: str, kl: float, tokens: int) -> Row:
+    costs = {"recomputed": 2, "document_tokens": 10, "cache_bytes": 50}
+    return {"method": method, "question": question, "text": text, "kl": kl, "top1": 0.5, "tokens": tokens, **costs}
+
+
+def test_a_summary_by_hand() -> None:
+    examples = [Example((), "q", "Rome", id="a"), Example((), "q", "Oslo", ("Oslo", "the Tigerstaden"), id="b")]
+    rows = [
+        made("full", "0:a", "Rome", 0.0, 3), made("full", "1:b", "It is Tigerstaden now", 0.0, 1),
+        made("x", "0:a", "Milan", 0.2, 3), made("x", "1:b", "It is Tigerstaden now", 0.6, 1),
+        {key: value for key, value in made("x", "7:z", "", 9.0, 9).items() if key != "text"},  # not asked for any more
+    ]  # fmt: skip
+    full, x, y = summarize(rows, examples, ["full", "x", "y"], {"y": "too big"}, {"x": ([1.0], [0.5])})
+    assert (full["em"], full["contains"], full["same"]) == (0.5, 1.0, 1.0)
+    assert full["f1"] == pytest.approx((1 + 2 * 0.25 * 1 / 1.25) / 2)  # one of four words, no article left
+    assert (x["em"], x["contains"], x["same"], x["rouge_l_full"]) == (0.0, 0.5, 0.5, 0.5)
+    assert x["minus_full"]["em"] == (-0.5, -1.0, 0.0)
+    assert x["minus_full"]["contains"] == (-0.5, -1.0, 0.0)
+    assert x["kl"] == pytest.approx((3 * 0.2 + 1 * 0.6) / 4)  # by token
+    assert x["intervals"]["kl"] == pytest.approx((0.2, 0.6))
+    assert (x["kl_n"], x["recomputed_tokens"], x["cache_bytes_per_document_token"]) == (4, 2, 5)
+    assert x["ttft_cold_s"].median == 1.0
+    assert y == {"method": "y", "refused": "too big", "note": "", "ttft_cold_s": None, "ttft_cached_s": None}
+
+
+def test_questions_come_in_rounds_over_the_documents() -> None:
+    documents = [(Document(name),) for name in "abc"]
+    examples = tuple(Example(documents[n % 3], f"{n}", "") for n in range(9))
+    order = spread(examples, seed=0)
+    assert sorted(order, key=lambda e: e.query) == list(examples)
+    for first in (0, 3, 6):
+        assert {example.documents for example in order[first : first + 3]} == set(documents)
+    assert spread(examples, seed=0) == order != spread(examples, seed=1)
+
+
+# --- a run that is broken off ---------------------------------------------------------------------------------------
+
+
+def test_a_journal_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "set.jsonl"
+    Journal(path, {"seed": 1}).add({"text": "one\u2028line"})
+    with path.open("a") as file:
+        file.write('{"text": "hal')
+    again = Journal(path, {"seed": 1})
+    assert again.rows == [{"text": "one\u2028line"}]
+    again.add({"text": "two"})
+    assert [row["text"] for row in Journal(path, {"seed": 1}).rows] == ["one\u2028line", "two"]
+    with pytest.raises(ValueError, match="made with seed=1, now it is 2"):
+        Journal(path, {"seed": 2})
+
+
+def test_a_journal_spares_what_is_there(setting: Setting, examples: list[Example]) -> None:
+    journal, rules = Journal(None, {}), AnswerRules(3)
+    compare(setting, examples[:3], ["full", "naive"], journal, rules=rules, answers=2, progress=False)
+    assert len(journal.rows) == 6
+    before = list(journal.rows)
+    compare(setting, examples[:3], ["full", "naive"], journal, rules=rules, answers=2, progress=False)
+    assert journal.rows == before
+    compare(setting, examples[:3], ["full", "none"], journal, rules=rules, answers=3, progress=False)
+    new = [(row["method"], row["question"], "text" in row) for row in journal.rows[6:]]
+    assert new == [("none", "0:0", True), ("none", "1:1", True), ("full", "2:2", True), ("none", "2:2", True)]
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+CONFIG = """
+templates:
+  few: {head: "Q: a? A: b\\n", document: "{text}\\n", query: "Q: {query} A:", stop: "\\n"}
+sets:
+  facts: {dataset: jsonl, path: data.jsonl, template: few, split: all, max_new_tokens: 3}
+  again: {dataset: jsonl, path: data.jsonl, template: few, split: all, max_new_tokens: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, setting: Setting) -> Path:
+    folder = tmp_path_factory.mktemp("compare")
+    setting.model.backbone.save_pretrained(folder / "model")
+    setting.tokenizer.save_pretrained(folder / "model")
+    rows = [{"documents": [f"fact {n} is here", f"and other {n}"], "query": f"what is {n}?", "answer": f"fact {n}"}
+            for n in range(12)]  # fmt: skip
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "sets.yaml").write_text(CONFIG)
+    return folder
+
+
+def bench(folder: Path, **options: object) -> Any:
+    given = {"model": folder / "model", "config": folder / "sets.yaml", "data": folder, "out": folder / "out.json"}
+    words = [str(word) for name, value in {**given, **options}.items() for word in (f"--{name}", value)]
+    return CliRunner().invoke(cli.app, ["bench", "methods", *words], env={"COLUMNS": "120"})
+
+
+def test_the_command_makes_tables_of_all_sets_and_goes_on(folder: Path) -> None:
+    options = {"methods": "naive,legolink:2", "questions": 3, "timing-questions": 2}
+    first = bench(folder, sets="facts", **options)
+    assert first.exit_code == 0, first.output
+    journal = folder / "out" / "facts.jsonl"
+    before = journal.read_text()
+    second = bench(folder, **options | {"methods": "naive,legolink:2,legolink:2@fixed:8"})
+    assert second.exit_code == 0, second.output
+    assert journal.read_text().startswith(before)
+    assert len(journal.read_text().splitlines()) == len(before.splitlines()) + 3  # the new method's answers
+    content = json.loads((folder / "out.json").read_text())
+    assert [(row["set"], row["method"]) for row in content["results"]] == [
+        (name, method)
+        for name in ("facts", "again")
+        for method in ("full", "naive", "legolink:2", "legolink:2@fixed:8", "none")
+    ]
+    assert content["sets"]["facts"]["template"]["query"] == "Q: {query} A:"
+    assert content["sets"]["facts"]["data"]["kept"] == 3
+    assert content["results"][1]["ttft_cached_s"]["n"] == 2
+    tables = (folder / "out.md").read_text()
+    assert all(f"### {title}" in tables for title in ("facts", "facts: intervals", "again"))
+    pytest.importorskip("matplotlib", reason="plots need matplotlib (the demo extra)")
+    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
+    other = bench(folder, **options | {"max-new-tokens": 5})
+    assert "choose another --out" in str(other.exception or other.output)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (CONFIG.replace("template: few", "template: fow"), "sets.facts.template is one of few, not 'fow'"),
+        (CONFIG.replace("max_new_tokens", "max_tokens"), r"sets.facts: expected keys among .* got \['max_tokens'\]"),
+        (CONFIG.replace("Q: {query} A:", "Q:"), "templates.few: a template's query needs"),
+        (CONFIG.replace("dataset: jsonl, ", ""), "sets.facts: .*dataset"),
+        ("sets: {}", "expected the keys templates and sets"),
+        ("a: [", "can't be read as YAML"),
+    ],
+)
+def test_a_wrong_file_says_where(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "sets.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_sets(tmp_path / "sets.yaml")
+
+
+def test_an_unknown_set_is_named(folder: Path) -> None:
+    assert "has no set 'fact'; it has facts, again" in str(bench(folder, sets="fact").exception)
+
+
+def test_the_sets_of_the_project_can_be_read() -> None:
+    sets = read_sets(Path(__file__).parents[2] / "configs" / "evaluation.yaml")
+    assert sets
+    assert all(each.template.stop for each in sets.values())
