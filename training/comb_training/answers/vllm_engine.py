@@ -67,7 +67,7 @@ class VllmEngine:
         # vLLM tries out the chat template, and prints a traceback where it has no tokenizer; here it needs neither
         renderers = logging.getLogger("vllm.renderers.base")
         renderers.addFilter(lambda record: "Chat template warmup failed" not in str(record.msg))
-        with _alone():
+        with alone():
             self._llm = vllm.LLM(model=model, **{**arguments, **(options or {})})
         self._parameters = vllm.SamplingParams(
             temperature=0.0,
@@ -93,7 +93,7 @@ class VllmEngine:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Hides torchrun from an engine: each rank has one of its own, on its own GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield

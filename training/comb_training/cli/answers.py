@@ -41,12 +41,13 @@ def answers(
         raise ValueError(f"--vllm is for vLLM, but the engine is {chosen}")
     if chosen == "vllm":  # the GPU is vLLM's; the weights are loaded here to tell what the answers belong to
         settings = override(settings, ["model.device=cpu"])
-    options = dict(_engine_option(item) for item in vllm or [])
+    options = dict(engine_option(item) for item in vllm or [])
     run = prepare(settings)
     _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)
 
 
-def _engine_option(item: str) -> tuple[str, Any]:
+def engine_option(item: str) -> tuple[str, Any]:
+    """Name and value of one ``--vllm``. Raises ValueError for what isn't one."""
     import yaml
 
     name, equals, value = item.partition("=")
