@@ -7,7 +7,6 @@ ratios are taken within a repeat. Tokenisation and the store's look-up are not p
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -21,16 +20,7 @@ from tqdm import tqdm
 from comb import methods
 from comb.bench.harness import BenchmarkReport, benchmark, or_refused, ratios
 from comb.bench.memory import peak_memory
-from comb.bench.options import (
-    Lengths,
-    Memory,
-    Methods,
-    QueryTokens,
-    RandomModelOptions,
-    Repeats,
-    integers,
-    split_methods,
-)
+from comb.bench.options import Lengths, Methods, QueryTokens, RandomModelOptions, Repeats, integers, split_methods
 from comb.bench.work import RandomPrompt, check_logits, first_token, synchronize, vocabulary
 from comb.cache.picache import PICache
 from comb.evaluation.plot import Bars, Lines, Panel, in_order
@@ -48,7 +38,6 @@ class ContextLengthOptions(RandomModelOptions):
     segment_tokens: Annotated[int, typer.Option(min=1, help="tokens per segment")] = 512
     query_tokens: QueryTokens = 32
     repeats: Repeats = 5
-    memory: Memory = True
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
@@ -63,10 +52,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("cache MiB", "cache_bytes", mebibytes),
         Column("peak MiB", "peak_memory_bytes", mebibytes, "what linking and the first token add"),
     )
-    exponents = {method: growth_exponent(rows, method) for method in dict.fromkeys(row["method"] for row in rows)}
-    grown = [f"{method} {value:.2f}" for method, value in exponents.items() if value is not None]
-    remarks = [f"Growth of cached TTFT, as a power of the context: {', '.join(grown)}."] if grown else []
-    found = [TextTable("Time to first token against context length", columns, rows, remarks)]
+    found = [TextTable("Time to first token against context length", columns, rows)]
     if last := _longest(rows):
         stages = [Column(name, name, ms) for name in in_order(row["stages_s"] for row in last)]
         lines: list[Row] = [{"method": row["method"], **row["stages_s"]} for row in last]
@@ -127,20 +113,13 @@ def measure_context_length(
                     with or_refused(rows[spec]):
                         picaches, compile_s = _compiled(method, prompt, compiled)
                         if repeat < 0:
-                            rows[spec] |= _warm_up(method, picaches, prompt, options.memory)
+                            rows[spec] |= _warm_up(method, picaches, prompt)
                         else:
                             turns[spec].append(_turn(method, picaches, compile_s, prompt))
                         if method.needs_store:
                             method.store.clear()  # type: ignore[attr-defined]  # what needs_store says
         for spec, row in rows.items():
             yield row | ({} if row["refused"] else _summary(turns[spec], turns.get("full", [])))
-
-
-def growth_exponent(rows: Sequence[Row], method: str) -> float | None:
-    """Slope of log(cached TTFT) over log(context length), by least squares; None for fewer than two lengths."""
-    own = [row for row in rows if row["method"] == method and row.get("ttft_cached_s")]
-    points = [(math.log(row["tokens"]), math.log(row["ttft_cached_s"].median)) for row in own]
-    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
 
 
 @torch.no_grad()
@@ -171,7 +150,7 @@ def _compiled(
     return compiled[kind]
 
 
-def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt, memory: bool) -> Row:
+def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt) -> Row:
     """Lets everything lazy happen, and takes what isn't a time."""
     recomputed: list[int] = []
 
@@ -183,9 +162,7 @@ def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt, 
 
     if method.needs_store:  # it keeps what it computed by itself
         cached()
-    peak = peak_memory(method.backbone.device, cached) if memory else None
-    if not memory:
-        cached()
+    peak = peak_memory(method.backbone.device, cached)
     kept = sum(picache.nbytes for picache in picaches)
     if method.needs_store:
         kept = sum(tier.bytes for tier in method.store.stats().tiers.values())  # type: ignore[attr-defined]

@@ -37,18 +37,12 @@ class Case(NamedTuple):
     needle_token: int
     needle_tokens: int
 
-    @property
-    def depth(self) -> float:
-        """Where the needle really is: share of the other tokens that stand in front of it, in percent."""
-        others = self.tokens - self.needle_tokens
-        return 100 * self.needle_token / others if others else 0.0
-
 
 def place(tokens: int, depth: float, needle: int, chunk: int) -> int:
     """The token at which a needle begins, with `tokens` in all, at `depth` percent, in chunks of `chunk`.
 
-    A needle that would lie across the end of a chunk moves to the nearer side of it: it is retrieval that is measured,
-    not what cutting a sentence does.
+    A needle that would lie across the end of a chunk moves in front of it: it is retrieval that is measured, not what
+    cutting a sentence does.
 
     Raises:
         ValueError: if the needle is longer than a chunk or than all tokens.
@@ -57,11 +51,7 @@ def place(tokens: int, depth: float, needle: int, chunk: int) -> int:
         raise ValueError(f"a needle of {needle} tokens needs a context and chunks of at least as many")
     start = round((tokens - needle) * depth / 100)
     end_of_chunk = (start // chunk + 1) * chunk
-    over = start + needle - end_of_chunk
-    if over <= 0 or end_of_chunk >= tokens:
-        return start
-    before = end_of_chunk - needle
-    return before if over <= needle - over or end_of_chunk + needle > tokens else end_of_chunk
+    return start if end_of_chunk >= tokens else min(start, end_of_chunk - needle)
 
 
 class TextHaystack:

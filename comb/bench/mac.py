@@ -19,10 +19,9 @@ from tqdm import tqdm
 from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.haystack import ExampleHaystack
 from comb.bench.mac_stream import StreamSpec, error_between, make_stream, run_stream
-from comb.bench.needle import contains
 from comb.bench.options import MaxNewTokens, QuestionOptions, integers
 from comb.documents.document import Example
-from comb.evaluation.metrics import score
+from comb.evaluation.metrics import contains, score
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Setting
 from comb.evaluation.table import Column, Row, TextTable, fixed, percent
@@ -166,7 +165,7 @@ def measure_quality(
         whole = MacReport(0, 0, tuple(layer for report in reports for layer in report.layers))
         yield {
             "task": task, "name": name, "n": len(answers), "em": scores.em, "f1": scores.f1,
-            "found": fmean(map(contains, texts, (example.answer for example in examples))),
+            "found": fmean(map(contains, texts, ([example.answer] for example in examples))),
             "same": fmean(own == other for own, other in zip(tokens, exact, strict=True)),
             "hit_rate": whole.hit_rate if whole.layers else None, "error_max": whole.error_max,
             "read_share": whole.read_share if whole.layers else None, "exact_calls": left.total(),

@@ -34,7 +34,6 @@ class MacCostOptions(DeviceOptions):
     heads: Annotated[int, typer.Option(min=1, help="query heads of the layer")] = 32
     kv_heads: Annotated[int, typer.Option(min=1, help="its key/value heads")] = 8
     head_dim: Annotated[int, typer.Option(min=1, help="channels of a head")] = 128
-    rows: Annotated[int, typer.Option(min=1, help="requests in the batch")] = 1
     repeats: Repeats = 5
 
 
@@ -64,10 +63,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 def mac_cost(options: MacCostOptions, report: BenchmarkReport) -> None:
     """What a token of one layer costs on this machine, exact and with MAC where every head hits."""
     dtype, device = options.place()
-    report.heading = (
-        f"{options.heads} query and {options.kv_heads} key/value heads of {options.head_dim} channels, {dtype}, "
-        f"{device}, batch of {options.rows}"
-    )
+    heads = f"{options.heads} query and {options.kv_heads} key/value heads of {options.head_dim} channels"
+    report.heading = f"{heads}, {dtype}, {device}"
     for row in measure_layer(options, report):
         report.add(row)
 
@@ -86,10 +83,10 @@ def measure_layer(options: MacCostOptions, report: BenchmarkReport) -> Iterator[
         raise ValueError(f"a hit reads up to {config.hit_keys()} keys: give longer contexts than {min(contexts)}")
     dtype, device = options.place()
     shape = AttentionShape(options.heads, options.kv_heads, options.head_dim)
-    call, queries = attention_call(shape, options.rows, dtype, device), LayerQueries(nn.Identity())
+    call, queries = attention_call(shape, 1, dtype, device), LayerQueries(nn.Identity())
     costs = measure_costs(call, queries, config)
     report.facts["costs"] = asdict(costs)
-    pays_from = report.facts["pays_from"] = least_context(options.rows, HIT_RATE, shape_of(call), config, costs)
+    pays_from = report.facts["pays_from"] = least_context(1, HIT_RATE, shape_of(call), config, costs)
     for context in contexts:
         whole = at_length(call, context)
         exact = partial(seconds, whole.exact, call.query.device)

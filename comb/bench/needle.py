@@ -14,7 +14,7 @@ from tqdm import tqdm
 from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.haystack import ExampleHaystack, Haystack, TextHaystack
 from comb.bench.options import Lengths, MaxNewTokens, Methods, QuestionOptions, integers, numbers, split_methods
-from comb.evaluation.metrics import f1, normalize_answer
+from comb.evaluation.metrics import contains, f1
 from comb.evaluation.plot import Grid, Panel
 from comb.evaluation.run import NO_DOCUMENTS, Setting
 from comb.evaluation.table import Column, Row, TextTable, refusals
@@ -102,18 +102,13 @@ def measure_needles(
             row |= {
                 "n": len(cases),
                 "f1": fmean(f1(text, [case.answer]) for text, case in zip(predictions, cases, strict=True)),
-                "found": fmean(contains(text, case.answer) for text, case in zip(predictions, cases, strict=True)),
+                "found": fmean(contains(text, [case.answer]) for text, case in zip(predictions, cases, strict=True)),
                 "placed": [case.needle_token for case in cases],
                 "made": [case.tokens for case in cases],
                 "answers": [case.answer for case in cases],
                 "predictions": predictions,
             }
         yield row
-
-
-def contains(prediction: str, answer: str) -> bool:
-    """Whether the answer's words stand in the prediction, next to each other, both in SQuAD's normal form."""
-    return f" {normalize_answer(answer)} " in f" {normalize_answer(prediction)} "
 
 
 def _cell_text(row: Row | None) -> str | None:

@@ -6,7 +6,6 @@ import pytest
 
 from comb import Document, Example
 from comb.bench.haystack import ExampleHaystack, TextHaystack, place, supporting
-from comb.bench.needle import contains
 from comb.documents.document import PromptBuilder
 from tests.helpers.byte_text import byte_tokenizer
 
@@ -17,9 +16,9 @@ from tests.helpers.byte_text import byte_tokenizer
         (100, 0, 10, 50, 0),
         (100, 100, 10, 50, 90),
         (100, 25, 10, 50, 22),  # round(90 * 0.25)
-        (100, 50, 10, 50, 40),  # 45 would end at 55: as far to either side, so in front
-        (100, 48, 10, 50, 40),  # 43 would end at 53, three over: back to 40
-        (100, 52, 10, 50, 50),  # 47 would end at 57, seven over: on to 50
+        (100, 50, 10, 50, 40),  # 45 would end at 55
+        (100, 52, 10, 50, 40),
+        (100, 56, 10, 50, 50),
         (100, 50, 10, 200, 45),  # one chunk
     ],
 )
@@ -42,7 +41,7 @@ def test_a_text_haystack_has_its_needle_at_the_exact_token() -> None:
         needle = tokenizer.decode(ids[case.needle_token : case.needle_token + case.needle_tokens])
         assert needle.startswith(" The secret code")
         assert needle.endswith(f"{case.answer}.")
-        assert abs(case.depth - depth) < 15
+        assert abs(case.needle_token / 430 - depth / 100) < 0.2
         assert not any(character.isdigit() for character in tokenizer.decode(ids).replace(needle, ""))
     assert haystack.case(430, 50, 1) == TextHaystack(tokenizer, 100).case(430, 50, 1)
     assert haystack.case(430, 50, 1).question != haystack.case(430, 50, 2).question
@@ -73,15 +72,8 @@ def test_a_dataset_haystack_keeps_documents_whole() -> None:
         place_of_needle = texts.index("name0 went to room0.")
         assert case.needle_token == sum(len(f"{text}\n") for text in texts[:place_of_needle])
         assert case.tokens == sum(len(f"{text}\n") for text in texts) <= 150
-        assert abs(case.depth - depth) < 15
         assert "person0 sat down." not in texts  # of the same group
     with pytest.raises(ValueError, match="not 100000"):
         haystack.case(100_000, 50, 0)
     with pytest.raises(ValueError, match="answers it alone"):
         ExampleHaystack([Example((Document("a"),), "why?", "so")], builder)
-
-
-def test_containment_is_of_whole_words() -> None:
-    assert contains("The code is 4711.", "4711")
-    assert not contains("14711", "4711")
-    assert contains("It's the  Old Library!", "old library")

@@ -29,7 +29,6 @@ def test_costs_are_of_the_same_questions() -> None:
     assert costs[RIVAL]["computed_tokens"] == 3 * (2 * 10 + 4 + 3)
     assert costs["comb"]["computed_tokens"] == 2 * 10 + 3 * (4 + 3)
     for row in found:
-        assert row["examples_per_s"] == pytest.approx(3 / row["step_s"])
         assert row["tokens_per_s"] == pytest.approx(3 * 27 / row["step_s"])
         assert row["peak_bytes"]
     assert costs["comb lora"]["trainable"] < costs["comb"]["trainable"]
@@ -42,7 +41,7 @@ def test_questions_about_the_same_documents_cost_comb_only_their_rows() -> None:
     once, often = (
         {
             row["name"]: row["computed_tokens"]
-            for row in measure_training(backbone(), replace(OPTIONS, questions=count, repeats=1, memory=False))
+            for row in measure_training(backbone(), replace(OPTIONS, questions=count, repeats=1))
         }
         for count in (3, 6)
     )

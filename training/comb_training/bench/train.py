@@ -11,7 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from comb import CombForCausalLM, Prompt
 from comb.bench.harness import BenchmarkReport, benchmark, in_turns, ratios
 from comb.bench.memory import peak_memory
-from comb.bench.options import Memory, OfRandomModel, QueryTokens, RandomModelOptions, Repeats
+from comb.bench.options import OfRandomModel, QueryTokens, RandomModelOptions, Repeats
 from comb.bench.work import synchronize
 from comb.evaluation.table import Column, Row, TextTable, fixed, mebibytes, ms, spread
 from comb_training.data.batches import Collator, TrainingExample
@@ -43,12 +43,10 @@ class TrainOptions(RandomModelOptions):
     target_tokens: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 32
     encoder_layers: Annotated[int, typer.Option(min=1, help="layers of COMB's encoder")] = 4
     lora_rank: Annotated[int, typer.Option(min=1, help="rank of LoRA, the rival's and on the encoder")] = 16
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="gradient checkpointing for all")] = False
     repeats: Repeats = 5
-    memory: Memory = True
     hidden: OfRandomModel = 512
-    heads: Annotated[int, typer.Option(min=0, help="of the random model; 0: one to 64 of hidden")] = 0
-    kv_heads: Annotated[int, typer.Option(min=0, help="of the random model; 0: as heads")] = 0
+    heads: OfRandomModel = 8
+    kv_heads: OfRandomModel = 8
 
     @property
     def prompt_tokens(self) -> int:
@@ -77,7 +75,6 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("learns", "trainable", lambda count: f"{count / 1e6:.1f} M"),
         Column("step ms", "step_s", ms),
         Column("lora/it", "faster", spread, "its step time over this one's in the same repeat, median (quartiles)"),
-        Column("ex/s", "examples_per_s", fixed(1)),
         Column("tokens/s", "tokens_per_s", fixed(0), "of the full prompts, whoever reads them"),
         Column("computed", "computed_tokens", note="tokens through a stack of layers per step"),
         Column("MiB", "peak_bytes", mebibytes, "peak of what a step adds to weights and optimizer"),
@@ -96,9 +93,7 @@ def train_step(options: TrainOptions, report: BenchmarkReport) -> None:
         f"training on {options.title}: {options.groups} x {options.questions} questions over {options.documents} "
         f"documents of {options.document_tokens} tokens, answers of {options.target_tokens}"
     )
-    heads = options.heads or max(1, options.hidden // 64)
-    sized = replace(options, heads=heads, kv_heads=options.kv_heads or heads)
-    for row in measure_training(sized.load(options.prompt_tokens), options):
+    for row in measure_training(options.load(options.prompt_tokens), options):
         report.add(row)
 
 
@@ -122,43 +117,38 @@ def measure_training(backbone: Any, options: TrainOptions) -> list[Row]:
     short = options.groups * options.documents * options.document_tokens
     short += len(examples) * (options.query_tokens + options.target_tokens)
     rank = options.lora_rank
-    learners = {
-        RIVAL: (_Learner(_with_lora(backbone, rank), flat, options), len(examples) * options.prompt_tokens),
-        "comb": (_Learner(_with_encoder(backbone, options, None), examples, options), short),
-        "comb lora": (_Learner(_with_encoder(backbone, options, rank), examples, options), short),
-    }
+    made = {RIVAL: _with_lora(backbone, rank), "comb": _with_encoder(backbone, options, None),
+            "comb lora": _with_encoder(backbone, options, rank)}  # fmt: skip
+    learners = {name: _Learner(model, flat if name == RIVAL else examples) for name, model in made.items()}
     peaks: dict[str, int] = {}
-    for name, (learner, _) in learners.items():
+    for name, learner in learners.items():
         loss = learner.step()  # warm: the optimizer's states are there
         if not loss < float("inf"):
             raise ValueError(f"{name}: the loss is {loss}, so its time would mean nothing")
-        if options.memory:
-            peaks[name] = peak_memory(backbone.device, learner.step)
-    seconds = in_turns({name: learner.timed for name, (learner, _) in learners.items()}, options.repeats)
-    steps = {name: statistics.median(own) for name, own in seconds.items()}
+        peaks[name] = peak_memory(backbone.device, learner.step)
+    seconds = in_turns({name: learner.timed for name, learner in learners.items()}, options.repeats)
+    whole = len(examples) * options.prompt_tokens
     return [
         {
-            "name": name, "trainable": sum(p.numel() for p in learner.trained), "step_s": steps[name],
-            "faster": ratios(seconds[RIVAL], seconds[name]), "examples_per_s": len(examples) / steps[name],
-            "tokens_per_s": len(examples) * options.prompt_tokens / steps[name], "computed_tokens": computed,
-            "peak_bytes": peaks.get(name),
+            "name": name, "trainable": sum(p.numel() for p in learner.trained),
+            "step_s": statistics.median(seconds[name]), "faster": ratios(seconds[RIVAL], seconds[name]),
+            "tokens_per_s": whole / statistics.median(seconds[name]),
+            "computed_tokens": whole if name == RIVAL else short, "peak_bytes": peaks[name],
         }
-        for name, (learner, computed) in learners.items()
+        for name, learner in learners.items()
     ]  # fmt: skip
 
 
 class _Learner:
     """A model, its batch, and one optimizer step on it."""
 
-    def __init__(self, model: Any, examples: Sequence[TrainingExample], options: TrainOptions) -> None:
+    def __init__(self, model: Any, examples: Sequence[TrainingExample]) -> None:
         self.model = model.train()
         batch = Collator(0)(examples)
         if not any(batch["documents"]):
             del batch["documents"]  # a plain backbone has no such argument
         self.batch = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         self.labels = self.batch.pop("labels")
-        if options.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
 
