@@ -80,7 +80,12 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
         UploadFailedError: if the Hub can't be asked.
     """
     folder = Path(folder)
-    _check_repo_name(repo)
+    if repo.count("/") != 1:
+        raise ValueError(f"expected owner/name, for example me/comb-qwen3-8b, got {repo!r}")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} is no name for a repository: {error}") from error
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json: give the folder that save_pretrained or `comb train` wrote")
     config = AutoConfig.from_pretrained(folder)
@@ -150,15 +155,6 @@ def read_weights(folder: Path) -> tuple[str, int]:
         if foreign:
             raise ValueError(f"{path} holds weights that belong to no adapter, among them {foreign[0]!r}")
     return min(dtypes), parameters
-
-
-def _check_repo_name(repo: str) -> None:
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ValueError(f"{repo!r} is no name for a repository: {error}") from error
-    if repo.count("/") != 1:
-        raise ValueError(f"expected owner/name, for example me/comb-qwen3-8b, got {repo!r}")
 
 
 def _read_card(folder: Path) -> Card | None:

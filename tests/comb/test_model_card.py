@@ -88,6 +88,7 @@ def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
     assert "1,200 steps, 61 s of optimisation, 20 s for the answers before it, on 2 processes" in card.text
     assert "7,000 questions over 900 different documents" in card.text
     assert "120 per document, 4 per answer" in card.text
+    assert "| settings | peak learning rate 0.001, seed 3 |" in card.text
     assert "/squad_v2), `nano` (not on the Hub)" in card.text
     (adapter / "training.json").write_text("{")
     with pytest.raises(ValueError, match=r"training\.json is damaged"):
@@ -237,11 +238,11 @@ def test_the_sets_of_a_mixture_are_named_and_other_folders_left_alone(tmp_path: 
     record = {"config": {"data": {"dataset": "mixture", "mixture": mixture}}, "results": [{"method": "comb", "n": 3}]}
     (tmp_path / "results.json").write_text(json.dumps(record))
     [evaluation] = read_evaluations(tmp_path)
-    assert (evaluation.dataset, evaluation.hub_id) == ("squad, babi", None)
+    assert (evaluation["dataset"], evaluation["hub_id"]) == ("squad, babi", None)
     record["config"]["data"] = {"dataset": "babi", "path": "en-10k"}
     (tmp_path / "results.json").write_text(json.dumps(record))
     [evaluation] = read_evaluations(tmp_path)
-    assert (evaluation.dataset, evaluation.hub_id) == ("babi", hub_id("babi", "en-10k"))
+    assert (evaluation["dataset"], evaluation["hub_id"]) == ("babi", hub_id("babi", "en-10k"))
     LlamaConfig().save_pretrained(tmp_path)
     refresh_card(tmp_path)
     assert not (tmp_path / "README.md").exists()

@@ -36,7 +36,7 @@ def render(
     encoder, backbone, layers = config.encoder_config, config.backbone_name_or_path, config.cross_attention_layers or []
     dtype, linked = str(weights[0]).removeprefix("torch."), is_hub_id(backbone)
     results, title = eval_results(evaluations), repo.split("/")[-1]
-    datasets = dict.fromkeys(found for _, found in (training.datasets if training else ()) if found is not None)
+    datasets = dict.fromkeys(found for _, found in (training["datasets"] if training else ()) if found is not None)
     licence, why = _licence(config, folder, person, api)
     card: ModelCard = ModelCard.from_template(
         ModelCardData(

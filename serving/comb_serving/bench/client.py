@@ -44,11 +44,6 @@ class RequestRecord:
     document_tokens: int = 0
     error: str = ""
 
-    @property
-    def tpot_s(self) -> float | None:
-        """Per token behind the first; None for a single token."""
-        return (self.total_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else None
-
 
 @dataclass(frozen=True)
 class Target:

@@ -32,7 +32,6 @@ def summarize(
         "server": server, "phase": phase, "clients": clients, "rate": rate,
         "n": len(good), "errors": len(records) - len(good),
         **{f"ttft_p{percent}": percentile(ttft, percent) for percent in (50, 90, 99)},
-        "tpot_p50": percentile([record.tpot_s for record in good if record.tpot_s is not None], 50),
         "throughput": len(good) / lasted if lasted else None,
         "late_p99": percentile([record.late_s for record in good], 99),
         "hits": sum(record.hits for record in good), "encoded": sum(record.encoded for record in good),

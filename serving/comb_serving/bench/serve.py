@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,9 +41,6 @@ _AUTO = (0.5, 0.8, 1.2)
 def serve(options: ServeBenchOptions, report: BenchmarkReport) -> None:
     """`comb serve` against plain vLLM over HTTP: TTFT, throughput, bytes, start-up, memory (COMB Fig. 5a and 10)."""
     with ExitStack() as stack:
-        # SIGTERM unwinds like Ctrl-C, so that the servers end
-        leave = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        stack.callback(signal.signal, signal.SIGTERM, leave)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="comb-bench-")))
         logs, log = folder, None
         if options.out is not None:
@@ -123,7 +118,9 @@ class ServeRun:
         for clients in self.clients:
             yield partial(self._cached, clients=clients)
         yield self._together
-        for rate in self.rates or auto_rates(list(self.peak.values())):
+        # without rates given: below, near and above what each server does in a closed loop
+        around = {float(f"{share * peak:.2g}") for peak in self.peak.values() for share in _AUTO if peak > 0}
+        for rate in self.rates or sorted(around):
             yield partial(self._open, rate=rate)
         if self.options.soak:
             yield self._soak
@@ -215,8 +212,3 @@ class ServeRun:
         if parts := server.resident():
             done = sum((each.server, each.phase) == (name, phase) for each in self.records)
             self.facts["memory"].append({"server": name, "phase": phase, "requests": done, "parts": parts})
-
-
-def auto_rates(peaks: Sequence[float]) -> list[float]:
-    """Rates below, near and above what each server does in a closed loop, rising."""
-    return sorted({float(f"{share * peak:.2g}") for peak in peaks for share in _AUTO if peak > 0})

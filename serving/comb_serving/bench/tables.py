@@ -56,13 +56,13 @@ def _phases(rows: Sequence[Row]) -> TextTable:
         Column("phase", "phase", names=True), Column("server", "server", lambda name: name.split()[0], names=True),
         Column("n", lambda row: f"{row['n']} of {row['n'] + row['errors']}" if row["errors"] else row["n"]),
         Column("TTFT p50", "ttft_p50", ms), Column("p90", "ttft_p90", ms), Column("p99", "ttft_p99", ms),
-        Column("TPOT", "tpot_p50", ms), Column("late", "late_p99", ms), Column("answers/s", "throughput", fixed(2)),
+        Column("late", "late_p99", ms), Column("answers/s", "throughput", fixed(2)),
         Column("hits", "hits"), Column("new", "encoded"),
     )  # fmt: skip
     remarks = [
         "In ms. cold: documents never seen before; cached: from the pool of documents, in any order, by so many "
         "clients; together: all at once about the same documents; N/s: Poisson arrivals, TTFT from arrival, whether or "
-        "not earlier requests are answered. TPOT: per further token. late: 99% were sent within so many ms of their "
+        "not earlier requests are answered. late: 99% were sent within so many ms of their "
         "arrival. hits, new: documents found and encoded."
     ]
     warm = [row for row in rows if row["server"] == COMB and row["phase"] not in (COLD, SOAK)]
