@@ -63,12 +63,17 @@ class MethodsOptions(QuestionOptions):
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """One set that is ready to be asked. `facts`: what the JSON says of it."""
+    """One set that is ready to be asked.
+
+    Args:
+        source: what its questions depend on. facts: what the JSON says of it.
+    """
 
     name: str
     setting: Setting
     examples: Sequence[Example]
     rules: AnswerRules
+    source: dict[str, Any]
     facts: dict[str, Any]
 
 
@@ -115,7 +120,8 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
         chosen = replace(options, limit=wanted)
         rules = AnswerRules(options.max_new_tokens or 48)
         setting, examples = chosen.load_questions(report, rules.max_new_tokens)
-        yield QuestionSet(options.dataset, setting, examples, rules, {"data": report.facts.pop("data")})
+        source = {name: getattr(options, name) for name in ("dataset", "split", "num_documents")}
+        yield QuestionSet(options.dataset, setting, examples, rules, source, {"data": report.facts.pop("data")})
         return
     sets = read_sets(options.config)
     names = [name.strip() for name in options.sets.split(",") if name.strip()] or list(sets)
@@ -134,7 +140,8 @@ def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, 
     counts = Counts.from_dict(found.counts.to_dict())
     counts.drop("over the limit", max(0, len(found) - wanted))
     examples = drop_too_long(setting, found.examples[:wanted], rules.max_new_tokens, counts)
-    return QuestionSet(each.name, setting, examples, rules, {**asdict(each), "data": counts.to_dict()})
+    source = {"dataset": each.dataset, "split": each.split, "options": each.options}
+    return QuestionSet(each.name, setting, examples, rules, source, {**asdict(each), "data": counts.to_dict()})
 
 
 def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, report: BenchmarkReport) -> None:
@@ -142,10 +149,10 @@ def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, repor
     folder = None if options.out is None else options.out.with_suffix("")
     backbone = backbone_of(asked.setting.model)
     made_with = {
-        "backbone": backbone_fingerprint(backbone), "dtype": str(backbone.dtype), "set": asked.name,
+        "backbone": backbone_fingerprint(backbone), "dtype": str(backbone.dtype),
         "seed": options.seed, "rules": asdict(asked.rules), "head": asked.setting.builder.head,
         "query": asked.setting.query_template, "document": asked.setting.builder.document_template,
-        "splitter": options.splitter,
+        "splitter": options.splitter, **asked.source,
     }  # fmt: skip
     answers, clock = (
         Journal(None if folder is None else folder / name, made_with)
