@@ -31,7 +31,6 @@ from comb.mac.accounting import MacReport
 TAUS, BANDS, DEPTHS = (0.15, 0.45, 0.75, 0.85, 0.95), (8, 16, 64, 256), (0, 25, 50, 75, 100)
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
 """A stream whose attention isn't all near the cursor, so that old summaries show."""
-_SHORT = "window=64,band=32,min_length=64,audit_every=4,audit_bound="
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,10 @@ class MacOptions(QuestionOptions):
     steps: Annotated[int, typer.Option(min=10, help="decode steps of a stream")] = 256
     quality: Annotated[
         str, typer.Option(help="configurations for the model's own answers, separated by ;, or none")
-    ] = f"context:{_SHORT}none;generation:{_SHORT}none,tau=0.9;context:{_SHORT}0.25"
+    ] = "context;generation:tau=0.9;context:audit_bound=0.25"
+    common: Annotated[str, typer.Option(help="parameters of all of these, in front of their own")] = (
+        "window=64,band=32,min_length=64,audit_every=4,audit_bound=none"
+    )
     questions: Annotated[int, typer.Option(min=1, help="of those read, how many are asked as they are")] = 40
     lengths: Annotated[str, typer.Option(help="tokens of the needles' haystacks")] = "512,1024"
     repeats: Annotated[int, typer.Option(min=1, help="haystacks per length and depth")] = 4
@@ -97,9 +99,11 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
     """Reuse of attention while decoding: keys read, errors, drift, and answers with MAC on and off."""
     chosen, contexts = MacConfig.parse(options.config), integers(options.contexts, "--contexts")
-    texts = [] if options.quality == "none" else [text.strip() for text in options.quality.split(";") if text.strip()]
-    # answers are what is measured, whatever they cost, so the break-even rule isn't asked
-    configs = {text: replace(MacConfig.parse(text), break_even=False) for text in texts}
+    configs = {}
+    for text in [] if options.quality == "none" else options.quality.split(";"):
+        preset, _, further = text.partition(":")
+        # answers are what is measured, whatever they cost, so the break-even rule isn't asked
+        configs[text] = MacConfig.parse(f"{preset}:break_even=false,{options.common},{further}")
     spec = StreamSpec(contexts[len(contexts) // 2], options.steps, drift=0.15, seed=options.seed)
     report.heading = (
         f"MAC, {options.config}: streams of {spec.heads} heads, {spec.kv_heads} of keys, width {spec.width}"

@@ -2,13 +2,12 @@
 
 In every repeat each method takes its turn with each number of workers, so that a machine that slows down slows all of
 them; ratios are taken within a repeat. Tokenisation and the store's look-up are not part of it. What one worker has
-shown is replayed for more of them, and LPT's plans are held against segments in their own order.
+shown is replayed for more of them.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -53,7 +52,7 @@ class ParallelOptions(RandomModelOptions):
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
-    """What was measured, what more workers would do, and how good their plans are."""
+    """What was measured, and what more workers would do."""
     names = (Column("method", "method", names=True), Column("workers", "workers", names=True))
     measured = (
         *names,
@@ -66,18 +65,9 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     )
     simulated = (*names, *(Column(column.name, column.value, ms) for column in measured[2:6]),
                  Column("speed-up", "speedup", fixed(2)))  # fmt: skip
-    plans = (
-        names[1],
-        *(Column(name.replace("_", ", "), name, fixed(3)) for name in ("lpt", "lpt_worst", "in turn", "in turn_worst")),
-    )
     return [
         TextTable("A cold prompt over several workers", measured, _of(rows, "measured")),
         TextTable("Simulated with the times that one worker has shown", simulated, _of(rows, "simulated")),
-        TextTable(
-            "200 requests of log-normal lengths: tokens of the busiest worker over the least possible (a lower bound)",
-            plans,
-            _of(rows, "plans"),
-        ),
     ]
 
 
@@ -120,7 +110,7 @@ def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
         )
         with process_executor(source, max(counts), threads=options.threads) as executor:
             measured = measure_parallel(model, executor, specs, counts, prompt, options)
-    for row in [*measured, *simulate(measured, beyond), *compare_plans(options, beyond)]:
+    for row in [*measured, *simulate(measured, beyond)]:
         report.add(row)
     report.facts["load_after"] = os.getloadavg()
 
@@ -213,38 +203,3 @@ def replay(plan: Plan, compile_s: Sequence[float], decode_s: float, combine_s: f
         clock = max(clock, end) + decode_s
     stages = {"dispatch_s": finished[-1], "transfer_s": clock - finished[-1], "combine_s": combine_s}
     return {"ttft_s": clock + combine_s, **stages}
-
-
-def compare_plans(options: ParallelOptions, workers: Sequence[int], requests: int = 200) -> Iterator[Row]:
-    """Tokens of the busiest worker over `lower_bound`, mean and worst over requests of segments of unequal lengths.
-
-    By LPT, and with segments in their own order. Lengths are log-normal, as those of passages are.
-    """
-    draw, median = random.Random(options.seed), options.segment_tokens
-    trace = [
-        [1 + round(median * draw.lognormvariate(0, 0.7)) for _ in range(options.segments)] for _ in range(requests)
-    ]
-    for count in workers:
-        row: Row = {"kind": "plans", "method": "", "workers": count}
-        for name, planned in (("lpt", lpt), ("in turn", in_turn)):
-            over = [makespan(lengths, planned(lengths, count)) / lower_bound(lengths, count) for lengths in trace]
-            row |= {name: statistics.fmean(over), f"{name}_worst": max(over)}
-        yield row
-
-
-def in_turn(costs: Sequence[float], workers: int) -> Plan:
-    """Segments in the order given, to the workers in turn."""
-    return [list(range(worker, len(costs), workers)) for worker in range(workers)]
-
-
-def makespan(costs: Sequence[float], plan: Plan) -> float:
-    """The load of the busiest worker."""
-    return max(sum(costs[index] for index in indices) for indices in plan)
-
-
-def lower_bound(costs: Sequence[float], workers: int) -> float:
-    """No plan's busiest worker has less than the mean load, the longest segment, or two of the workers + 1 longest."""
-    ordered = sorted(costs, reverse=True)
-    return max(
-        sum(costs) / workers, ordered[0], sum(ordered[workers - 1 : workers + 1]) if len(ordered) > workers else 0
-    )

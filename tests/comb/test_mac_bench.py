@@ -121,7 +121,8 @@ def test_the_command(tmp_path: Path) -> None:
     arguments = [
         "bench", "mac", "--model", tmp_path / "model", "--dataset", tmp_path / "data.jsonl", "--split", "all",
         "--contexts", "64,128", "--steps", 10, "--questions", 2, "--lengths", "80", "--repeats", 1,
-        "--max-new-tokens", 4, "--quality", "context:window=16,band=4,min_length=8", "--out", tmp_path / "mac.json",
+        "--max-new-tokens", 4, "--quality", "context", "--common", "window=16,band=4,min_length=8",
+        "--out", tmp_path / "mac.json",
     ]  # fmt: skip
     done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
     assert done.exit_code == 0, done.output

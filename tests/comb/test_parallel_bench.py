@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from comb.bench.parallel import ParallelOptions, makespan, measure_parallel, panels, simulate, tables
+from comb.bench.parallel import ParallelOptions, measure_parallel, panels, simulate, tables
 from comb.bench.work import RandomPrompt
 from comb.cli import main as cli
 from comb.engine.workers import CompileExecutor
@@ -21,6 +21,7 @@ from comb.engine.workers.scheduling import lpt
 from comb.engine.workers.worker import Compiler, Reply
 from comb.evaluation.plot import draw
 from comb.model.source import ModelSource
+from tests.comb.test_parallel_scheduling import makespan
 from tests.helpers.tiny_engine import make_backbone, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
