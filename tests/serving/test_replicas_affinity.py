@@ -6,11 +6,10 @@ import random
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comb_serving.replicas.affinity import LoadBound, RoutedDocument, documents_of, home, preferred, ranked
+from comb_serving.replicas.affinity import RoutedDocument, documents_of, home, limit, preferred, ranked
 
 REPLICAS = [f"replica-{number}" for number in range(5)]
 KEYS = [f"document {number}" for number in range(5000)]
@@ -71,8 +70,8 @@ def test_what_a_document_is() -> None:
         return part.key
 
     assert key("text") == key({"text": "text"}) == key({"text": "text", "id": "a name"})
-    different = ["text", {"text": "text", "title": "t"}, {"id": "text"}, {"token_ids": [5, 6]}, "other"]
-    assert len({key(item) for item in different} | {key("text", "b")}) == 6
+    different = ["text", {"text": "text", "title": "t"}, {"id": "text"}, {"token_ids": [5, 6]}, "other", {"data": {}}]
+    assert len({key(item) for item in different} | {key("text", "b")}) == 7
     named = {"messages": [{"role": "user", "content": [{"type": "document", "id": "x"}, {"type": "text"}, 3]}]}
     assert [part.key for part in documents_of(named, "a")] == [key({"id": "x"})]
 
@@ -89,16 +88,16 @@ JSON = st.recursive(
 
 @given(st.fixed_dictionaries({}, optional={"documents": JSON | st.lists(JSON), "messages": st.lists(JSON)}) | JSON)
 def test_any_body_has_a_place(asked: Any) -> None:
-    assert sorted(ranked(documents_of(asked, ""), IDLE, LoadBound())) == REPLICAS
+    assert sorted(ranked(documents_of(asked, ""), IDLE)) == REPLICAS
 
 
 def test_a_request_goes_home_until_home_has_too_much() -> None:
-    parts, bound = [RoutedDocument("document", 9)], LoadBound(factor=1.25, floor=4)
+    parts, bound = [RoutedDocument("document", 9)], {"factor": 1.25, "floor": 4}
     wanted = home("document", REPLICAS)
     loads = dict(IDLE)
     places = []
     for _ in range(30):
-        place, *_ = ranked(parts, loads, bound)
+        place, *_ = ranked(parts, loads, **bound)
         loads[place] += 1
         places.append(place)
     assert places[:4] == [wanted] * 4
@@ -106,23 +105,20 @@ def test_a_request_goes_home_until_home_has_too_much() -> None:
     assert max(loads.values()) <= 9  # ceil(1.25 * 30 / 5) and one
     # what spills together spills to one place, where it is a hit the next time
     full = {**IDLE, wanted: 4}
-    assert len({ranked(parts, full, bound)[0] for _ in range(9)}) == 1
-    assert ranked(parts, {**dict.fromkeys(REPLICAS, 50), wanted: 55}, bound)[0] == wanted
-    assert ranked(parts, {**dict.fromkeys(REPLICAS, 50), wanted: 90}, bound)[-1] == wanted
+    assert len({ranked(parts, full, **bound)[0] for _ in range(9)}) == 1
+    assert ranked(parts, {**dict.fromkeys(REPLICAS, 50), wanted: 55}, **bound)[0] == wanted
+    assert ranked(parts, {**dict.fromkeys(REPLICAS, 50), wanted: 90}, **bound)[-1] == wanted
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 9), st.floats(1, 3))
 def test_no_replica_gets_more_than_the_bound_unless_all_have(given_loads: list[int], floor: int, factor: float) -> None:
     loads = {f"replica-{number}": load for number, load in enumerate(given_loads)}
-    bound = LoadBound(factor, floor)
-    place, *_ = ranked([RoutedDocument("d", 1)], loads, bound)
-    assert loads[place] < bound.limit(loads) or loads[place] == min(loads.values())
+    place, *_ = ranked([RoutedDocument("d", 1)], loads, factor=factor, floor=floor)
+    assert loads[place] < limit(loads, factor, floor) or loads[place] == min(loads.values())
     assert place == home("d", list(loads)) or loads[place] == min(loads.values())
 
 
 def test_requests_without_documents_go_to_the_least_loaded() -> None:
     loads = {**dict.fromkeys(REPLICAS, 3), REPLICAS[2]: 1}
-    assert ranked([], loads, LoadBound())[0] == REPLICAS[2]
-    assert ranked([], {}, LoadBound()) == []
-    with pytest.raises(ValueError, match="factor"):
-        LoadBound(factor=0.5)
+    assert ranked([], loads)[0] == REPLICAS[2]
+    assert ranked([], {}) == []

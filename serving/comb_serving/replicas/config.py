@@ -6,10 +6,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from comb_serving.launch.server_process import COMMAND
-from comb_serving.replicas.affinity import LoadBound
 
 NAME = "{replica}"  # in arguments: stands for the replica's name, for folders that each needs for itself
 
@@ -23,7 +22,7 @@ class ReplicasConfig(BaseModel):
         arguments: of every `comb serve`, and vLLM's; ``{replica}`` in one of them stands for the replica's name.
         gpus, cpus: that Ray sets aside for each server.
         environment: of every server.
-        load_factor, load_floor: of `LoadBound`.
+        load_factor, load_floor: of `affinity.limit`.
         max_ongoing_requests: of each replica; what is above that waits, then gets 503.
         start_seconds: longest wait for a server.
         command: run instead of `comb serve`, for tests.
@@ -37,20 +36,11 @@ class ReplicasConfig(BaseModel):
     gpus: float = 0
     cpus: float = 1
     environment: Mapping[str, str] = {}
-    load_factor: float = Field(LoadBound.factor, ge=1)
-    load_floor: int = Field(LoadBound.floor, ge=1)
+    load_factor: float = Field(1.25, ge=1)
+    load_floor: int = Field(8, ge=1)
     max_ongoing_requests: int = Field(1000, ge=1)
     start_seconds: float = 900.0
     command: tuple[str, ...] = COMMAND
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        unknown = sorted(given.keys() - cls.model_fields.keys())
-        if unknown or "checkpoint" not in given:
-            what = f"{unknown[0]!r} is none of" if unknown else "checkpoint is missing from"
-            raise ValueError(f"{what} the settings {sorted(cls.model_fields)}")
-        return given
 
     @field_validator("arguments", mode="before")
     @classmethod

@@ -1,11 +1,11 @@
-"""A replica: an actor of Ray Serve that owns one `comb serve` and passes requests on to it."""
+"""A replica: an actor of Ray Serve that owns one `comb serve`, ends with it, and passes requests on to it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from yarl import URL
 
+from comb_serving.api.errors import RequestError
 from comb_serving.api.routes import DOCUMENTS
 from comb_serving.launch.server_process import ServerProcess
 from comb_serving.replicas.config import ReplicasConfig
@@ -22,18 +23,12 @@ from comb_serving.replicas.registrations import Key, registrations_of
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS, WATCH_SECONDS, RETRY_AFTER_S = 5.0, 0.2, 5
 # of one hop of a connection, not of the request
 _HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
 _HOP |= {"content-length"}
 
-
-class ServerLostError(Exception):
-    """A replica's server could not be reached, or broke off before its answer was whole."""
-
-    def __init__(self, replica: str, reached: bool) -> None:
-        super().__init__(replica, reached)
-        self.replica, self.reached = replica, reached
+WholeAnswer = tuple[int, dict[str, str], bytes]  # status, headers, body
 
 
 @dataclass(frozen=True)
@@ -43,14 +38,11 @@ class RelayedRequest:
     method: str
     target: str
     headers: Mapping[str, str]
-    body: bytes
+    body: bytes = b""
 
 
 class CombReplica:
-    """Ray starts another one when the server has ended or says that it isn't healthy.
-
-    Its name is made of its rank, which Ray gives to the next one, so that its documents and folders stay its own.
-    """
+    """Its name is made of its rank, which Ray gives to the next one, so that its documents and folders stay its own."""
 
     async def __init__(self, config: ReplicasConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         context = serve.get_replica_context()
@@ -58,8 +50,7 @@ class CombReplica:
         self._catching_up = asyncio.Lock()
         self._registrations = registrations_of(context.app_name)
         self._told: dict[Key, int] = {}
-        self._refused: dict[Key, tuple[int, dict[str, str], bytes]] = {}
-        self._changes = 0
+        self._refused: dict[Key, WholeAnswer] = {}
         self._server = ServerProcess(
             config.command_of(self.name), host=ray.util.get_node_ip_address(), environment=config.environment
         )
@@ -70,44 +61,59 @@ class CombReplica:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False, connector=connector)
         await self.catch_up()  # before Ray lets requests in
+        self._watch = asyncio.create_task(self._end_with_server())
+
+    async def _end_with_server(self) -> None:
+        """Ray sends no more requests to an actor that is gone, and starts another one at once."""
+        try:
+            while True:
+                self._server.check()
+                await asyncio.sleep(WATCH_SECONDS)
+        except RuntimeError:
+            logger.exception("%s ends with its server", self.name)
+            os._exit(1)
 
     def record_replica_metadata(self) -> dict[str, str]:
         """What the router knows of this replica; asked by Ray."""
-        return {"name": self.name, "address": self._server.url}
+        return {"name": self.name}
+
+    def address(self) -> tuple[str, str]:
+        """Its name, and where its server listens."""
+        return self.name, self._server.url
 
     async def check_health(self) -> None:
-        """Asked by Ray. Raises RuntimeError or ServerLostError if another one should take this one's place."""
+        """Asked by Ray. Raises RuntimeError if another one should take this one's place."""
         rank = serve.get_replica_context().rank.rank
         if self.name != f"replica-{rank}":  # after others were taken away for good, Ray fills the gap in the ranks
             raise RuntimeError(f"{self.name} must start again as replica-{rank}")
-        self._server.check()
-        status, _, body = await self._whole(RelayedRequest("GET", "/health", {}, b""))
+        status, _, body = await self._whole(RelayedRequest("GET", "/health", {}))
         if status != 200:
             raise RuntimeError(f"{self.name} is not healthy: {body[:300]!r}")
+        await self.catch_up()  # with what was registered while it started
 
-    async def answer(self, request: RelayedRequest, changes: int, **_: Any) -> AsyncIterator[Any]:
-        """This replica's name as soon as it has the request; status and headers; then the body as it comes.
+    async def answer(self, request: RelayedRequest, **_: Any) -> AsyncIterator[Any]:
+        """None as soon as this replica has the request; status and headers; then the body as it comes."""
+        yield None
+        begun = False
+        try:
+            async with self._sent(request) as response:
+                yield response.status, _end_to_end(response.headers)
+                begun = True
+                async for chunk in response.content.iter_any():
+                    yield chunk
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            if begun:
+                raise RuntimeError(f"the server of {self.name} broke off: {error}") from None
+            lost = RequestError(503, f"the server of {self.name} broke off; see its log", retry_after=RETRY_AFTER_S)
+            yield lost.status, {**lost.headers, "content-type": "application/json"}
+            yield lost.body
 
-        Args:
-            changes: of registrations that clients may count on.
-
-        Raises:
-            ServerLostError: when the server has.
-        """
-        yield self.name
-        if self._changes < changes:
-            await self.catch_up()
-        async with self._sent(request) as response:
-            yield response.status, _end_to_end(response.headers)
-            async for chunk in response.content.iter_any():
-                yield chunk
-
-    async def catch_up(self) -> dict[Key, tuple[int, dict[str, str], bytes]]:
+    async def catch_up(self) -> dict[Key, WholeAnswer]:
         """Registers and deletes what this replica hasn't heard of; returns the answers of those that it refuses."""
         async with self._catching_up:
-            self._changes, new, gone = await self._registrations.missing.remote(self._told)
+            new, gone = await self._registrations.missing.remote(self._told)
             for key in gone:
-                await self._tell("DELETE", key, f"{DOCUMENTS}/{quote(key[1], safe='')}", b"")
+                await self._tell("DELETE", key, f"{DOCUMENTS}/{quote(key[1], safe='')}")
                 # not before: where the connection breaks off, it is told again
                 del self._told[key]
                 self._refused.pop(key, None)
@@ -119,34 +125,30 @@ class CombReplica:
                     self._refused[key] = answer
             return dict(self._refused)
 
-    async def _tell(self, method: str, key: Key, target: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    async def _tell(self, method: str, key: Key, target: str, body: bytes = b"") -> WholeAnswer:
         headers = {"content-type": "application/json", **({"authorization": key[0]} if key[0] else {})}
-        status, headers, text = await self._whole(RelayedRequest(method, target, headers, body))
-        if status not in (200, 404):
-            logger.warning("%s doesn't take document %r: %s", self.name, key[1], text[:200])
-        return status, headers, text
+        answer = await self._whole(RelayedRequest(method, target, headers, body))
+        if answer[0] not in (200, 404):
+            logger.warning("%s doesn't take document %r: %s", self.name, key[1], answer[2][:200])
+        return answer
 
-    async def _whole(self, request: RelayedRequest) -> tuple[int, dict[str, str], bytes]:
+    async def _whole(self, request: RelayedRequest) -> WholeAnswer:
         async with self._sent(request) as response:
             return response.status, _end_to_end(response.headers), await response.read()
 
-    @asynccontextmanager
-    async def _sent(self, request: RelayedRequest) -> AsyncIterator[aiohttp.ClientResponse]:
+    def _sent(self, request: RelayedRequest) -> Any:
         """The server's answer once its head has come; leaving closes the connection, so the server knows."""
-        url = URL(f"{self._server.url}{request.target}", encoded=True)
-        headers, data = _end_to_end(request.headers), request.body or None
-        try:
-            async with self._session.request(
-                request.method, url, headers=headers, data=data, allow_redirects=False
-            ) as response:
-                yield response
-        except aiohttp.ClientConnectorError as error:
-            raise ServerLostError(self.name, False) from error
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise ServerLostError(self.name, True) from error
+        return self._session.request(
+            request.method,
+            URL(f"{self._server.url}{request.target}", encoded=True),
+            headers=_end_to_end(request.headers),
+            data=request.body or None,
+            allow_redirects=False,
+        )
 
     async def __del__(self) -> None:  # Ray Serve awaits it
-        if hasattr(self, "_session"):
+        if hasattr(self, "_watch"):
+            self._watch.cancel()
             await self._session.close()
         if hasattr(self, "_server"):
             await asyncio.to_thread(self._server.stop)
