@@ -16,15 +16,8 @@ def lpt(costs: Sequence[float], workers: int) -> Plan:
     The busiest worker's load is at most 4/3 - 1/(3 workers) times the least possible (Graham 1969). Ties go to the
     segment and to the worker with the lower index, so equal input gives an equal plan.
 
-    Raises:
-        ValueError: no workers, or a negative cost.
-
     Source: HYPIC sec. 4.4, eq. 9.
     """
-    if workers < 1:
-        raise ValueError(f"a plan needs at least one worker, got {workers}")
-    if any(not cost >= 0 for cost in costs):
-        raise ValueError(f"the cost of a segment is at least 0, got {min(costs)}")
     plan: Plan = [[] for _ in range(workers)]
     loads = [(0.0, worker) for worker in range(workers)]
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
@@ -40,25 +33,12 @@ class Deadline:
 
     A worker that exceeds it is given up and its segments are compiled locally, so a deadline that is too short costs
     time, never an answer.
-
-    Args:
-        floor_s: added to every deadline.
-        factor: times the slowest seconds per token seen so far.
-        first_s: used until one segment has come back.
-
-    Raises:
-        ValueError: a number that isn't positive.
     """
 
-    floor_s: float = 30.0
-    factor: float = 4.0
-    first_s: float = 600.0
+    floor_s: float = 30.0  # added to every deadline
+    factor: float = 4.0  # times the slowest seconds per token seen so far
+    first_s: float = 600.0  # used until one segment has come back
     _seconds_per_token: float = field(default=0.0, repr=False)
-
-    def __post_init__(self) -> None:
-        for name in ("floor_s", "factor", "first_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} of a deadline must be positive, got {getattr(self, name)}")
 
     def seconds(self, tokens: int) -> float:
         """Seconds after which a segment of so many tokens is late."""
