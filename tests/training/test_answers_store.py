@@ -108,14 +108,6 @@ def test_a_full_disk_is_said_with_the_folder_and_leaves_earlier_parts_whole(tmp_
     assert read_back(tmp_path, some("a"))
 
 
-def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "answers"
-    path.write_text("mine")
-    with pytest.raises(OSError, match="can't keep answers in"):
-        AnswerStore(path, SETTINGS).add(some("a"), "e")
-    assert path.read_text() == "mine"
-
-
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     child = multiprocessing.get_context("fork").Process(target=write_temporary, args=(tmp_path, b"PAR1 half of"))
     child.start()

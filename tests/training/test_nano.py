@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from comb_training.nano import CHECKPOINT, Question, Scene, World
 from comb_training.nano import lexicon as lex
 from comb_training.nano.world import KINDS, pairs
-from scripts.nano.evaluate import exact_match, row_match
+from scripts.nano.evaluate import exact_match
 from scripts.nano.initialise import build_model
 from scripts.nano.packing import encode, pack
-from scripts.nano.pretrain import Optimizers, PretrainRecipe, forward, loss_of, parse
+from scripts.nano.pretrain import Optimizers, forward, loss_of
 from scripts.nano.tokenizer import COMMON_ENGLISH, train_tokenizer, world_words
 
 
@@ -162,19 +162,6 @@ def test_packed_rows_equal_single_prompts(tokenizer: PreTrainedTokenizerFast) ->
     torch.testing.assert_close(packed, torch.cat(single), atol=1e-4, rtol=1e-4)
 
 
-def test_row_match_counts_whole_answers(tokenizer: PreTrainedTokenizerFast) -> None:
-    encoded = [encode(tokenizer, scene) for scene in scenes("train", 3)]
-    rows = pack(encoded, tokenizer.pad_token_id, document_weight=0.2)
-    where = rows.weights > 0
-    logits = torch.nn.functional.one_hot(rows.targets[where], len(tokenizer)).float()
-    asked = sum(len(scene.asks) for scene in encoded)
-    assert sum(right for right, _ in row_match(logits, rows, where).values()) == asked
-    answers = (rows.weights[where] > 0.5).nonzero()
-    logits[answers[0]] = -logits[answers[0]]  # one wrong token makes one answer wrong
-    counts = row_match(logits, rows, where).values()
-    assert (sum(right for right, _ in counts), sum(n for _, n in counts)) == (asked - 1, asked)
-
-
 def test_training_step_lowers_the_loss(tokenizer: PreTrainedTokenizerFast) -> None:
     model = build_model(tokenizer, 0)
     rows = pack([encode(tokenizer, scene) for scene in scenes("train", 4)], tokenizer.pad_token_id, 0.2)
@@ -186,11 +173,6 @@ def test_training_step_lowers_the_loss(tokenizer: PreTrainedTokenizerFast) -> No
         losses.append(loss.item())
         optimizers.step(loss, 1.0)
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_command_line_follows_the_recipe() -> None:
-    recipe, output = parse(["--seed", "3", "--target", "0.5"])
-    assert (recipe, output) == (PretrainRecipe(seed=3, target=0.5), CHECKPOINT)
 
 
 @pytest.fixture(scope="module")

@@ -39,15 +39,6 @@ def test_all_but_the_linear_layers_is_the_nano(nano: LlamaForCausalLM) -> None:
     assert (expected - whole).abs().max() > 1
 
 
-def test_rows_ask_one_question_each(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = next(row_stream(tokenizer, HybridRecipe(scenes=3, questions=2)))
-    assert rows.input_ids.shape[0] <= 6
-    for segment, places in zip(rows.segment, rows.position_ids, strict=True):
-        assert segment.max() == 1
-        real = segment >= 0
-        assert places[real].tolist() == list(range(int(real.sum())))
-
-
 def test_both_steps_learn(nano: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     recipe = HybridRecipe(scenes=2, questions=1, matching_steps=8, distillation_steps=3)
     hybrid, ids = build_hybrid(nano, seed=0), torch.arange(5, 60)[None]
