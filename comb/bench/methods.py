@@ -29,12 +29,18 @@ from comb.evaluation.sets import EvaluationSet, read_sets
 from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row, TextTable
 
+TRAINING_FREE = (
+    "naive,legolink-0,legolink:4,legolink:16,attnlink:16,cacheblend:0.15,prefix,"
+    "legolink:16,quantize=int8,legolink:16@fixed:64"
+)
+"""Asked where ``--methods`` names none: of each kind some, in eight bits, and cut into shorter segments."""
+
 
 @dataclass(frozen=True)
 class MethodsOptions(QuestionOptions):
     """Of `comb bench methods`."""
 
-    methods: Methods = "naive,legolink-0,legolink:4,legolink:16,attnlink:16,cacheblend:0.15,prefix"
+    methods: Methods = ""
     config: Annotated[Path | None, typer.Option(help="sets of questions and their templates; instead of --dataset")] = (
         None
     )
@@ -47,12 +53,7 @@ class MethodsOptions(QuestionOptions):
     )
     kl_questions: Annotated[
         int | None,
-        typer.Option(
-            "--kl-questions",
-            "--kl-examples",
-            min=1,
-            help="of how many questions KL to full recompute is taken, if of more",
-        ),
+        typer.Option("--kl-questions", "--kl-examples", min=1, help="per set, of which KL is taken, if more"),
     ] = None
     timing_questions: Annotated[
         int, typer.Option("--timing-questions", "--timing-examples", min=0, help="of which times are taken")
@@ -82,15 +83,17 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
     """Answers, KL to full recompute, times and bytes of every method; with --out a broken-off run goes on."""
     if options.metric not in METRICS:
         raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
-    given = split_methods(options.methods)
-    # both ends of the scale stand in every table
-    specs = ["full", *(spec for spec in given if spec not in ("full", NO_DOCUMENTS)), NO_DOCUMENTS]
+    given = split_methods(options.methods or TRAINING_FREE)
     report.panels = lambda rows: panels(rows, options.metric)
     report.heading = options.model
     report.facts["sets"] = {}
     for asked in question_sets(options, report):
         report.facts["sets"][asked.name] = asked.facts
-        ask(asked, specs, options, report)
+        model = asked.setting.model
+        trained = ["comb"] if not options.methods and backbone_of(model) is not model else []
+        # both ends of the scale stand in every table
+        between = [spec for spec in [*trained, *given] if spec not in ("full", NO_DOCUMENTS)]
+        ask(asked, ["full", *between, NO_DOCUMENTS], options, report)
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
