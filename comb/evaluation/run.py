@@ -90,26 +90,23 @@ class MethodResult:
 
 
 def evaluate(
-    model: PICEngine | tuple[Any, Any],
+    model: tuple[Any, Any],
     examples: Sequence[Example],
     methods: Sequence[str] = ("full", "comb"),
     *,
     max_new_tokens: int = 48,
     batch_size: int = 32,
     timing_examples: int = 8,
-    query_template: str = "{query}",
     document_template: str | None = None,
-    splitter: str | None = None,
     progress: bool = True,
 ) -> list[MethodResult]:
     """Compares methods on the same examples, greedily decoded.
 
     Args:
-        model: an engine, or a model and its tokenizer. Every method gets a fresh engine with an empty store.
+        model: a model and its tokenizer. Every method gets a fresh engine with an empty store.
         methods: names from ``comb.methods.names()`` (with parameters, as ``"legolink:16"``), or "none" for the
             control without documents.
         timing_examples: of how many examples, with no document in common, times are taken; 0 takes none.
-        splitter: how the engine splits long documents; None is the engine's default.
 
     Raises:
         ValueError: if there is no example or no method, a method is unknown or doesn't fit the model, or no prompt has
@@ -119,14 +116,8 @@ def evaluate(
         raise ValueError("no examples to evaluate on")
     if not methods:
         raise ValueError("no methods to compare: name at least one, for example full")
-    if isinstance(model, PICEngine):
-        weights, tokenizer, builder = model.model, model.tokenizer, model.prompt_builder
-    else:
-        weights, tokenizer = model
-        builder = PromptBuilder(tokenizer)
-    if document_template is not None:
-        builder = PromptBuilder(tokenizer, document_template=document_template)
-    setting = Setting(weights, tokenizer, builder, query_template, splitter)
+    weights, tokenizer = model
+    setting = Setting(weights, tokenizer, PromptBuilder(tokenizer, document_template=document_template))
     examples, note = _with_room(setting, examples, methods, max_new_tokens)
     if note:
         logger.warning(note)

@@ -378,18 +378,6 @@ def test_methods_command(folder: Path, tmp_path: Path) -> None:
     assert {"argv", "versions", "commit", "machine"} <= set(content)
 
 
-def test_methods_command_on_nano() -> None:
-    result = run(
-        "methods", "--methods", "full,legolink:2,none", "--limit", 4, "--timing-examples", 1, "--kl-examples", 1,
-        "--max-new-tokens", 24,
-    )  # fmt: skip
-    if "nano" in result.output and isinstance(result.exception, OSError):
-        pytest.skip("the nano backbone is not there")
-    assert result.exit_code == 0, result.output
-    for text in ("legolink:2", "none", "KL", "4 questions"):
-        assert text in result.output
-
-
 def test_an_adapters_own_results_are_left_alone(folder: Path) -> None:
     result = run("methods", "--model", folder / "model", "--out", folder / "model" / "results.json")
     assert "choose another name" in str(result.exception)

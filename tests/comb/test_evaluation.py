@@ -101,16 +101,6 @@ def test_times_need_examples_without_a_document_in_common(
     assert result.ttft_cold_s is None
 
 
-def test_an_engine_brings_its_model_and_templates(
-    model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Example]
-) -> None:
-    engine = PICEngine(model, tokenizer)
-    [plain] = evaluate(engine, questions, ["full"], timing_examples=0, **OPTIONS)
-    [changed] = evaluate(engine, questions, ["full"], timing_examples=0, query_template="Q {query}", **OPTIONS)
-    assert plain.em == 1.0
-    assert changed.predictions != plain.predictions
-
-
 def test_references_count_as_alternatives(
     model: CombForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Example]
 ) -> None:
