@@ -11,7 +11,8 @@ import yaml
 from comb_training.config import Config, ModelConfig, TrainConfig, config_from_dict, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+# evaluation.yaml is for `comb bench methods`, the others are of runs
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "evaluation")
 
 
 def written(folder: Path, text: str) -> Path:

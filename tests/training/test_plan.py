@@ -17,7 +17,8 @@ from comb_training.plan.counting import ARCHITECTURES, Parameters, meta_model
 from tests.helpers.training import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
+RUNS = (path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "evaluation")
+CONFIGS = {path.stem: path for path in RUNS}
 COUNTS = {
     # frozen: what the published weights hold (the text part, without multi-token prediction); trained: of this project
     "llama-3.1-8b-instruct": (8_030_261_248, 3.49),
