@@ -9,7 +9,7 @@ from typing import Any
 from comb.documents.document import Example
 from comb.evaluation.compare import question_name
 from comb.evaluation.metrics import bootstrap, contains, exact_match, f1, rouge_l
-from comb.evaluation.run import Timing
+from comb.evaluation.run import NO_DOCUMENTS, Timing
 from comb.evaluation.table import Column, Row, TextTable, divergence, fixed, ms, percent
 
 QUALITY: dict[str, Callable[[str, Sequence[str]], float]] = {
@@ -32,8 +32,8 @@ def summarize(
 
     ``em``, ``f1``, ``contains`` and ``rouge_l`` are means over the ``n`` questions that it and `full` have answered,
     ``same`` and ``rouge_l_full`` compare its answers with those of `full`; ``kl`` and ``top1_agreement`` are means over
-    ``kl_n`` tokens of ``kl_questions`` questions. ``intervals`` and ``minus_full`` (mean, low, high) are by question,
-    95%.
+    ``kl_n`` tokens of ``kl_questions`` questions, and ``closed`` is 1 - KL over the KL of "none". ``intervals`` and
+    ``minus_full`` (mean, low, high) are by question, 95%.
 
     Args:
         rows: of `compare`, for these `examples`; of a question that a method has twice, the last one counts.
@@ -61,6 +61,10 @@ def summarize(
                 "ttft_cached_s": Timing.of(cached),
             }
         )
+    nothing = next((row for row in found if row["method"] == NO_DOCUMENTS and row.get("kl")), None)
+    for row in found:
+        if nothing is not None and row.get("kl") is not None:
+            row["closed"] = 1 - row["kl"] / nothing["kl"]
     return found
 
 
@@ -120,6 +124,7 @@ _SCORES = (
     Column("= full", "same", percent, "the same answer as full recompute's"),
     Column("R-L full", "rouge_l_full", percent, "ROUGE-L with full recompute's answer; all these in %"),
     Column("KL", "kl", divergence, "from full recompute's next-token distribution, nats per token of its own answer"),
+    Column("closed", "closed", percent, "share of the KL without documents that is gone, %"),
     Column("top-1", "top1_agreement", percent, "how often both have the same likeliest token, %"),
     Column("cold ms", "ttft_cold_s", ms, "time to first token, median ±half the distance of the quartiles"),
     Column("cached ms", "ttft_cached_s", ms, "the same, asked again"),
@@ -132,7 +137,7 @@ _GAPS = (
     Column("F1", _of("minus_full", "f1"), _between(_points)),
     Column("holds", _of("minus_full", "contains"), _between(_points)),
     Column("R-L", _of("minus_full", "rouge_l"), _between(_points)),
-    Column("= full", _of("intervals", "same"), _between(percent)),
+    Column("= full", _of("intervals", "same"), _between(lambda share: f"{100 * share:.0f}")),
     Column("KL", _of("intervals", "kl"), _between(divergence)),
     Column("top-1", _of("intervals", "top1_agreement"), _between(percent)),
 )

@@ -155,6 +155,7 @@ def test_wrong_documents_are_noticed() -> None:
         assert found["wrong"][method]["contains"] < 0.3
     right = found["right"]["none"]
     assert right["kl"] > 5 * found["right"]["legolink-0"]["kl"]
+    assert [found["right"][method]["closed"] for method in ("full", "none")] == [1.0, 0.0]
     assert right["minus_full"]["contains"][2] < 0  # the interval says so too
 
 
