@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.kernels.mac.match import end
 from comb.kernels.mac.step import MacStep
 
 
@@ -20,10 +19,8 @@ class LayerReport:
     Args:
         searches: row-head pairs that were searched for a match.
         hit_rate: share of them that had one (the paper's acceptance).
-        skip_ratio: mean of E(p) / (m + 1), 0 for a miss: the share of the context that wasn't read.
         keys_read, keys_exact: by MAC, and what exact attention would have read.
         group_keys_read: by a kernel that reads key/value heads once for all their query heads; group_keys_exact.
-        head_hit_rates: per query head.
         audits, error_mean, error_max: relative errors of the layer's output against exact attention.
         band_mass: share of the attention that falls on the band, at audits.
         off: why the layer is no longer reused; empty while it is.
@@ -32,12 +29,10 @@ class LayerReport:
     layer: int
     searches: int = 0
     hit_rate: float = 0.0
-    skip_ratio: float = 0.0
     keys_read: int = 0
     keys_exact: int = 0
     group_keys_read: int = 0
     group_keys_exact: int = 0
-    head_hit_rates: tuple[float, ...] = ()
     audits: int = 0
     error_mean: float | None = None
     error_max: float | None = None
@@ -109,12 +104,10 @@ class LayerCounts:
     """Running sums of one layer, on the device where its attention runs, so that no step waits for them."""
 
     def __init__(self, heads: int, groups: int, device: torch.device) -> None:
-        def zeros(count: int, kind: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(count, dtype=kind, device=device)
-
-        self.searches, self.hits, self.keys_read, self.keys_exact = (zeros(heads) for _ in range(4))
-        self.skipped = zeros(heads, torch.float64)
-        self.group_read, self.group_exact = zeros(groups), zeros(groups)
+        self.searches, self.hits, self.keys_read, self.keys_exact = torch.zeros(
+            4, heads, dtype=torch.long, device=device
+        )
+        self.group_read, self.group_exact = torch.zeros(2, groups, dtype=torch.long, device=device)
         self.errors: list[float] = []
         self.band_mass: list[float] = []
         self.off = ""
@@ -126,8 +119,6 @@ class LayerCounts:
         hit = done.match.hit
         self.searches += searched.expand_as(hit).sum(0)
         self.hits += hit.sum(0)
-        reused = end(done.match.pos, config).to(torch.float64) / length
-        self.skipped += torch.where(hit, reused, torch.zeros_like(reused)).sum(0)
         self.keys_read += done.keys_read.sum(0)
         self.keys_exact += length.expand_as(hit).sum(0)
         self.group_read += done.group_keys_read.sum(0)
@@ -156,12 +147,10 @@ class LayerCounts:
             layer=layer,
             searches=int(searches),
             hit_rate=hits / searches if searches else 0.0,
-            skip_ratio=float(self.skipped.sum()) / searches if searches else 0.0,
             keys_read=int(self.keys_read.sum()),
             keys_exact=int(self.keys_exact.sum()),
             group_keys_read=int(self.group_read.sum()),
             group_keys_exact=int(self.group_exact.sum()),
-            head_hit_rates=tuple((self.hits / self.searches.clamp_min(1)).tolist()),
             audits=len(self.errors),
             error_mean=_mean(self.errors),
             error_max=max(self.errors, default=None),
