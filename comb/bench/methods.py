@@ -62,6 +62,10 @@ class MethodsOptions(QuestionOptions):
     metric: Annotated[str, typer.Option(help=f"of the plot: {', '.join(METRICS)}")] = "f1"
 
 
+_OF_CONFIG = ("sets", "data")
+_OF_DATASET = ("dataset", "path", "split", "num_documents", "query_template", "document_template")
+
+
 @dataclass(frozen=True)
 class QuestionSet:
     """One set that is ready to be asked.
@@ -119,12 +123,19 @@ def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
 def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[QuestionSet]:
     """The sets of ``--config``, or the one of ``--dataset``; questions without room are dropped and counted."""
     wanted = max(options.limit, options.kl_questions or 0)
+    unused = _OF_CONFIG if options.config is None else _OF_DATASET
+    if given := [name for name in unused if getattr(options, name) != getattr(MethodsOptions, name)]:
+        option = "--" + given[0].replace("_", "-")
+        raise ValueError(
+            f"{option} has no effect {'without' if options.config is None else 'with'} --config: leave it out"
+        )
     if options.config is None:
         chosen = replace(options, limit=wanted)
         rules = AnswerRules(options.max_new_tokens or 48)
         setting, examples = chosen.load_questions(report, rules.max_new_tokens)
-        source = {name: getattr(options, name) for name in ("dataset", "split", "num_documents")}
-        yield QuestionSet(options.dataset, setting, examples, rules, source, {"data": report.facts.pop("data")})
+        source = {name: getattr(options, name) for name in ("dataset", "path", "split", "num_documents")}
+        name = Path(options.dataset).stem  # the name of a file, of which the journals' are made, may be given too
+        yield QuestionSet(name, setting, examples, rules, source, {"data": report.facts.pop("data")})
         return
     sets = read_sets(options.config)
     names = [name.strip() for name in options.sets.split(",") if name.strip()] or list(sets)

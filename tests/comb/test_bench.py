@@ -374,6 +374,7 @@ def test_methods_command(folder: Path, tmp_path: Path) -> None:
     assert [row["method"] for row in content["results"]] == ["full", "legolink:2", "comb", "none"]
     assert content["results"][0]["kl"] == 0.0
     assert content["results"][0]["n"] == 4
+    assert {file.name for file in (tmp_path / "m").iterdir()} == {"data.jsonl", "data.times.jsonl"}
     assert "em" not in content["results"][2]
     assert {"argv", "versions", "commit", "machine"} <= set(content)
 

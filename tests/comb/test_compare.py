@@ -293,8 +293,9 @@ def test_a_wrong_file_says_where(tmp_path: Path, text: str, message: str) -> Non
         read_sets(tmp_path / "sets.yaml")
 
 
-def test_an_unknown_set_is_named(folder: Path) -> None:
+def test_a_set_or_an_option_that_is_not_there_is_named(folder: Path) -> None:
     assert "has no set 'fact'; it has facts, again" in str(bench(folder, sets="fact").exception)
+    assert "--num-documents has no effect with --config" in str(bench(folder, **{"num-documents": 3}).exception)
 
 
 def test_the_sets_of_the_project_can_be_read() -> None:
