@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from comb.backbones.gguf import convert, gguf_file
 from comb.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 HUB_ARGUMENTS = ("token", "cache_dir", "force_download", "local_files_only", "proxies")
 
-backbones: Registry[Path] = Registry("backbone")
-"""Short names for backbone folders that come with the package (training registers `nano`)."""
+backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.smollm2")
+"""Short names for backbones: a folder that comes with the package (training registers `nano`), or what fetches one."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -26,16 +28,19 @@ def is_hub_id(name: str) -> bool:
 
 
 def resolve_name(name: str | Path) -> str:
-    """The folder of a registered backbone name; anything else as it is.
+    """The folder of a registered backbone name or a GGUF file; anything else as it is.
 
     Raises:
-        OSError: for a folder that isn't there, if it can't be the id of a repository on the Hub.
+        OSError: for a folder that isn't there, if it can't be the id of a repository on the Hub, and as fetching and
+            converting do.
     """
     text = str(name)
     if Path(text).exists():
-        return text
+        file = gguf_file(Path(text))
+        return text if file is None else str(convert(file))
     if text in backbones:
-        return str(backbones.get(text))
+        entry = backbones.get(text)
+        return str(entry() if callable(entry) else entry)
     if "/" in text and not is_hub_id(text):
         raise OSError(f"no model {text!r}: there is no such folder, and a Hub id is owner/name")
     return text

