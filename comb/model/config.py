@@ -15,6 +15,8 @@ FORMAT_VERSION = 1
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = ("none", "head", "flat")
+CROSS_QK_NORMS = ("head", "none")
+SINKS = ("token", "null")
 
 
 class CombEncoderConfig(PreTrainedConfig):
@@ -27,11 +29,20 @@ class CombEncoderConfig(PreTrainedConfig):
             output projection; `cross_attention_bias` of the cross-attention's query, key and value projections
             (None: as `attention_bias`).
         qk_norm: RMSNorm on the encoder's own queries and keys: ``none``, per ``head`` (Qwen3) or ``flat`` over
-            all heads at once (OLMo-2). Cross-attention always normalises both per head (COMB release).
+            all heads at once (OLMo-2).
         norm_placement: ``pre`` (Llama), ``post`` (OLMo-2) or ``sandwich`` (Gemma 2) norms around each sub-layer.
         causal: a causal mask inside the encoder (the paper's eq. 2); the published code is bidirectional.
         kv_input_norm: an RMSNorm in front of each cross layer's K and V projections. The COMB release has none;
             with it the projections can start from a backbone layer's.
+        shared_layers: the encoder has no layers of its own: a document runs through the frozen backbone's first layers,
+            and the head of a cross block reads what the decoder layer behind the block is given there. Nothing but
+            heads and blocks is trained or saved; compiling a document costs that share of a prefill.
+        cross_qk_norm: whether cross-attention normalises queries and keys per head (``head``, COMB release) or takes
+            them as they are (``none``), as the layers that it starts from do.
+        sink: what a document's first token leaves in its PICache: its own keys and values like any other's (``token``,
+            the COMB release), or a learned key and value that are the same for all documents (``null``). The first
+            token is where a causal backbone rests its attention (StreamingLLM), with a key like no other's, which
+            documents that are read side by side would repeat; the null key gives the attention that place to rest.
         max_position_embeddings: the longest document in tokens.
     """
 
@@ -56,13 +67,19 @@ class CombEncoderConfig(PreTrainedConfig):
     norm_placement: str = "pre"
     causal: bool = False
     kv_input_norm: bool = True
+    shared_layers: bool = False
+    cross_qk_norm: str = "head"
+    sink: str = "token"
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm is one of {', '.join(QK_NORMS)}, not {self.qk_norm!r}")
-        if self.norm_placement not in NORM_PLACEMENTS:
-            raise ValueError(f"norm_placement is one of {', '.join(NORM_PLACEMENTS)}, not {self.norm_placement!r}")
+        for name, known in (
+            ("norm_placement", NORM_PLACEMENTS), ("cross_qk_norm", CROSS_QK_NORMS), ("sink", SINKS)
+        ):  # fmt: skip
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -205,3 +222,11 @@ def spread_encoder_layers(num_encoder_layers: int, num_cross_layers: int) -> lis
     2 encoder layers, 4 cross blocks -> [0, 0, 1, 1].
     """
     return [max(0, -(-(index + 1) * num_encoder_layers // num_cross_layers) - 1) for index in range(num_cross_layers)]
+
+
+def deepest_encoder_layers(num_encoder_layers: int, cross_layers: list[int]) -> list[int]:
+    """For an encoder of the backbone's first layers: what each cross block reads, the deepest layer before its own.
+
+    A block in front of layer 4 reads encoder layer 3, whose output is what the backbone's layer 4 is given.
+    """
+    return [min(num_encoder_layers - 1, max(0, layer - 1)) for layer in cross_layers]

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from comb.model.attention import Lengths, attend, uses_packing
 from comb.model.config import CombEncoderConfig
+from comb.model.encoder import cross_norm
 
 KeyValues = tuple[Tensor, Tensor]  # each [cross_layers, tokens, kv_heads, head_dim]
 
@@ -127,7 +128,7 @@ class CrossAttention(nn.Module):
         width = config.num_attention_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = cross_norm(config)
 
     def forward(self, hidden: Tensor, documents: LinkedDocuments, layer: int) -> Tensor:
         """[rows_with_documents, tokens, hidden] -> the same shape."""

@@ -137,6 +137,14 @@ class EncoderLayer(GradientCheckpointingLayer):
         return hidden + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(hidden)))  # type: ignore[no-any-return]
 
 
+def cross_norm(config: CombEncoderConfig) -> nn.Module:
+    """The norm of cross-attention's queries, or keys, per head."""
+    if config.cross_qk_norm == "none":
+        return nn.Identity()
+    norm: nn.Module = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+    return norm
+
+
 class KeyValueHead(nn.Module):
     """Projects one encoder layer's output to the keys and values of one cross block (COMB eq. 5, 6).
 
@@ -150,17 +158,30 @@ class KeyValueHead(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if config.kv_input_norm else nn.Identity()
         self.k_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
         self.v_proj = nn.Linear(config.hidden_size, width, bias=config.cross_bias)
-        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = cross_norm(config)
+        if config.sink == "null":
+            self.null_key = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
+            self.null_value = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, tokens, hidden] -> keys, values, each [rows, tokens, kv_heads, head_dim]"""
+    def forward(self, hidden: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, tokens, hidden], first [rows, tokens] -> keys, values, each [rows, tokens, kv_heads, head_dim]
+
+        `first` is true where a document begins.
+        """
         hidden = self.norm(hidden)
         keys = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        return keys, self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        values = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        if hasattr(self, "null_key"):
+            begins = first[..., None, None]
+            keys = torch.where(begins, self.null_key.to(keys), keys)
+            values = torch.where(begins, self.null_value.to(values), values)
+        return keys, values
 
 
 class CombEncoder(nn.Module):
     """`num_hidden_layers` transformer layers and one K/V head per cross block.
+
+    With `config.shared_layers` it has none: what the heads read is handed to it.
 
     Args:
         config: its shape.
@@ -172,19 +193,21 @@ class CombEncoder(nn.Module):
         self.config = config
         self.sources = list(sources)
         self.rotary = Rotary(config)
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
+        own = 0 if config.shared_layers else config.num_hidden_layers
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(own))
         self.key_value_heads = nn.ModuleList(KeyValueHead(config) for _ in sources)
 
-    def encode(self, embeddings: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def encode(self, embeddings: list[Tensor], states: list[Tensor] | None = None) -> list[tuple[Tensor, Tensor]]:
         """Encodes segments, each alone and from position zero, in one batch.
 
         Args:
             embeddings: one [tokens, hidden] per segment.
+            states: with `shared_layers`, what each head reads: [segments, tokens, hidden], padded on the right.
 
         Returns:
             per segment, keys and values, each [cross_layers, tokens, kv_heads, head_dim]
         """
-        keys, values = self(embeddings)
+        keys, values = self(embeddings) if states is None else self(embeddings, states)
         counts = [len(segment) for segment in embeddings]
         if uses_packing(self.config._attn_implementation):
             return list(zip(keys[0].split(counts, dim=1), values[0].split(counts, dim=1), strict=True))
@@ -192,7 +215,7 @@ class CombEncoder(nn.Module):
         rows = zip(keys.unbind(), values.unbind(), counts, strict=True)
         return [(key[:, :count], value[:, :count]) for key, value, count in rows]
 
-    def forward(self, embeddings: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, embeddings: list[Tensor], states: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of a batch of segments, padded or (flash attention) packed in one row.
 
         `encode` takes them apart, outside the module: ZeRO-3 counts a module's output tensors, which must be the same
@@ -215,8 +238,14 @@ class CombEncoder(nn.Module):
             positions = torch.arange(lengths.longest, device=device)[None]
             # behind a causal mask no token sees the padding on its right
             mask = {"key_mask": None if self.config.causal else lengths.mask(device)}
-        outputs = self._run(hidden.to(self.dtype), positions, mask)
-        pairs = [head(outputs[source]) for head, source in zip(self.key_value_heads, self.sources, strict=True)]
+        if states is None:
+            outputs = self._run(hidden.to(self.dtype), positions, mask)
+            states = [outputs[source] for source in self.sources]
+        elif packed:
+            real = lengths.mask(device)
+            states = [state[real][None] for state in states]
+        first = (positions == 0).expand(hidden.shape[:2])
+        pairs = [head(state.to(self.dtype), first) for head, state in zip(self.key_value_heads, states, strict=True)]
         keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))
         return keys, values
 

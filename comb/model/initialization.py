@@ -177,10 +177,12 @@ def encoder_config_for(
     causal: bool,
     max_document_tokens: int | None,
     plain: bool,
+    first_layers: bool = False,
 ) -> CombEncoderConfig:
     """The encoder's shape: the backbone's geometry, and room for what its layers hold besides.
 
     Args:
+        first_layers: it computes, or starts from, what the backbone's first layers do.
         plain: a Llama-style layer whatever the backbone's layers have.
     """
     config = CombEncoderConfig(
@@ -202,6 +204,9 @@ def encoder_config_for(
     part = _with_attention(layers, len(layers) // 2, info, text_config(backbone))
     config.qk_norm, config.norm_placement = part.qk_norm, part.norm_placement
     config.attention_bias = part.attention_bias
+    if first_layers:
+        # what the cross blocks start from normalises per head or not at all
+        config.cross_qk_norm = "head" if part.qk_norm == "head" else "none"
     return config
 
 
@@ -246,17 +251,28 @@ def copy_parts(target: nn.Module, parts: LayerParts, renamed: dict[str, str] | N
 
 @torch.no_grad()
 def initialize_from_backbone(
-    encoder: CombEncoder, blocks: nn.ModuleList, cross_layers: list[int], backbone: PreTrainedModel, info: BackboneInfo
+    encoder: CombEncoder,
+    blocks: nn.ModuleList,
+    cross_layers: list[int],
+    backbone: PreTrainedModel,
+    info: BackboneInfo,
+    *,
+    first_layers: bool = False,
 ) -> None:
-    """Encoder layers from evenly spaced backbone layers, cross block i and its K/V head from the layer it precedes.
+    """Encoder layers from the backbone's, cross block i and its K/V head from the layer it precedes.
+
+    Args:
+        first_layers: the encoder is the backbone's first layers, and computes what they do if it is causal; otherwise
+            its layers come from evenly spaced ones. (An encoder that shares the backbone's layers has none to start.)
 
     Layers without softmax attention (linear layers of a hybrid, latent attention) give their MLP and norms; the
     attention then comes from the nearest layer that has one, if any.
     """
     layers, config = backbone.get_submodule(info.layers_path), text_config(backbone)
     copied = 0
+    every, depth = list(range(len(layers))), len(encoder.layers)
     for target, source in zip(
-        encoder.layers, evenly_spaced(list(range(len(layers))), len(encoder.layers)), strict=True
+        encoder.layers, every[:depth] if first_layers else evenly_spaced(every, depth), strict=True
     ):
         copied += len(copy_parts(target, _with_attention(layers, source, info, config)))
     for block, head, position in zip(blocks, encoder.key_value_heads, cross_layers, strict=True):
@@ -290,9 +306,10 @@ def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, 
         copied += copy_parts(block, part, {"self_attn.q_norm": "cross_attn.q_norm"})
         copied += copy_parts(head, part, {"self_attn.k_norm": "k_norm"})
     elif part.has("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
-        # cross-attention always normalises: its norms take over the size that the projections' outputs had
-        block.cross_attn.q_norm.weight.copy_(_output_rms(part, "q_proj", info.head_dim))
-        head.k_norm.weight.copy_(_output_rms(part, "k_proj", info.head_dim))
+        # cross-attention that normalises where the layer doesn't: its norms take over the projections' size
+        for norm, name in ((block.cross_attn.q_norm, "q_proj"), (head.k_norm, "k_proj")):
+            for weight in norm.parameters():  # none if it doesn't
+                weight.copy_(_output_rms(part, name, info.head_dim))
     return len(copied)
 
 

@@ -24,6 +24,7 @@ from transformers import (
 
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
+from comb.backbones.forward import decoder_of
 from comb.backbones.hooks import LayerHooks
 from comb.backbones.identity import forget_identity, identity_of
 from comb.backbones.torch_private import writes
@@ -47,6 +48,18 @@ ENCODE_BATCH_TOKENS = 16_384
 # per thread or task: what is linked to which model, the innermost last, and which models have their encoder off
 _linked: ContextVar[tuple[tuple[Any, LinkedDocuments], ...]] = ContextVar("comb_linked", default=())
 _disabled: ContextVar[tuple[Any, ...]] = ContextVar("comb_disabled", default=())
+# per thread or task: the model whose layers read documents, and what was read so far
+_reading: ContextVar[tuple[Any, list[Tensor]] | None] = ContextVar("comb_reading", default=None)
+
+
+_COMPILED = (
+    "torch.compile on the whole model ignores hooks that come later: set "
+    "torch._dynamo.config.skip_nnmodule_hook_guards = False before compiling, or compile the decoder layers one by one"
+)
+
+
+class _LastLayerReadError(Exception):
+    """A signal: no deeper layer of the backbone is needed."""
 
 
 class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
@@ -86,7 +99,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         functions: dict[int, Callable[[Tensor], Tensor]] = {
             layer: functools.partial(self._cross, block) for layer, block in zip(layers, self.cross_blocks, strict=True)
         }
-        self._hooks = LayerHooks(backbone.get_submodule(self.info.layers_path), functions)
+        stack: Any = backbone.get_submodule(self.info.layers_path)
+        self._hooks = LayerHooks(stack, functions)
+        self._readers = LayerHooks(stack, dict.fromkeys(layers, self._read))
         self.agree_on_passes: Callable[[int, int], int] | None = None
         """``agree(passes wanted, most possible) -> passes`` of the encoder per training batch, for runs whose ranks
         must call the same modules (ZeRO-3 gathers weights at each call); None: as many as suit this rank."""
@@ -124,8 +139,40 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         if self.agree_on_passes is not None and torch.is_grad_enabled():
             batches = equal_parts(unique, self.agree_on_passes(len(batches), len(unique)))
         for batch in batches:
-            encoded.update(zip(batch, self.encoder.encode(self._embed(batch)), strict=True))
+            encoded.update(zip(batch, self.encode_batch(batch), strict=True))
         return [encoded[segment] for segment in segments]
+
+    def encode_batch(self, segments: list[tuple[int, ...]]) -> list[KeyValues]:
+        """Keys and values per segment, all in one pass; with gradients where they are enabled."""
+        if self.encoder.config.shared_layers:
+            return self.encoder.encode(self._embed(segments), self._layer_inputs(segments))
+        return self.encoder.encode(self._embed(segments))
+
+    @torch.no_grad()
+    def _layer_inputs(self, segments: list[tuple[int, ...]]) -> list[Tensor]:
+        """What the decoder layer behind each cross block is given of segments that the plain backbone reads alone.
+        [segments, tokens, hidden] each, padded on the right, which nothing behind a causal mask sees."""
+        rows = [torch.tensor(segment, device=self.device) for segment in segments]
+        states: list[Tensor] = []
+        token = _reading.set((self, states))
+        try:
+            with self._readers.attached():
+                decoder_of(self.backbone)(input_ids=nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False)
+        except _LastLayerReadError:
+            pass
+        finally:
+            _reading.reset(token)
+        if len(states) < len(self.cross_blocks):
+            raise RuntimeError(f"the backbone ran without its hooks, so a document was not read; {_COMPILED}")
+        return states
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        reading = _reading.get()
+        if reading is not None and reading[0] is self:
+            reading[1].append(hidden)
+            if len(reading[1]) == len(self.cross_blocks):
+                raise _LastLayerReadError
+        return hidden
 
     def _embed(self, segments: list[tuple[int, ...]]) -> list[Tensor]:
         """[tokens, hidden] per segment, from one look into the table."""
@@ -198,7 +245,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
 
     def _cross(self, block: nn.Module, hidden: Tensor) -> Tensor:
         link = self._current_link()
-        if link is None:
+        if link is None or _reading.get() is not None:  # documents are compiled without other documents
             return hidden
         link.was_read = True
         crossed: Tensor = block(hidden, link)
@@ -368,11 +415,7 @@ class _Attached:
 def _check_read(link: LinkedDocuments) -> None:
     """Raises RuntimeError if nothing read the documents since the last check: never an answer without its document."""
     if not link.was_read:
-        raise RuntimeError(
-            "the backbone ran without its cross blocks, so the documents were not read. torch.compile on the whole "
-            "model ignores hooks that come later: set torch._dynamo.config.skip_nnmodule_hook_guards = False before "
-            "compiling, or compile the decoder layers one by one"
-        )
+        raise RuntimeError(f"the backbone ran without its cross blocks, so the documents were not read; {_COMPILED}")
     link.was_read = False
 
 

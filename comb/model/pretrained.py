@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +17,15 @@ from comb.backbones.discovery import BackboneInfo, UnsupportedBackboneError, ins
 from comb.backbones.fingerprint import check_fingerprint, fingerprint
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, load_backbone
 from comb.backbones.tokenizer import tokenizer_fingerprint
-from comb.model.config import CombConfig, spread_cross_layers
+from comb.model.config import CombConfig, deepest_encoder_layers, spread_cross_layers
 from comb.model.encoder import CombEncoder
 from comb.model.initialization import encoder_config_for, initialize_from_backbone, initialize_random
 from comb.model.weights import load_adapter, read_weights
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+INITIALIZATIONS = ("backbone", "first_layers", "random")
 
 
 class CombPreTrainedModel(PreTrainedModel):
@@ -46,11 +49,14 @@ class CombPreTrainedModel(PreTrainedModel):
         encoder_causal: bool = False,
         max_document_tokens: int | None = None,
         initialization: str = "backbone",
+        shared_layers: bool = False,
+        sink: str = "token",
+        gate: float = 0.0,
         adapter_dtype: torch.dtype | None = None,
         revision: str | None = None,
         **loading: Any,
     ) -> Self:
-        """A fresh adapter on a backbone; its gates are zero, so it answers as the plain backbone does.
+        """A fresh adapter on a backbone; with its gates at zero it answers as the plain backbone does.
 
         Args:
             name_or_model: Hub id, folder or registered name of a causal language model, or a loaded one.
@@ -60,6 +66,13 @@ class CombPreTrainedModel(PreTrainedModel):
             encoder_causal: a causal mask inside the encoder instead of a bidirectional one.
             max_document_tokens: longest document; the backbone's context length by default.
             initialization: ``backbone`` starts encoder and blocks from the backbone's layers, ``random`` does not.
+                ``first_layers`` makes the encoder of the backbone's first layers, causal as they are, and leaves its
+                key and value heads to `comb.model.ridge.fit_to_backbone`.
+            shared_layers: no encoder layers at all: documents run through the backbone's own, up to the last cross
+                block, and heads and blocks start from the layers they stand for. `num_encoder_layers` is then only how
+                many cross blocks there are if they are not named.
+            sink: what a document's first token leaves in its PICache, see `CombEncoderConfig`.
+            gate: how far the gates of the attention are open at the start, 0 <= gate < 1.
             adapter_dtype: dtype of encoder and blocks; the backbone's by default.
             revision, loading: passed to `AutoModelForCausalLM.from_pretrained`.
 
@@ -67,8 +80,10 @@ class CombPreTrainedModel(PreTrainedModel):
             UnsupportedBackboneError: if no encoder can be attached to this model.
             ValueError: for options that make no sense, or loading options beside a loaded model.
         """
-        if initialization not in ("backbone", "random"):
-            raise ValueError(f"initialization is 'backbone' or 'random', not {initialization!r}")
+        if initialization not in INITIALIZATIONS:
+            raise ValueError(f"initialization is {' or '.join(map(repr, INITIALIZATIONS))}, not {initialization!r}")
+        if not 0 <= gate < 1:
+            raise ValueError(f"gate is a share, 0 <= gate < 1, not {gate}")
         for name, value in (("num_encoder_layers", num_encoder_layers), ("max_document_tokens", max_document_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -81,6 +96,17 @@ class CombPreTrainedModel(PreTrainedModel):
         info = inspect_backbone(backbone)
         if cross_attention_layers is None:
             cross_attention_layers = spread_cross_layers(info.num_layers, min(num_encoder_layers, info.num_layers))
+        layers = sorted(int(layer) for layer in cross_attention_layers)
+        first_layers = shared_layers or initialization == "first_layers"
+        if shared_layers:
+            num_encoder_layers = max(1, *layers)
+        encoder_config = encoder_config_for(
+            backbone, info, num_layers=num_encoder_layers, causal=encoder_causal or first_layers,
+            max_document_tokens=max_document_tokens, plain=initialization == "random", first_layers=first_layers,
+        )  # fmt: skip
+        encoder_config.sink, encoder_config.shared_layers = sink, shared_layers
+        if first_layers and not shared_layers:
+            encoder_config.cross_attention_bias = True  # the fitted heads have one
         config = CombConfig(
             backbone_name_or_path=_name_of(name_or_model, backbone),
             backbone_revision=revision,
@@ -88,19 +114,20 @@ class CombPreTrainedModel(PreTrainedModel):
             backbone_config=copy.deepcopy(backbone.config),
             # without weights (on the meta device) there is nothing to know them by
             backbone_fingerprint=None if backbone.device.type == "meta" else fingerprint(backbone),
-            encoder_config=encoder_config_for(
-                backbone, info, num_layers=num_encoder_layers, causal=encoder_causal,
-                max_document_tokens=max_document_tokens, plain=initialization == "random",
-            ),
-            cross_attention_layers=sorted(int(layer) for layer in cross_attention_layers),
+            encoder_config=encoder_config,
+            cross_attention_layers=layers,
+            cross_encoder_layers=deepest_encoder_layers(num_encoder_layers, layers) if first_layers else None,
             embedding_scale=info.embedding_scale,
-        )  # fmt: skip
+        )
         model = cls(config, backbone)
         std = float(getattr(backbone.config.get_text_config(), "initializer_range", None) or 0.02)
         initialize_random((model.encoder, model.cross_blocks), std=std, depth=num_encoder_layers)
-        if initialization == "backbone":
-            layers: list[int] = config.cross_attention_layers or []
-            initialize_from_backbone(model.encoder, model.cross_blocks, layers, backbone, info)
+        if initialization != "random":
+            initialize_from_backbone(
+                model.encoder, model.cross_blocks, layers, backbone, info, first_layers=first_layers
+            )
+        for block in model.cross_blocks:
+            nn.init.constant_(block.attention_gate, math.atanh(gate))  # type: ignore[arg-type]  # a parameter
         model._place(adapter_dtype or _floating(backbone.dtype)).eval()
         return model
 
@@ -228,7 +255,7 @@ class CombPreTrainedModel(PreTrainedModel):
 def _name_of(name_or_model: str | Path | PreTrainedModel, backbone: PreTrainedModel) -> str:
     name = str(backbone.config._name_or_path if isinstance(name_or_model, nn.Module) else name_or_model)
     # a folder is found again from anywhere; "./x" would mean "beside the adapter"
-    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:

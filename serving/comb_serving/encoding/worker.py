@@ -132,9 +132,13 @@ class EncoderWorker:
 
 
 def drop_decoder(model: CombForCausalLM) -> None:
-    """Frees every weight but the encoder's and the embedding table's; `encode` works on, nothing else does."""
+    """Frees every weight that compiling doesn't need; `encode` works on, nothing else does."""
     _ = model.fingerprint  # names the whole backbone's shapes, so while they are there
-    kept = {id(parameter) for parameter in (*model.encoder.parameters(), *model.get_input_embeddings().parameters())}
+    needed = [model.encoder, model.get_input_embeddings()]
+    if model.encoder.config.shared_layers:
+        layers: Any = model.backbone.get_submodule(model.info.layers_path)
+        needed += layers[: model.config.cross_attention_layers[-1]]
+    kept = {id(parameter) for module in needed for parameter in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in kept:
             parameter.data = torch.empty(0, dtype=parameter.dtype)

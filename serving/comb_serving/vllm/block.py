@@ -14,6 +14,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from comb.kernels.paged.attention import attend
 from comb.kernels.paged.layout import PagedBatch, PagedLayer
 from comb.model.config import CombEncoderConfig
+from comb.model.encoder import cross_norm
 from comb_serving.vllm import OP
 from comb_serving.vllm.rows import RequestDocuments
 
@@ -31,7 +32,7 @@ class ParallelCrossAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             width, config.hidden_size, bias=False, return_bias=False, prefix=f"{prefix}.o_proj"
         )
-        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = cross_norm(config)
 
     def forward(self, hidden: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
         """Tokens of all rows with documents, behind one another, against each row's own documents.

@@ -1,0 +1,101 @@
+"""An encoder without layers of its own: documents run through the backbone's, and heads read what its layers read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comb.model.modeling import CombForCausalLM
+from tests.helpers.families import open_gates, tiny
+
+FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "qwen3_next")
+DOCUMENTS = [(5, 6, 7, 8, 9), (10, 11), (3,)]
+LAYERS = [1, 2]
+
+
+def shared(backbone: Any, **options: Any) -> CombForCausalLM:
+    options = {"cross_attention_layers": LAYERS, "shared_layers": True, "sink": "null"} | options
+    return CombForCausalLM.from_backbone(backbone, **options)
+
+
+@torch.no_grad()
+def layer_input(backbone: Any, info: Any, layer: int, document: tuple[int, ...]) -> torch.Tensor:
+    """What a decoder layer is given of a document alone."""
+    seen: list[torch.Tensor] = []
+    hook = backbone.get_submodule(info.layers_path)[layer].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    backbone(torch.tensor([document]), use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_read_what_the_backbones_layers_are_given(family: str) -> None:
+    backbone = tiny(family)
+    model = shared(backbone)
+    compiled = model.encode(DOCUMENTS)
+    for document, picache in zip(DOCUMENTS, compiled, strict=True):
+        for place, layer in enumerate(LAYERS):
+            first = torch.zeros(1, len(document), dtype=torch.bool)
+            first[0, 0] = True
+            hidden = layer_input(backbone, model.info, layer, document)
+            keys, values = model.encoder.key_value_heads[place](hidden, first)
+            torch.testing.assert_close(picache.keys[place], keys[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(picache.values[place], values[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_it_starts_as_the_layers_it_stands_for() -> None:
+    """Keys and values are the backbone's own before positions, but for the first token, whose place is empty."""
+    backbone = tiny("llama")
+    model = shared(backbone, gate=0.5)
+    [picache] = model.encode([DOCUMENTS[0]])
+    for place, layer in enumerate(LAYERS):
+        decoder: Any = backbone.model.layers[layer]
+        normed = decoder.input_layernorm(layer_input(backbone, model.info, layer, DOCUMENTS[0]))
+        wanted = decoder.self_attn.k_proj(normed).unflatten(-1, (-1, model.info.head_dim))[0]
+        torch.testing.assert_close(picache.keys[place][1:], wanted[1:])
+        assert not picache.keys[place][0].any()
+        assert not picache.values[place][0].any()
+        assert torch.equal(model.cross_blocks[place].cross_attn.q_proj.weight, decoder.self_attn.q_proj.weight)
+        assert model.cross_blocks[place].attention_gate.tanh().item() == pytest.approx(0.5)
+
+
+def test_only_heads_and_blocks_are_saved_and_trained(tmp_path: Path) -> None:
+    backbone = tiny("llama")
+    backbone.save_pretrained(tmp_path / "backbone")
+    model = open_gates(shared(tmp_path / "backbone"))
+    assert not any(name.startswith("encoder.layers") for name in model.state_dict())
+    assert {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {
+        "encoder",
+        "cross_blocks",
+    }
+    model.save_pretrained(tmp_path / "adapter")
+    again = CombForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert again.fingerprint == model.fingerprint
+    ids = torch.tensor([[4, 5, 6]])
+    with torch.no_grad():
+        assert torch.equal(again(ids, documents=[DOCUMENTS]).logits, model(ids, documents=[DOCUMENTS]).logits)
+        assert torch.equal(again(ids).logits, backbone(ids).logits)  # off: the plain model
+        assert not torch.equal(again(ids, documents=[DOCUMENTS]).logits, backbone(ids).logits)
+
+
+def test_a_document_is_compiled_without_those_that_are_linked() -> None:
+    model = open_gates(shared(tiny("llama")))
+    [alone] = model.encode([DOCUMENTS[0]])
+    with model.linked([[DOCUMENTS[1]]]):
+        [inside] = model.encode([DOCUMENTS[0]])
+    assert torch.equal(alone.keys, inside.keys)
+
+
+def test_gradients_reach_heads_and_blocks_only() -> None:
+    model = open_gates(shared(tiny("llama"))).train()
+    model(torch.tensor([[4, 5, 6]]), documents=[list(DOCUMENTS)], labels=torch.tensor([[4, 5, 6]])).loss.backward()
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert missing == []
+    assert all(p.grad is None for p in model.backbone.parameters())
+    assert model.encoder.key_value_heads[0].null_key.grad.abs().sum() > 0
