@@ -66,13 +66,23 @@ def info(
     device: DeviceOption = "auto",
     encoder_layers: Annotated[int, typer.Option(help="encoder layers to plan for on a plain backbone")] = 8,
     check: Annotated[bool, typer.Option(help="run the equivalence gate")] = True,
+    placement: Annotated[
+        str | None, typer.Option(help="measure on this dataset through which layers documents are read")
+    ] = None,
+    path: Annotated[Path | None, typer.Option(help="file or folder of that dataset")] = None,
+    blocks: Annotated[int, typer.Option(help="cross blocks to place")] = 4,
 ) -> None:
     """What discovery found, parameter counts, cache bytes per token, and the equivalence gate."""
+    from comb.backbones.tokenizer import load_tokenizer
     from comb.cli.info import describe
+    from comb.cli.placement import describe_placement
     from comb.model.source import load_named
 
     comb_model = _as_comb(load_named(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)
     console.print(describe(comb_model))
+    if placement is not None:
+        tokenizer = load_tokenizer(model, comb_model)
+        console.print(describe_placement(comb_model.backbone, tokenizer, placement, path, blocks))
     if check:
         _gate(comb_model)
 

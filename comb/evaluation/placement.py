@@ -1,0 +1,174 @@
+"""Which decoder layers carry information from documents: leave one out, and see what is lost.
+
+In the attention of one layer, the documents of a prompt are hidden from everything that stands behind them, and the
+divergence from the untouched model at the answer's tokens is measured. Where it is large, documents are read; that is
+where cross blocks belong. A few layers do nearly all of it, and an even spread can miss them.
+
+One forward pass over all prompts for each layer; nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from comb.backbones.discovery import ATTENTION_NAMES, find_child, inspect_backbone
+from comb.documents.document import Prompt
+
+MEASURABLE = ("full", "sliding", "both")
+"""Kinds of layers (`BackboneInfo.layer_kinds`) with an attention that documents can be hidden from."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What was found.
+
+    Args:
+        losses: by layer, the mean divergence in nats per answer token when documents are hidden there.
+        without: the same when there are no documents at all, for scale.
+    """
+
+    losses: dict[int, float]
+    without: float
+
+    def best(self, count: int) -> list[int]:
+        """The `count` layers that lose most, ascending. Raises ValueError if there are not so many."""
+        if not 0 < count <= len(self.losses):
+            raise ValueError(f"{count} cross blocks, but documents can be read in {len(self.losses)} layers")
+        return sorted(sorted(self.losses, key=lambda layer: -self.losses[layer])[:count])
+
+
+MEASURED_TOKENS = 2048
+"""Tokens of the prompts that `short_prompts` chooses; each goes through the backbone once per layer."""
+
+
+def short_prompts(
+    prompts: Sequence[tuple[Prompt, Sequence[int]]], tokens: int = MEASURED_TOKENS
+) -> list[tuple[Prompt, Sequence[int]]]:
+    """The shortest of the prompts, up to `tokens` together: where documents are read doesn't depend on their length."""
+    chosen: list[tuple[Prompt, Sequence[int]]] = []
+    total = 0
+    for prompt, answer in sorted(prompts, key=lambda item: len(item[0].flat)):
+        total += len(prompt.flat) + len(answer)
+        if chosen and total > tokens:
+            break
+        chosen.append((prompt, answer))
+    return chosen
+
+
+@torch.no_grad()
+def measure_placement(
+    backbone: PreTrainedModel, prompts: Sequence[tuple[Prompt, Sequence[int]]], *, batch_tokens: int = 4096
+) -> Placement:
+    """Measures every layer that has an attention.
+
+    Args:
+        prompts: prompts with documents, and the answers whose tokens are looked at: not those that the placement is
+            scored on afterwards.
+        batch_tokens: of one forward pass, padding included.
+
+    Raises:
+        ValueError: for a prompt without documents, or an attention that takes no mask (flash attention).
+    """
+    info = inspect_backbone(backbone)
+    if str(backbone.config._attn_implementation) not in ("sdpa", "eager"):
+        raise ValueError(
+            f"the placement is measured with masks, which {backbone.config._attn_implementation} doesn't take: load "
+            "the backbone with attn_implementation=sdpa, or name the layers"
+        )
+    layers: Any = backbone.get_submodule(info.layers_path)
+    chosen = {
+        index: attention
+        for index, kind in enumerate(info.layer_kinds)
+        if kind in MEASURABLE and (attention := find_child(layers[index], ATTENTION_NAMES)) is not None
+    }
+    losses = dict.fromkeys(chosen, 0.0)
+    without, count = 0.0, 0
+    for batch in _batches(backbone, prompts, batch_tokens):
+        reference = batch.logprobs(backbone)
+        count += len(reference)
+        for index, attention in chosen.items():
+            with _hidden(attention, batch.hidden):
+                losses[index] += _divergence(reference, batch.logprobs(backbone))
+        bare = _Batch.of([(Prompt((), (), prompt.query), answer) for prompt, answer in batch.prompts], backbone.device)
+        without += _divergence(reference, bare.logprobs(backbone))
+    return Placement({index: loss / count for index, loss in losses.items()}, without / count)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rows padded on the right: behind a causal mask nobody sees what is there."""
+
+    prompts: Sequence[tuple[Prompt, Sequence[int]]]
+    input_ids: Tensor  # [rows, tokens]
+    predicts: Tensor  # [rows, tokens]: which tokens the answers' tokens are predicted at
+    hidden: Tensor  # [rows, 1, tokens, tokens]: what hiding the documents takes from the causal mask
+
+    @classmethod
+    def of(cls, prompts: Sequence[tuple[Prompt, Sequence[int]]], device: torch.device) -> _Batch:
+        shape = len(prompts), max(len(prompt.flat) + len(answer) for prompt, answer in prompts)
+        ids = torch.zeros(shape, dtype=torch.long)
+        documents, predicts = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        for row, (prompt, answer) in enumerate(prompts):
+            flat = [*prompt.flat, *answer]
+            ids[row, : len(flat)] = torch.tensor(flat)
+            predicts[row, len(prompt.flat) - 1 : len(flat) - 1] = True
+            position = len(prompt.head)
+            for segment, gap in zip(prompt.segments, (*prompt.gaps, ()), strict=False):
+                documents[row, position : position + len(segment)] = True
+                position += len(segment) + len(gap)
+        hidden = ~documents[:, :, None] & documents[:, None, :]
+        return cls(prompts, ids.to(device), predicts.to(device), hidden[:, None].to(device))
+
+    def logprobs(self, backbone: PreTrainedModel) -> Tensor:
+        """Of the answers' tokens. [answer tokens, vocabulary] float32"""
+        states = backbone.get_decoder()(input_ids=self.input_ids, use_cache=False).last_hidden_state
+        return backbone.get_output_embeddings()(states[self.predicts]).float().log_softmax(-1)  # type: ignore[no-any-return]
+
+
+def _batches(
+    backbone: PreTrainedModel, prompts: Sequence[tuple[Prompt, Sequence[int]]], tokens: int
+) -> Iterator[_Batch]:
+    for prompt, _ in prompts:
+        if not prompt.segments:
+            raise ValueError("a placement is measured on prompts with documents, and one has none")
+    taken: list[tuple[Prompt, Sequence[int]]] = []
+    for item in sorted(prompts, key=lambda item: len(item[0].flat) + len(item[1])):
+        if taken and (len(item[0].flat) + len(item[1])) * (len(taken) + 1) > tokens:
+            yield _Batch.of(taken, backbone.device)
+            taken = []
+        taken.append(item)
+    if taken:
+        yield _Batch.of(taken, backbone.device)
+
+
+@contextmanager
+def _hidden(attention: nn.Module, hidden: Tensor) -> Iterator[None]:
+    """Takes `hidden` [rows, 1, tokens, tokens] from the mask that one attention is given."""
+
+    def change(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        states = args[0] if args else kwargs["hidden_states"]
+        mask = kwargs.get("attention_mask")
+        if mask is None:  # purely causal
+            mask = torch.ones(states.shape[1], states.shape[1], dtype=torch.bool, device=states.device).tril()
+        allowed = mask if mask.dtype == torch.bool else mask == 0
+        least = torch.finfo(states.dtype).min
+        additive = torch.zeros(hidden.shape, dtype=states.dtype, device=states.device)
+        return args, {**kwargs, "attention_mask": additive.masked_fill(hidden | ~allowed, least)}
+
+    handle = attention.register_forward_pre_hook(change, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _divergence(reference: Tensor, other: Tensor) -> float:
+    """KL(reference || other), summed over tokens, in nats. [tokens, vocabulary] both"""
+    return float((reference.exp() * (reference - other)).sum())

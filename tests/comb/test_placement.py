@@ -1,0 +1,69 @@
+"""Where documents are read is found by hiding them from one layer at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from comb.cli.main import app
+from comb.documents.document import Prompt
+from comb.evaluation.placement import Placement, measure_placement, short_prompts
+from tests.helpers.families import tiny
+
+PROMPTS = [
+    (Prompt((3,), ((10, 11, 12, 13), (14, 15)), (20, 21)), (30, 31)),
+    (Prompt((3,), ((16, 17, 18),), (22,)), (32,)),
+]
+
+
+@torch.no_grad()
+def test_the_one_layer_that_reads_documents_is_found() -> None:
+    backbone = tiny("llama")
+    for index, layer in enumerate(backbone.model.layers):
+        if index != 2:
+            layer.self_attn.o_proj.weight.zero_()
+    placement = measure_placement(backbone, PROMPTS)
+    others = [loss for layer, loss in placement.losses.items() if layer != 2]
+    assert max(map(abs, others)) < 1e-6
+    # no other layer reads them, so without them is as without this layer's sight of them
+    assert placement.losses[2] > 1e-4
+    assert placement.best(1) == [2]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "mixtral", "deepseek_v3", "qwen3_next"])
+def test_batches_and_families(family: str) -> None:
+    backbone = tiny(family)
+    together = measure_placement(backbone, PROMPTS)
+    apart = measure_placement(backbone, PROMPTS, batch_tokens=1)
+    assert together.losses.keys() == apart.losses.keys() != set()
+    assert together.losses == pytest.approx(apart.losses, abs=1e-5)
+    assert together.without == pytest.approx(apart.without, abs=1e-5)
+
+
+def test_the_eager_attention_gives_the_same() -> None:
+    backbone = tiny("llama")
+    ours = measure_placement(backbone, PROMPTS)
+    backbone.set_attn_implementation("eager")
+    assert measure_placement(backbone, PROMPTS).losses == pytest.approx(ours.losses, abs=1e-5)
+
+
+def test_what_can_not_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="one has none"):
+        measure_placement(tiny("llama"), [(Prompt((3,), (), (4,)), (5,))])
+    with pytest.raises(ValueError, match="3 cross blocks, but documents can be read in 2 layers"):
+        Placement({0: 1.0, 3: 0.5}, 2.0).best(3)
+    assert Placement({0: 1.0, 3: 0.5, 2: 0.7}, 2.0).best(2) == [0, 2]
+
+
+def test_short_prompts_come_first() -> None:
+    assert short_prompts(PROMPTS, 7) == [PROMPTS[1]]
+    assert short_prompts(PROMPTS, 1) == [PROMPTS[1]]  # one at least
+    assert short_prompts(PROMPTS, 100) == [PROMPTS[1], PROMPTS[0]]
+
+
+def test_the_command_shows_layers_and_where_blocks_belong() -> None:
+    result = CliRunner().invoke(app, ["info", "nano", "--no-check", "--placement", "nano", "--blocks", "2"])
+    assert result.exit_code == 0, result.output
+    assert "where documents are read" in result.output
+    assert "model.cross_attention_layers=[" in result.output
