@@ -86,7 +86,7 @@ def run_training(
         ValueError: as `prepare` does.
         TrainingDivergedError: if the loss becomes NaN or infinite.
     """
-    run = prepare(config)
+    run = prepare(config, resume=resume)
     logger.info("data: %s", run.counts)
     if prepared is not None and distributed.is_main():
         prepared(run)
@@ -122,6 +122,7 @@ def run_training(
         "bad_batches": trainer.objective.bad_batches,
         "losses": trainer.losses,
         "heldout_losses": trainer.logged("eval_loss"),
+        "heldout_closed": trainer.logged("eval_closed"),
         "heldout_em": trainer.logged("eval_em"),
         "heldout_f1": trainer.logged("eval_f1"),
     }
@@ -150,7 +151,7 @@ def run_training(
 
 
 def _plot(record: dict[str, Any], path: Path, *, title: str) -> None:
-    scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"]}
+    scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"], "KL closed": record["heldout_closed"]}
     try:
         plot_training(record["losses"], path, heldout=record["heldout_losses"], scores=scores, title=title)
     except ImportError:

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from comb_training.config.data import DataConfig
 from comb_training.config.train import TrainConfig
-from comb_training.config.types import KNOWN_KEYS, Items, Options
+from comb_training.config.types import KNOWN_KEYS, AtLeastOne, AtLeastZero, Items, Options
 
 
 @dataclass(frozen=True, config=KNOWN_KEYS)
@@ -22,6 +22,12 @@ class ModelConfig:
     """Layers of the chunk encoder."""
     cross_attention_layers: Items[StrictInt] | None = None
     """Backbone layers with a cross block in front of them; null spreads one per encoder layer evenly."""
+    measured_cross_layers: AtLeastOne | None = None
+    """Instead of naming them: so many, in front of the layers through which the backbone reads documents. That is
+    measured on some of the training examples before the run; see docs/training.md."""
+    fit_passages: AtLeastZero = 0
+    """Documents of the training data on which the encoder's key and value heads are solved for in closed form before
+    the run (ridge regression onto the backbone's own keys and values); 0: they start as copies."""
     encoder_causal: StrictBool = False
     """A causal mask inside the encoder (the paper's equation); false is bidirectional, as in the published code."""
     dtype: str = "float32"

@@ -40,6 +40,8 @@ class TrainConfig:
     """Share of the run in which the learning rate rises linearly."""
     final_learning_rate: Number = 0.02
     """Where the cosine ends, as a share of the peak."""
+    ce_weight: Annotated[Number, Field(ge=0)] = 1.0
+    """Weight of the cross-entropy on the answers; 0 with `kl_weight` distils alone, which sharpens nothing."""
     kl_weight: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the divergence from the backbone that reads the documents in its prompt, beside the cross-entropy; it
     costs a forward pass over the full prompts."""
@@ -98,6 +100,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             object.__setattr__(self, "epochs", 1.0)
+        if self.ce_weight == self.kl_weight == 0:
+            raise ValueError("train.ce_weight and train.kl_weight are both 0: there is nothing to learn")
         if self.method == "block" and self.kl_weight > 0 and self.lora_rank is None:
             raise ValueError(
                 "train.kl_weight needs the backbone as it was, which train.method=block keeps only with train.lora_rank"

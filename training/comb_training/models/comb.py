@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from comb.backbones.loading import resolve_name
+from comb.evaluation.placement import measure_placement, short_prompts
+from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
+from comb.model.ridge import fit_to_backbone
 from comb_training.config import Config
+from comb_training.data.batches import TrainingExample
 from comb_training.models.loading import device_of, dtype_of
 from comb_training.models.lora import add_lora
 from comb_training.models.method import TrainingMethod, training_methods
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @training_methods.register("comb")
@@ -26,32 +35,48 @@ class CombTraining(TrainingMethod):
 
     def load(self, config: Config) -> CombForCausalLM:
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
-        options = dict(config.model.options)
-        # trained weights stay in float32 whatever the backbone's: small updates, of gates above all, are not lost
-        options.setdefault("adapter_dtype", torch.float32)
-        dtype = dtype_of(config.model.dtype)
-        model: Any
-        if config.model.init_from is not None:
-            shaping = sorted({"max_document_tokens", "initialization"} & options.keys())
-            if shaping:
-                raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
-            model = CombForCausalLM.from_pretrained(resolve_name(config.model.init_from), dtype=dtype, **options)
-            model.requires_grad_(True).backbone.requires_grad_(False)
-        else:
-            model = CombForCausalLM.from_backbone(
-                config.model.backbone,
-                num_encoder_layers=config.model.num_encoder_layers,
-                cross_attention_layers=config.model.cross_attention_layers,
-                encoder_causal=config.model.encoder_causal,
-                dtype=dtype,
-                **options,
-            )
-        train = config.train
-        if train.lora_rank is not None:
-            layers = model.get_submodule("encoder.layers")
-            add_lora(layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
-        loaded: CombForCausalLM = model.to(device_of(config))
-        return loaded
+        if config.model.init_from is None:
+            return self._fresh(config, config.model.backbone, config.model.cross_attention_layers)
+        options = _options(config)
+        shaping = sorted({"max_document_tokens", "initialization", "shared_layers", "sink", "gate"} & options.keys())
+        if shaping:
+            raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
+        model: Any = CombForCausalLM.from_pretrained(
+            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **options
+        )
+        model.requires_grad_(True).backbone.requires_grad_(False)
+        return _with_lora(model, config)
+
+    def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
+        model = CombForCausalLM.from_backbone(
+            backbone,
+            num_encoder_layers=config.model.num_encoder_layers,
+            cross_attention_layers=layers,
+            encoder_causal=config.model.encoder_causal,
+            **({"dtype": dtype_of(config.model.dtype)} if isinstance(backbone, str) else {}),
+            **_options(config),
+        )
+        return _with_lora(model, config)
+
+    def fitted(
+        self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None
+    ) -> CombForCausalLM:
+        """Cross blocks where documents are read (`measured_cross_layers`), heads solved for (`fit_passages`).
+
+        Every rank measures for itself, on the same examples.
+        """
+        count = config.model.measured_cross_layers
+        if config.model.init_from is None and count is not None:
+            layers = _saved_layers(resume) if resume is not None else None
+            if layers is None:
+                layers = _measured(model, examples, count)
+            named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
+            model = self._fresh(config, model.backbone, layers)
+            model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
+        if resume is None and config.model.fit_passages:
+            segments = list(dict.fromkeys(segment for example in examples for segment in example.segments))
+            fit_to_backbone(model, evenly(segments, config.model.fit_passages))
+        return model  # type: ignore[no-any-return]  # the one that came or a fresh one
 
     def plain_backbone(self, model: CombForCausalLM) -> AbstractContextManager[Any]:
         return nullcontext(model.backbone)
@@ -59,3 +84,38 @@ class CombTraining(TrainingMethod):
     def save_trained(self, model: Any, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor]) -> None:
         """An adapter folder, which can be asked like the one of a finished run."""
         model.save_pretrained(folder, tokenizer=tokenizer, state_dict=weights)
+
+
+def _options(config: Config) -> dict[str, Any]:
+    # trained weights stay in float32 whatever the backbone's: small updates, of gates above all, are not lost
+    return {"adapter_dtype": torch.float32, **config.model.options}
+
+
+def _with_lora(model: CombForCausalLM, config: Config) -> CombForCausalLM:
+    train = config.train
+    if train.lora_rank is not None:
+        layers = model.get_submodule("encoder.layers")
+        add_lora(layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+    loaded: CombForCausalLM = model.to(device_of(config))
+    return loaded
+
+
+def _measured(model: CombForCausalLM, examples: Sequence[TrainingExample], count: int) -> list[int]:
+    prompts = [(example.prompt, example.target) for example in evenly(examples, 512)]
+    placement = measure_placement(model.backbone, short_prompts(prompts))
+    layers = placement.best(count)
+    lost = ", ".join(f"{layer}: {placement.losses[layer]:.3f}" for layer in layers)
+    logger.info("cross blocks before layers %s (nats lost without: %s; without all: %.3f)", layers, lost,
+                placement.without)  # fmt: skip
+    return layers
+
+
+def _saved_layers(resume: str | Path) -> list[int] | None:
+    settings: CombConfig = CombConfig.from_pretrained(resume)
+    return settings.cross_attention_layers
+
+
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """`count` of the items, evenly spaced; all if there are fewer."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]

@@ -28,6 +28,10 @@ class TrainingMethod(ABC):
     def load(self, config: Config) -> Any:
         """The model that trains, as configured. Raises ValueError for options that make no sense together."""
 
+    def fitted(self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None) -> Any:
+        """The model as it starts training on `examples`: what is measured on them or solved for in closed form."""
+        return model
+
     @abstractmethod
     def plain_backbone(self, model: Any) -> AbstractContextManager[Any]:
         """The backbone as it was before training, for as long as the context lasts."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from torch import Tensor
 
 from comb.documents.document import Example
 from comb.evaluation.run import evaluate
@@ -15,7 +16,7 @@ from comb_training.config import Config
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import engine_autocast
-from comb_training.trainer.losses import target_logits_only, target_loss
+from comb_training.trainer.losses import Teacher, target_logits_only, target_loss
 
 
 @torch.no_grad()
@@ -44,6 +45,39 @@ def heldout_loss(
             loss, count = loss + value * tokens, count + tokens
     loss, count = distributed.summed(loss, count)
     return loss / count
+
+
+@torch.no_grad()
+def heldout_closed(
+    model: Any,
+    batches: Sequence[Sequence[TrainingExample]],
+    collate: Callable[[Sequence[TrainingExample]], dict[str, Any]],
+    accelerator: Accelerator,
+    ask_teacher: Callable[[dict[str, Tensor]], Teacher],
+) -> dict[str, float]:
+    """How much of the way from no documents to documents in the prompt the model goes: 1 - KL(full || model) /
+    KL(full || none), in nats per target token (`losses.divergence`). Collective, as `heldout_loss`.
+
+    Args:
+        ask_teacher: what the backbone says that has the documents in its prompt.
+    """
+    closed = none = count = 0.0
+    ranks, rank = distributed.world_size(), distributed.rank()
+    for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
+        inputs = send_to_device(collate(batches[min(place, len(batches) - 1)]), accelerator.device)
+        labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts")
+        bare = {**inputs, "documents": None}
+        with engine_autocast(accelerator):
+            teacher = ask_teacher(prompts)
+            with target_logits_only(model, labels):
+                sums = [
+                    float(target_loss(model(**given), labels, 1.0, teacher=teacher, weight=1.0, ce_weight=0.0))
+                    for given in (inputs, bare)
+                ]
+        if place < len(batches):
+            closed, none, count = closed + sums[0], none + sums[1], count + int((labels[:, 1:] != IGNORED).sum())
+    closed, none, count = distributed.summed(closed, none, count)
+    return {"eval_kl": closed / count, "eval_kl_none": none / count, "eval_closed": 1 - closed / max(none, 1e-9)}
 
 
 def heldout_answers(model: Any, tokenizer: Any, examples: Sequence[Example], config: Config) -> dict[str, float]:

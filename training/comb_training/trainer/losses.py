@@ -66,8 +66,10 @@ def target_loss(
     *,
     teacher: Teacher | None = None,
     weight: float = 0.0,
+    ce_weight: float = 1.0,
 ) -> Tensor:
-    """Cross-entropy over target tokens (+ `weight` x `divergence`): the sum over `num_items_in_batch`, or the mean.
+    """`ce_weight` x cross-entropy (+ `weight` x `divergence`) over target tokens: the sum over `num_items_in_batch`, or
+    the mean.
 
     Args:
         outputs: with ``logits`` [B, T, V], or as `target_logits_only` leaves them.
@@ -78,7 +80,7 @@ def target_loss(
     logits = _target_logits(outputs.logits, labels).float()
     if num_items_in_batch is None:
         num_items_in_batch = len(logits)
-    loss = nn.functional.cross_entropy(logits, targets[counted], reduction="sum")
+    loss = ce_weight * nn.functional.cross_entropy(logits, targets[counted], reduction="sum")
     if teacher is not None:
         loss = loss + weight * divergence(logits, teacher).sum()
     return loss / num_items_in_batch

@@ -51,10 +51,11 @@ class Objective:
         self._bad_now = False
         inputs = dict(batch)
         labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
-        teacher = self._ask_teacher(prompts) if prompts is not None else None
+        teacher = self.ask_teacher(prompts) if prompts is not None else None
         with target_logits_only(self.model, labels):
             outputs = wrapped(**inputs)
-        loss = target_loss(outputs, labels, targets, teacher=teacher, weight=self.config.kl_weight)
+        weights = {"weight": self.config.kl_weight, "ce_weight": self.config.ce_weight}
+        loss = target_loss(outputs, labels, targets, teacher=teacher, **weights)
         finite = bool(torch.isfinite(loss))
         if distributed.all_true(finite):
             return loss
@@ -71,7 +72,7 @@ class Objective:
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
     @torch.no_grad()
-    def _ask_teacher(self, prompts: dict[str, Tensor]) -> Teacher:
+    def ask_teacher(self, prompts: dict[str, Tensor]) -> Teacher:
         """What the plain backbone says with the documents in its prompt."""
         labels = prompts["labels"]
         with self.method.plain_backbone(self.model) as backbone, target_logits_only(backbone, labels):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
@@ -46,18 +47,23 @@ class PreparedRun:
         return total_steps(self.config.train, batch_sampler(self.examples, self.config.train).steps_per_epoch)
 
 
-def prepare(config: Config) -> PreparedRun:
+def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     """Loads backbone and data and tokenises them; nothing is trained.
+
+    Args:
+        resume: the checkpoint that the run goes on from; it has what was measured before.
 
     Raises:
         ValueError: for data that is missing, malformed or empty, or a backbone without a tokenizer it fits.
     """
     set_threads(config)
     set_seed(config.train.seed)
-    model = training_method(config.train.method).load(config)
+    method = training_method(config.train.method)
+    model = method.load(config)
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
     examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
+    model = method.fitted(model, config, examples, resume)
     sets = statistics_by_set(examples) if config.data.mixture else {}
     return PreparedRun(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)
 

@@ -34,7 +34,7 @@ from comb_training.trainer.checkpoints import (
     new_checkpoint,
     save_random_state,
 )
-from comb_training.trainer.heldout import heldout_loss
+from comb_training.trainer.heldout import heldout_closed, heldout_loss
 from comb_training.trainer.objective import Objective, check_teacher_reads, document_lengths, out_of_memory
 from comb_training.trainer.optimizer import adamw
 from comb_training.trainer.run_log import RunLog
@@ -227,6 +227,9 @@ class CombTrainer:
         try:
             chosen = [[self.heldout[index] for index in batch] for batch in batches]
             record = {"eval_loss": heldout_loss(self.model, chosen, self.collate, self.accelerator)}
+            if self.config.kl_weight > 0 and self.config.method == "comb":
+                ask = self.objective.ask_teacher
+                record |= heldout_closed(self.model, chosen, self.collate, self.accelerator, ask)
             if self._answer is not None and self._zero3:
                 logger.warning("train.eval_answers: no answers under ZeRO-3, which has the weights in parts")
                 self._answer = None
@@ -245,6 +248,12 @@ class CombTrainer:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self._zero3:
             self.model.agree_on_passes = distributed.agree_on_passes
+        placed = getattr(self.model.config, "cross_attention_layers", None) or []
+        if not distributed.same(placed):
+            raise ValueError(
+                f"the ranks measured different places for the cross blocks (here {placed}): write one choice into the "
+                "configuration, model.cross_attention_layers=[...]"
+            )
         self._wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         if self.sharded:
             settle_engine(self._wrapped, self.model)

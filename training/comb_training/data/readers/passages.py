@@ -1,0 +1,110 @@
+"""Plain text made into tasks that can't be solved without the documents: copying, and going on where one ends.
+
+Rows ``{text}`` (books, articles; ``title`` and ``id`` optional).
+
+document: passages of `words` words, some of them from other texts; query: to go on word for word from a quoted place in
+one of them (copy), or to go on where the one ends that begins so (continue); answer: the words that follow there. With
+the backbone's own distribution as the target (train.ce_weight 0, train.kl_weight 1), no label is needed: what is
+learned is to read documents as the backbone reads them in its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from random import Random
+
+from comb.documents.document import Document, Example
+from comb_training.data.records import DatasetRow, read_records
+from comb_training.data.side import DatasetSide, reader
+
+TASKS = ("copy", "continue")
+COPY = 'Continue word for word from "{quoted}".'
+CONTINUE = 'Write what comes next, behind the end of the text that begins with "{quoted}".'
+QUOTED_WORDS = 8
+
+
+@reader("passages", heldout_share=0.1)
+def read_passages(
+    side: DatasetSide,
+    *,
+    num_documents: int = 3,
+    words: int = 100,
+    answer_words: int = 24,
+    questions: int = 2,
+    tasks: Sequence[str] = TASKS,
+    passages: int = 20_000,
+) -> Iterable[Example]:
+    """Reads texts from JSON or JSONL, gzipped or not; a text is on one side of the split as a whole.
+
+    Args:
+        num_documents: passages per example at most; how many is drawn, from one on.
+        words: of a passage; half to all of them are taken.
+        answer_words: of an answer.
+        questions: over the same passages.
+        tasks: which of ``copy`` and ``continue`` are asked, in turn.
+        passages: examples at most are made of these many groups of passages.
+
+    Raises:
+        ValueError: for a missing path, a malformed row, naming it, or lengths that leave no room for an answer.
+    """
+    if not tasks or not set(tasks) <= set(TASKS):
+        raise ValueError(f"tasks are of {', '.join(TASKS)}, not {list(tasks)}")
+    if words // 2 < QUOTED_WORDS + answer_words:
+        raise ValueError(f"words must be at least {2 * (QUOTED_WORDS + answer_words)} for such answers, not {words}")
+    texts: dict[str, list[str]] = {}
+    for record in read_records(side.path, side.name):
+        split = record.text("text").split()
+        if len(split) < words + answer_words:
+            side.counts.noted[f"texts of fewer than {words + answer_words} words, left out"] += 1
+        else:
+            texts[_group(record)] = split
+    if not texts:
+        raise ValueError(f"{side.path} has no text of at least {words + answer_words} words")
+    here = sorted(side.groups(texts))
+    wanted = passages if side.limit is None else min(passages, -(-side.limit // questions))
+    lengths = (words, answer_words)
+    made = [
+        example
+        for number in range(wanted)
+        for example in _examples(
+            side.rng("passages", number), here, texts, number, num_documents, lengths, questions, tasks
+        )
+    ]
+    side.counts.read = len(made)
+    return side.first(made)
+
+
+def _group(record: DatasetRow) -> str:
+    return str(record.row.get("id") or record.row.get("title") or record.number)
+
+
+def _examples(
+    rng: Random,
+    groups: Sequence[str],
+    texts: dict[str, list[str]],
+    number: int,
+    num_documents: int,
+    lengths: tuple[int, int],
+    questions: int,
+    tasks: Sequence[str],
+) -> list[Example]:
+    words, answer_words = lengths
+    places = []
+    for _ in range(rng.randint(1, num_documents)):
+        group = rng.choice(groups)
+        length = rng.randint(words // 2, words)
+        start = rng.randrange(len(texts[group]) - length - answer_words + 1)
+        places.append((group, start, length))
+    documents = tuple(Document(" ".join(texts[group][start : start + length])) for group, start, length in places)
+    made = []
+    for turn in range(questions):
+        group, start, length = rng.choice(places)
+        if tasks[(number + turn) % len(tasks)] == "copy":
+            begin = start + rng.randrange(length - QUOTED_WORDS - answer_words + 1)
+            query, answer = COPY, begin + QUOTED_WORDS
+        else:
+            begin, query, answer = start, CONTINUE, start + length
+        quoted = " ".join(texts[group][begin : begin + QUOTED_WORDS])
+        text = " ".join(texts[group][answer : answer + answer_words])
+        made.append(Example(documents, query.format(quoted=quoted), text, id=f"{number}-{turn}", group=places[0][0]))
+    return made
