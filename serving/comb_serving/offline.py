@@ -263,7 +263,7 @@ class LLM:
         """Leases of those rows that there is room for now, None where no documents are linked."""
         linked = {index: row for index, row in rows.items() if row.segments and row.encoder}
         found = await asyncio.gather(
-            *(self.preprocessor.acquire(row.segments) for row in linked.values()), return_exceptions=True
+            *(self.preprocessor.acquire(row.segments, "") for row in linked.values()), return_exceptions=True
         )
         leases: dict[int, Lease | None] = {index: None for index in rows if index not in linked}
         leases |= {index: lease for index, lease in zip(linked, found, strict=True) if isinstance(lease, Lease)}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comb_serving.config.sizes import parse_bytes, parse_pool_size
+from comb_serving.config.sizes import parse_bytes, parse_pool_size, parse_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,12 @@ def serve(
     comb_disk: Annotated[Path | None, typer.Option(help="folder where documents are kept beyond restarts")] = None,
     comb_disk_bytes: Annotated[str | None, typer.Option(help="of that folder; unbounded by default")] = None,
     comb_wait_seconds: Annotated[float, typer.Option(help="longest wait for room in the pool, then status 429")] = 10.0,
+    comb_max_body: Annotated[str, typer.Option(help="longest body of a request")] = "16MiB",
+    comb_tenant_documents: Annotated[int, typer.Option(help="documents that one key may register")] = 10_000,
+    comb_tenant_share: Annotated[str, typer.Option(help="of the pool, for what one key uses or pins")] = "100%",
+    comb_tenant_pinned: Annotated[
+        str | None, typer.Option(help="of the pool, for what one key pins; by default one part for each key")
+    ] = None,
     comb_log_format: Annotated[str, typer.Option(help="of what comb itself logs: text or json")] = "text",
     comb_admin_key: Annotated[
         str | None, typer.Option(envvar="COMB_ADMIN_KEY", help="may switch the encoder at /v1/comb; else nobody may")
@@ -52,6 +58,10 @@ def serve(
         disk_path=None if comb_disk is None else str(comb_disk.resolve()),
         disk_bytes=None if comb_disk_bytes is None else parse_bytes(comb_disk_bytes),
         wait_seconds=comb_wait_seconds,
+        max_body_bytes=parse_bytes(comb_max_body),
+        max_documents=comb_tenant_documents,
+        tenant_share=parse_share(comb_tenant_share),
+        tenant_pinned_share=None if comb_tenant_pinned is None else parse_share(comb_tenant_pinned),
         log_format=comb_log_format,
         admin_hash=key_hash(comb_admin_key) if comb_admin_key else None,
     )

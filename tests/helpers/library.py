@@ -20,17 +20,26 @@ class Library:
         self.tokens = tokens
         self.model: Any = CombForCausalLM.from_pretrained(adapter, dtype=torch.float32)
         self.builder = PromptBuilder(AutoTokenizer.from_pretrained(adapter))
-        self.known: dict[tuple[Any, ...], tuple[list[int], list[float]]] = {}
+        self.known: dict[tuple[Any, ...], tuple[list[int], list[float], torch.Tensor]] = {}
 
     def answer(
         self, question: str, texts: Sequence[str], *, chat: bool = True, encoder: bool = True
     ) -> tuple[list[int], list[float]]:
         """Token ids and their log-probabilities, of a chat or a completion, documents linked or in the prompt."""
+        return self._answer(question, texts, chat, encoder)[:2]
+
+    def first_token(self, question: str, texts: Sequence[str], *, chat: bool, encoder: bool) -> torch.Tensor:
+        """Log-probabilities of all tokens for the first place of the answer. [vocabulary]"""
+        return self._answer(question, texts, chat, encoder)[2]
+
+    def _answer(
+        self, question: str, texts: Sequence[str], chat: bool, encoder: bool
+    ) -> tuple[list[int], list[float], torch.Tensor]:
         asked = (question, tuple(texts), chat, encoder)
         if asked not in self.known:
             documents = [list(self.builder.segment(Document(text))) for text in texts]
             messages = [{"role": "user", "content": question}]
             built = self.builder.build(messages, documents) if chat else self.builder.complete(question, documents)
             prompt = list(built.query if encoder else built.flat)
-            self.known[asked] = reference(self.model, prompt, documents if encoder else [], self.tokens)[:2]
+            self.known[asked] = reference(self.model, prompt, documents if encoder else [], self.tokens)
         return self.known[asked]

@@ -71,7 +71,8 @@ async def test_a_server_without_an_encoder_cannot_get_one() -> None:
     server = Server(encoder=False, admin_hash=ADMIN)
     assert (await server.client("admin").post(SWITCH, {"encoder": True})).status == 409
     state = (await server.client("admin").post(SWITCH, {"encoder": False})).json
-    assert state == {"object": "comb", "encoder": False, "switchable": False}
+    quota = {"documents": {"used": 0, "limit": 3}}
+    assert state == {"object": "comb", "encoder": False, "switchable": False, "quota": quota}
 
 
 def test_an_admin_key_that_clients_have_is_refused() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from comb_serving.config.instance import LOCK, PREFIX, instance_folder, remove_abandoned
+from comb_serving.config.instance import LOCK, PREFIX, instance_folder, note_segments, remove_abandoned
 from comb_serving.config.options import ServeOptions
-from comb_serving.config.sizes import parse_bytes, parse_pool_size
+from comb_serving.config.sizes import parse_bytes, parse_pool_size, parse_share
 from comb_serving.launch.launcher import launch, read_flags
 from tests.helpers.processes import wait_for, wait_until_gone
 
@@ -100,6 +100,30 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
     assert list(root.iterdir()) == [bystander]
 
 
+def test_shared_memory_that_a_killed_engine_left_goes_with_its_instance(tmp_path: Path) -> None:
+    mapping = (
+        "import mmap, os, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 9); print(flush=True); input()"
+    )
+    shared, others = (Path(f"/dev/shm/psm_comb_{name}_{os.getpid()}") for name in ("a", "b"))
+    for path in (shared, others):
+        path.write_bytes(bytes(9))
+    try:
+        with instance_folder(tmp_path) as folder:
+            command = [sys.executable, "-c", mapping, str(shared)]
+            environment = {**os.environ, "COMB_INSTANCE_DIR": str(folder)}
+            with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                process.stdout.readline()
+                note_segments(folder)
+                process.kill()
+            assert shared.exists()
+        assert not shared.exists()
+        assert others.exists()
+    finally:
+        for path in (shared, others):
+            path.unlink(missing_ok=True)
+
+
 HEALTHY = """
 import http.server, socket, ssl
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -115,6 +139,7 @@ if "--ssl-certfile" in flags:
     context.load_cert_chain(flags["--ssl-certfile"], flags["--ssl-keyfile"])
     server.socket = context.wrap_socket(server.socket, server_side=True)
 server.timeout = 0.1
+(folder / "ready").touch()
 while not seen.with_name("ready").exists():
     server.handle_request()
 """
@@ -186,6 +211,17 @@ def test_the_pool_takes_bytes_or_a_share() -> None:
     for wrong in ("0%", "100%", "-3%", "a%", "%", "big"):
         with pytest.raises(ValueError, match=r"between 0% and 100%|like 25%"):
             parse_pool_size(wrong)
+
+
+def test_a_share_is_a_share_and_pins_are_divided_among_keys() -> None:
+    assert [parse_share(text) for text in ("100%", " 12.5 %")] == [1.0, 0.125]
+    for wrong in ("0%", "101%", "-3%", "1", "big"):
+        with pytest.raises(ValueError, match="a share is above 0% and at most 100%"):
+            parse_share(wrong)
+    assert [ServeOptions("a", key_hashes=keys).pinned_share for keys in ((), ("x",), ("x", "y"))] == [1, 1, 0.5]
+    assert ServeOptions("a", key_hashes=("x", "y"), tenant_pinned_share=0.9).pinned_share == 0.9
+    with pytest.raises(ValueError, match="tenant_share is a share of the pool"):
+        ServeOptions("a", tenant_share=1.5)
 
 
 def test_options_survive_the_environment() -> None:

@@ -17,7 +17,7 @@ from comb_serving.api.routes import CHAT, COMPLETIONS, GENERATION, MESSAGES, PAS
 from comb_serving.config.tenants import key_hash
 from comb_serving.pool.capability import KEY, Capability, digest
 from tests.helpers.fakes import Client, until
-from tests.helpers.middleware_server import BUILDER, DOCUMENTS, SECRET, Server, chat, documents_of, ids_of
+from tests.helpers.middleware_server import BUILDER, DOCUMENTS, LAYOUT, SECRET, Server, chat, documents_of, ids_of
 from tests.helpers.middleware_server import MESSAGES as ASKED
 
 
@@ -283,6 +283,52 @@ async def test_registered_documents() -> None:
     server.check_idle()
 
 
+@pytest.mark.parametrize(
+    "document",
+    ["Ada is here.", {"text": "Ada is here."}, {"contents": "Ada is here."}, {"snippet": "Ada is here.", "id": "a"},
+     {"id": "a", "data": {"text": "Ada is here."}}, {"id": "a", "data": {"snippet": "Ada is here."}},
+     {"data": "Ada is here."}, {"text": "Ada is here.", "title": None}],
+)  # fmt: skip
+async def test_documents_are_taken_as_clients_send_them_elsewhere(document: Any) -> None:
+    server = Server()
+    answer = await server.client().post(CHAT, chat(documents=[document]))
+    assert answer.status == 200, answer.body
+    (found,) = answer.json["comb"]["documents"]
+    assert found["tokens"] == len(ids_of("Ada is here."))
+    assert found["id"] == "a" or not isinstance(document, dict) or "id" not in document
+    titled = await server.client().post(CHAT, chat(documents=[{"title": "T", "contents": "Ada is here."}]))
+    assert titled.json["comb"]["documents"][0]["tokens"] == len(ids_of("Ada is here.", "T"))
+    if isinstance(document, dict):
+        made = await server.client().post("/v1/documents", document)
+        assert (made.status, made.json["state"]) == (200, "hit")
+    server.check_idle()
+
+
+async def test_quotas_of_a_tenant() -> None:
+    server = Server()
+    server.manager.held_share = server.manager.pinned_share = 0.5  # four of eight blocks
+    alice, bob = server.client("alice"), server.client("bob")
+    assert (await alice.post("/v1/documents", {"token_ids": [5] * 48, "id": "a", "pin": True})).status == 200
+    assert (await alice.post("/v1/documents", {"token_ids": [5] * 48, "id": "a", "pin": True})).status == 200
+    more = await alice.post("/v1/documents", {"token_ids": [6] * 32, "id": "b", "pin": True})
+    assert (more.status, more.headers["retry-after"]) == (429, "2")
+    assert "would pin 5 of 8 blocks, its share is 4" in more.json["error"]["message"]
+    over = await alice.post(CHAT, chat(documents=[{"token_ids": [7] * 32}]))
+    assert "would hold 5 of 8 blocks" in over.json["error"]["message"]
+    assert (await alice.post(CHAT, chat(documents=[{"id": "a"}, {"token_ids": [7] * 16}]))).status == 200
+    assert (await bob.post(CHAT, chat(documents=[{"token_ids": [7] * 64}]))).status == 200
+    assert (await bob.post(CHAT, chat(documents=[{"token_ids": [7] * 64}, {"token_ids": [8] * 16}]))).status == 429
+    found = {key: (await client.send("GET", "/v1/comb")).json["quota"] for key, client in (("a", alice), ("b", bob))}
+    block = LAYOUT.block_size * LAYOUT.bytes_per_token
+    assert found["a"]["pinned_bytes"] == found["a"]["bytes"] == {"used": 3 * block, "limit": 4 * block}
+    assert found["b"]["pinned_bytes"]["used"] == 0
+    assert found["a"]["documents"] == {"used": 1, "limit": 3}
+    assert (await alice.send("DELETE", "/v1/documents/a")).status == 200
+    assert (await alice.post("/v1/documents", {"token_ids": [6] * 32, "id": "b", "pin": True})).status == 200
+    server.check_idle()
+    assert set(server.manager.owners) == set(server.manager.pool.entries)
+
+
 async def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vllm_puts_it() -> None:
     server = Server()
     events = (await server.client().post(CHAT, chat(stream=True))).events
@@ -441,6 +487,9 @@ async def test_half_a_surrogate_and_deep_nesting_are_refused() -> None:
     for body in (b'{"messages": [{"role": "user", "content": "\\ud800"}], "documents": ["a"]}', b"[" * 100_000):
         assert (await server.client().post(CHAT, body)).status == 400
     assert (await server.client().post(CHAT, b" " * 300_001)).status == 413
+    many = b'{"documents": [' + b"[]," * 300_000 + b"1]}"
+    answer = await Server().client().post(CHAT, many)
+    assert (answer.status, "more than 500000 values" in answer.json["error"]["message"]) == (413, True)
     assert (await server.client().post(CHAT, chat(documents=["\U0001f600"]))).status == 200
 
 

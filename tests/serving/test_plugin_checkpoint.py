@@ -65,23 +65,30 @@ def test_a_backbone_is_found_beside_the_adapter(folder: Path) -> None:
 
 
 def options(**changed: Any) -> Any:
-    from types import SimpleNamespace
+    from types import SimpleNamespace as Space
 
-    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "worker_cls": "auto"}
-    given = {"speculative_config": None, "use_v2_model_runner": False, **changed}
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**{name: given.pop(name, value) for name, value in parallel.items()}),
-        model_config=SimpleNamespace(
-            logits_processors=given.pop("logits_processors", None),
-            enable_sleep_mode=given.pop("enable_sleep_mode", False),
-            enable_cumem_allocator=given.pop("enable_cumem_allocator", False),
+    def part(**defaults: Any) -> Any:
+        return Space(**{name: changed.pop(name, value) for name, value in defaults.items()})
+
+    connector = changed.pop("kv_connector", None)
+    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1}
+    return Space(
+        parallel_config=part(**sizes, worker_cls="auto", enable_dbo=False),
+        scheduler_config=part(scheduler_cls=None),
+        cache_config=part(kv_offloading_size=None, kv_offloading_backend="native"),
+        kv_transfer_config=None if connector is None else Space(kv_connector=connector),
+        model_config=part(
+            logits_processors=None, enable_sleep_mode=False, enable_cumem_allocator=False, enforce_eager=False,
+            hf_config=Space(model_type=changed.pop("model_type", "llama")),
         ),
-        **given,
-    )
+        compilation_config=part(splitting_ops=None, pass_config=Space(fuse_attn_quant=changed.pop("fuse", False))),
+        **{"speculative_config": None, "use_v2_model_runner": False, **changed},
+    )  # fmt: skip
 
 
 def test_what_an_instance_is_set_up_with() -> None:
-    from comb_serving.vllm.setup import set_up
+    from comb_serving.vllm import OP
+    from comb_serving.vllm.setup import SCHEDULER, set_up
 
     v1, v2 = options(logits_processors=["mine:Mine"]), options(use_v2_model_runner=True)
     for given in (v1, v2, v1):
@@ -89,6 +96,7 @@ def test_what_an_instance_is_set_up_with() -> None:
     assert v1.parallel_config.worker_cls == "comb_serving.vllm.worker_cpu.CombCPUWorker"
     assert v1.model_config.logits_processors == ["mine:Mine", "comb_serving.vllm.admission:DocumentCheckV1"]
     assert v2.parallel_config.worker_cls == "auto"
+    assert v1.scheduler_config.scheduler_cls == v2.scheduler_config.scheduler_cls == SCHEDULER
     assert v2.model_config.logits_processors == ["comb_serving.vllm.admission_v2:DocumentCheckV2"]
     refused = {
         "pipeline_parallel_size 1, not 2": {"pipeline_parallel_size": 2},
@@ -97,10 +105,25 @@ def test_what_an_instance_is_set_up_with() -> None:
         "can't be shared": {"enable_cumem_allocator": True},
         "speculative": {"speculative_config": object()},
         "need their own worker, not mine.Worker": {"worker_cls": "mine.Worker"},
+        "need their own scheduler, not mine.Scheduler": {"scheduler_cls": "mine.Scheduler"},
+        "without the KV connector ExampleConnector": {"kv_connector": "ExampleConnector"},
+        "without the KV connector LMCacheConnectorV1": {"kv_connector": "LMCacheConnectorV1"},
+        "without the KV connector lmcache": {"kv_offloading_size": 4.0, "kv_offloading_backend": "lmcache"},
+        "add vllm::comb_cross_block to splitting_ops": {"splitting_ops": ["vllm::unified_attention"]},
+        "without fuse_attn_quant": {"fuse": True},
+        "gpt-oss": {"model_type": "gpt_oss"},
+        "without enable_dbo": {"enable_dbo": True},
     }
     for message, changed in refused.items():
         with pytest.raises(ValueError, match=message):
             set_up(options(**changed))
+    for changed in (
+        {"kv_connector": "OffloadingConnector"},
+        {"kv_offloading_size": 4.0},
+        {"splitting_ops": [f"vllm::{OP}"]},
+    ):
+        set_up(options(**changed))
+    set_up(options(splitting_ops=[], enforce_eager=True))
 
 
 class Plain(nn.Module):

@@ -94,6 +94,23 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Request
     assert not documents.step.rows
 
 
+def test_a_step_in_which_cross_blocks_were_left_out_is_an_error(documents: RequestDocuments) -> None:
+    documents.blocks = 2
+    documents.add("x", args(A))
+    for mixed in (0, 1):
+        documents.begin(["x"], [0, 1])
+        documents.mixed = mixed
+        with pytest.raises(RuntimeError, match=f"{2 - mixed} of 2 cross blocks were not run"):
+            documents.end()
+    documents.begin(["x"], [0, 1])
+    with pytest.raises(RuntimeError, match="were not run"):
+        documents.begin_without()
+    documents.begin(["x"], [0, 1])
+    documents.mixed = 2
+    documents.begin(["y"], [0, 1])  # no documents, nothing to run
+    documents.end()
+
+
 def test_ranks_divide_the_pool() -> None:
     config = CombEncoderConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     size = {"cross_layers": 3, "dtype": "bfloat16", "total": 10_000, "block_size": 4}

@@ -78,17 +78,44 @@ def test_errors_are_the_openai_clients_own(served: Served, client: Any) -> None:
     try:
         for number in range(40):  # until the pool is full of what can't go
             body = {"token_ids": [5 + number] * 200, "id": f"pinned-{number}", "pin": True}
-            status, made = served.request("POST", "/v1/documents", body)
+            key = ("alice", "bob")[number % 2]  # each may pin its half
+            status, made = served.request("POST", "/v1/documents", body, key)
             if status != 200:
                 break
-            pinned.append(made["id"])
+            pinned.append((made["id"], key))
         assert status == 429, made
-        full = raised(openai.RateLimitError, [{"token_ids": [900] * 200}])
+        # neither has room for one more in its half, so together they leave none for two
+        full = raised(openai.RateLimitError, [{"token_ids": [900 + number] * 200} for number in range(2)])
         assert int(full.response.headers["retry-after"]) > 0
     finally:
-        for name in pinned:
-            assert served.request("DELETE", f"/v1/documents/{name}")[0] == 200
+        for name, key in pinned:
+            assert served.request("DELETE", f"/v1/documents/{name}", key=key)[0] == 200
     assert states(served.chat([{"token_ids": [900] * 200}])) == ["encoded"]
+    served.wait_until_idle()
+
+
+def test_who_pins_too_much_is_refused_and_nobody_else(served: Served) -> None:
+    def pin(number: int, key: str = "alice") -> tuple[int, Any]:
+        body = {"token_ids": [5 + number] * 300, "id": f"mine-{number}", "pin": True}
+        return served.request("POST", "/v1/documents", body, key)
+
+    pinned = [number for number in range(40) if pin(number)[0] == 200]
+    try:
+        assert 0 < len(pinned) < 40
+        status, body = pin(99)
+        assert status == 429
+        assert "your key would pin" in body["error"]["message"]
+        quota = served.request("GET", "/v1/comb")[1]["quota"]
+        assert 0.8 * quota["pinned_bytes"]["limit"] < quota["pinned_bytes"]["used"] <= quota["pinned_bytes"]["limit"]
+        assert quota["documents"]["used"] >= len(pinned)
+        assert served.request("GET", "/v1/comb", key="bob")[1]["quota"]["pinned_bytes"]["used"] == 0
+        assert served.metric("tenant_blocks") > 0
+        assert pin(99, "bob")[0] == 200
+        assert states(served.chat([{"token_ids": [1000] * 300}], key="bob")) == ["encoded"]
+        assert served.request("DELETE", "/v1/documents/mine-99", key="bob")[0] == 200
+    finally:
+        for number in pinned:
+            assert served.request("DELETE", f"/v1/documents/mine-{number}")[0] == 200
     served.wait_until_idle()
 
 

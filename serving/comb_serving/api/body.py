@@ -38,6 +38,10 @@ def path_of(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", "")) or "/"
 
 
+# a parser is done with long texts at once and with many values slowly, and lets nobody else run meanwhile
+MAX_VALUES = 500_000
+
+
 async def read_body(receive: Receive, limit: int) -> bytes:
     """The whole body.
 
@@ -58,7 +62,11 @@ async def read_body(receive: Receive, limit: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A body that must be a JSON object. Raises RequestError (400)."""
+    """A body that must be a JSON object. Raises RequestError: 400, or 413 for one that would take seconds to parse."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise RequestError(
+            413, f"the body has more than {MAX_VALUES} values: send fewer documents or token ids at once"
+        )
     try:
         value = json.loads(body)
         if b"\\ud" in body.lower():

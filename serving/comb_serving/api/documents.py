@@ -8,10 +8,11 @@ from typing import Any
 
 from comb.documents.catalog import KeyedSegment, UnknownDocumentError
 from comb_serving.api.errors import RequestError
+from comb_serving.api.fields import FIELDS, TEXTS
 from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.api.routes import DOCUMENTS
 
-_FIELDS = {"id", "title", "text", "token_ids", "pin", "ttl_s"}
+_FIELDS = {*FIELDS, "pin", "ttl_s"}
 
 
 async def answer(
@@ -43,7 +44,7 @@ async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) ->
         raise RequestError(400, "pin is true or false", param="pin")
     if ttl is not None and (type(ttl) not in (int, float) or not 0 < ttl < math.inf):
         raise RequestError(400, "ttl_s is a positive number of seconds", param="ttl_s")
-    if body.get("text") is None and body.get("token_ids") is None:
+    if all(body.get(name) is None for name in (*TEXTS, "data", "token_ids")):
         raise RequestError(400, "a document needs text or token_ids", param="text")
     # while the encoder is switched off too: the key must name the weights, for the time when it is on again
     (segment,) = await preprocessor.tokenize([body], tenant, encoder=True)
@@ -53,12 +54,13 @@ async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) ->
         raise RequestError(429, f"{len(known)} documents are registered: delete some", retry_after=60)
     try:
         catalog.check([[segment]])
-    except ValueError as error:
-        raise RequestError(400, str(error), param="id") from error
+    except ValueError:
+        advice = f"DELETE {DOCUMENTS}/{segment.id} first, or choose another id"
+        raise RequestError(400, f"{segment.id!r} stands for another text already: {advice}", param="id") from None
     if not preprocessor.linking:
         catalog.add([segment], pin=pin, ttl=ttl)
         return {**_describe(preprocessor, segment), "state": "inlined"}
-    lease = await preprocessor.acquire([segment])
+    lease = await preprocessor.acquire([segment], tenant, pin=pin)
     try:
         catalog.add([segment], pin=pin, ttl=ttl)
         state = "encoded" if lease.documents[0].tier == "encoded" else "hit"

@@ -1,4 +1,4 @@
-"""/v1/comb: whether documents are encoded, asked and set while the server runs.
+"""/v1/comb: whether documents are encoded, asked and set while the server runs, and what of the pool the asker has.
 
 Not beside vLLM's own /sleep and /wake_up: those exist in its development mode only and ask for no key.
 """
@@ -42,15 +42,16 @@ def check_api_key(options: ServeOptions, authorization: str | None) -> None:
         raise RequestError(401, "Unauthorized: send an API key as 'Authorization: Bearer ...'")
 
 
-def answer(preprocessor: Preprocessor, method: str, raw: bytes) -> dict[str, Any]:
-    """The state, after the change that a POST asks for; requests under way end as they began.
+def answer(preprocessor: Preprocessor, method: str, raw: bytes, tenant: str) -> dict[str, Any]:
+    """The state, after the change that a POST asks for, and who asks; requests under way end as they began.
 
     Raises:
         RequestError: 400, or 409 if the server was started with the encoder off.
     """
     if method == "POST":
         _switch(preprocessor, parse_object(raw))
-    return {"object": "comb", "encoder": preprocessor.linking, "switchable": preprocessor.manager is not None}
+    state = {"object": "comb", "encoder": preprocessor.linking, "switchable": preprocessor.manager is not None}
+    return {**state, "quota": preprocessor.quota(tenant)}
 
 
 def _switch(preprocessor: Preprocessor, body: dict[str, Any]) -> None:

@@ -13,7 +13,9 @@ from comb.documents.messages import References, referenced_documents
 from comb_serving.api.errors import RequestError
 from comb_serving.pool.capability import KEY
 
-_FIELDS = {"id", "title", "text", "token_ids"}
+# a document's text has other names elsewhere: Hugging Face's templates, Cohere's API
+TEXTS = ("text", "contents", "snippet")
+FIELDS = {"id", "title", "token_ids", "data", *TEXTS}
 # beams forget documents inside vLLM; answers in the background outlive their documents' places
 _NOT_WITH_DOCUMENTS = [
     "echo", "prompt_embeds", "continue_final_message", "chat_template", "use_beam_search", "truncate_prompt_tokens",
@@ -76,28 +78,35 @@ def check_combinations(body: dict[str, Any]) -> None:
 
 
 def document_of(item: Any, place: int) -> Document:
-    """A text, or an object with the fields of a document."""
+    """A text, or an object with the fields of a document; what Cohere's API has in ``data`` is taken from there."""
+
+    def refuse(reason: str) -> RequestError:
+        return RequestError(400, f"documents[{place}]{reason}", param="documents")
+
     if isinstance(item, str):
         item = {"text": item}
     if not isinstance(item, Mapping):
-        raise RequestError(400, f"documents[{place}] is a text or an object, not {str(item)[:40]}", param="documents")
-    unknown = sorted(set(item) - _FIELDS)
+        raise refuse(f" is a text or an object, not {str(item)[:40]}")
+    data = item.get("data", {})
+    if not isinstance(data, str | Mapping):
+        raise refuse(".data is a text or an object")
+    found = {"data": None, **item, **({"text": data} if isinstance(data, str) else data)}
+    unknown = sorted(set(found) - FIELDS)
     if unknown:
-        raise RequestError(
-            400,
-            f"documents[{place}] has the unknown field {unknown[0]!r}; there are {sorted(_FIELDS)}",
-            param="documents",
-        )
-    for name in ("id", "title", "text"):
-        if item.get(name) is not None and not isinstance(item[name], str):
-            raise RequestError(400, f"documents[{place}].{name} is a text", param="documents")
-    ids = item.get("token_ids")
+        raise refuse(f" has the unknown field {unknown[0]!r}; there are {sorted(FIELDS)}")
+    for name in ("id", "title", *TEXTS):
+        if found.get(name) is not None and not isinstance(found[name], str):
+            raise refuse(f".{name} is a text")
+    texts = [found[name] for name in TEXTS if found.get(name) is not None]
+    if len(texts) > 1:
+        raise refuse(f" has several texts: give one of {', '.join(TEXTS)}")
+    ids = found.get("token_ids")
     if ids is not None and not _is_ids(ids):
-        raise RequestError(400, f"documents[{place}].token_ids is a list of integers", param="documents")
+        raise refuse(".token_ids is a list of integers")
     try:
-        return Document(item.get("text"), ids, item.get("id"), item.get("title"))
+        return Document(texts[0] if texts else None, ids, found.get("id"), found.get("title"))
     except ValueError as error:
-        raise RequestError(400, f"documents[{place}]: {error}", param="documents") from error
+        raise refuse(f": {error}") from error
 
 
 def _is_ids(value: Any) -> bool:

@@ -53,6 +53,11 @@ class CombCollector:
         for state, count in manager.blocks_by_state().items():
             blocks.add_metric([state], count)
         yield blocks
+        tenants = GaugeMetricFamily(f"{PREFIX}tenant_blocks", "blocks by tenant, per rank", labels=["tenant", "state"])
+        for tenant in sorted({*manager.owners.copy().values()}):
+            for state, count in zip(("held", "pinned"), manager.blocks_of(tenant), strict=True):
+                tenants.add_metric([tenant[:8], state], count)
+        yield tenants
         yield from self._bytes()
         if self.encoders is not None:
             yield _gauge("encoder_queue_documents", "documents that encoders have yet to answer", self.encoders.waiting)

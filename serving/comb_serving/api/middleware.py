@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -37,13 +38,14 @@ from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import Preprocessor, salted, tokenizer_of, with_capability
 from comb_serving.api.request_log import RequestLogEntry
 from comb_serving.api.response import ResponseWriter, report
-from comb_serving.config.instance import read_secret
+from comb_serving.api.self_check import check_engine
+from comb_serving.config.instance import READY, read_secret
 from comb_serving.config.logs import configure
 from comb_serving.config.options import ServeOptions, instance_dir, pool_path
 from comb_serving.config.tenants import tenant_of
 from comb_serving.encoding.protocol import EncoderError
 from comb_serving.encoding.supervisor import EncoderProcesses
-from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError
+from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, TenantQuotaError
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.pool import PoolLayout, manifest_of
 
@@ -77,6 +79,7 @@ class CombMiddleware:
         self._preprocessor, self._encoders = preprocessor, encoders
         self.secret = read_secret(instance_dir()) if secret is None else secret
         self._ending: set[asyncio.Task[None]] = set()
+        self._starting: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -97,11 +100,31 @@ class CombMiddleware:
             message = await receive()
             if message["type"] == "lifespan.startup":
                 self.preprocessor()
+                self._starting = asyncio.create_task(self._start(scope))
             elif message["type"] == "lifespan.shutdown":
                 await self.stop()
             return message
 
         await self.app(scope, watched, send)
+
+    async def _start(self, scope: Scope) -> None:
+        """What has to be true before the server says that it is healthy. A wrong engine ends the server."""
+        preprocessor, engine = self.preprocessor(), _engine_of(scope)
+        if self._encoders is not None and engine is not None:
+            while True:
+                try:
+                    await self._encoders.identity()
+                    break
+                except EncoderError:  # said in the log; tried again there
+                    await asyncio.sleep(1)
+            try:
+                await check_engine(preprocessor, engine, self.secret, self.options.checkpoint)
+            except Exception:
+                logger.exception("the engine doesn't read documents as it must: the server ends")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+        (instance_dir() / READY).touch()
+        self._starting = None
 
     def preprocessor(self) -> Preprocessor:
         """Starts what the options ask for, the first time. Raises ValueError if vLLM's worker has made no pool."""
@@ -123,6 +146,8 @@ class CombMiddleware:
                     PoolLayout(**json.loads(manifest.read_text())),
                     self._encoders,
                     wait_seconds=self.options.wait_seconds,
+                    held_share=self.options.tenant_share,
+                    pinned_share=self.options.pinned_share,
                 )
             self._preprocessor = Preprocessor(
                 PromptBuilder(tokenizer_of(self.options)), manager, self.options.max_documents
@@ -139,16 +164,18 @@ class CombMiddleware:
 
     async def stop(self) -> None:
         """Ends encoder processes."""
-        for task in self._ending:
+        tasks = [*self._ending, *filter(None, [self._starting])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._encoders is not None:
             await self._encoders.stop()
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """vLLM's answer, unless documents can't be encoded and won't be soon."""
+        """vLLM's answer, unless documents can't be encoded and won't be soon, or aren't known to be read yet."""
         needed = self._preprocessor is not None and self._preprocessor.linking
         fault = None if self._encoders is None or not needed else self._encoders.fault()
+        fault = fault or ("it is starting" if self._starting is not None else None)
         if fault is None:
             await self.app(scope, receive, send)
             return
@@ -197,7 +224,11 @@ class CombMiddleware:
             switch.check_api_key(self.options, authorization)
         raw = await read_body(receive, self.options.max_body_bytes)
         if path == routes.SWITCH:
-            await send_json(send, 200, json.dumps(switch.answer(self.preprocessor(), method, raw)).encode())
+            await send_json(
+                send,
+                200,
+                json.dumps(switch.answer(self.preprocessor(), method, raw, tenant_of(authorization))).encode(),
+            )
             return
         connection, entry.tenant = Connection(receive), tenant_of(authorization)
         try:
@@ -237,8 +268,12 @@ class CombMiddleware:
         body = prepared.body
         writer: ResponseWriter | None = None
         try:
+            if prepared.segments and self._starting is not None:
+                await connection.unless_left(asyncio.shield(self._starting))
             if prepared.segments and prepared.encoder:
-                lease = entry.lease = await connection.unless_left(preprocessor.acquire(prepared.segments))
+                lease = entry.lease = await connection.unless_left(
+                    preprocessor.acquire(prepared.segments, entry.tenant)
+                )
             if prepared.segments:
                 token = prepared.signed(lease, entry.id, self.secret)
                 body = with_capability(path_of(scope), body, token, entry.id)
@@ -253,13 +288,18 @@ class CombMiddleware:
 
     def _release(self, lease: Lease, scope: Scope, *, wait: bool) -> None:
         """Drops a lease; an aborted request may be in a step of the engine still, so its blocks wait for that."""
-        engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        engine = _engine_of(scope)
         if not wait or engine is None:
             lease.release()
             return
         task = asyncio.create_task(_release_after(lease, engine))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+def _engine_of(scope: Scope) -> Any:
+    """vLLM's client of its engine."""
+    return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
 
 
 def _writer(send: Send, prepared: Any, lease: Lease | None) -> ResponseWriter:
@@ -285,7 +325,7 @@ async def _release_after(lease: Lease, engine: Any) -> None:
 def _as_request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, PoolFullError):
+    if isinstance(error, PoolFullError | TenantQuotaError):
         return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_S)
     if isinstance(error, PoolPinnedError):
         return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_PINNED_S)

@@ -90,7 +90,7 @@ class Preprocessor:
 
     builder: PromptBuilder
     manager: PICManager | None
-    max_documents: int = 100_000
+    max_documents: int = 10_000
     enabled: bool = True
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
@@ -174,10 +174,25 @@ class Preprocessor:
         except ValueError as error:
             raise RequestError(400, str(error), param="documents") from error
 
-    async def acquire(self, segments: Sequence[KeyedSegment]) -> Lease:
-        """A lease of documents. Raises what `PICManager.acquire` raises."""
+    async def acquire(self, segments: Sequence[KeyedSegment], tenant: str, *, pin: bool = False) -> Lease:
+        """A lease of documents, which are to be pinned if `pin`. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
-        return await self.manager.acquire([WantedDocument(segment.key, segment.token_ids) for segment in segments])
+        wanted = [WantedDocument(segment.key, segment.token_ids, tenant) for segment in segments]
+        for document in wanted if pin else ():
+            self.manager.check_pin(document)
+        return await self.manager.acquire(wanted)
+
+    def quota(self, tenant: str) -> dict[str, Any]:
+        """What a tenant has, and may have."""
+        found = {"documents": {"used": len(self.catalog(tenant).ids()), "limit": self.max_documents}}
+        if self.manager is not None:
+            layout, shares = self.manager.layout, (self.manager.held_share, self.manager.pinned_share)
+            block = layout.block_size * layout.bytes_per_token
+            for name, used, share in zip(
+                ("bytes", "pinned_bytes"), self.manager.blocks_of(tenant), shares, strict=True
+            ):
+                found[name] = {"used": used * block, "limit": int(share * layout.num_blocks) * block}
+        return found
 
     def builder_for(self, body: dict[str, Any]) -> PromptBuilder:
         """The builder with what a chat's body sets of its template. Raises RequestError."""

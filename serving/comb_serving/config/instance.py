@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -19,7 +20,10 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+_SEGMENT = re.compile(r"(/dev/shm/(?:psm_|vllm_)\S+)$", re.MULTILINE)
+
 PREFIX, LOCK, SECRET = "comb-instance-", "owner.lock", "secret"
+READY, SEGMENTS = "ready", "segments"  # made when the server is; what vLLM has in shared memory outside of the folder
 
 
 def default_root() -> Path:
@@ -42,6 +46,7 @@ def instance_folder(root: Path | None = None) -> Iterator[Path]:
         folder = folder.rename(folder.with_name(folder.name[1:]))
         yield folder
     finally:
+        remove_segments(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
@@ -71,6 +76,7 @@ def remove_abandoned(root: Path) -> list[Path]:
             lock = os.open(folder / LOCK, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_segments(folder)
                 shutil.rmtree(folder)
                 removed.append(folder)
             finally:
@@ -78,3 +84,25 @@ def remove_abandoned(root: Path) -> list[Path]:
     if removed:
         logger.warning("removed what killed servers had left: %s", ", ".join(map(str, removed)))
     return removed
+
+
+def note_segments(folder: Path) -> None:
+    """Writes down the shared memory of vLLM's own that processes of this instance have mapped.
+
+    vLLM's processes remove it at their end, which a killed one doesn't reach.
+    """
+    mark, names = f"={folder}".encode(), set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(entry.endswith(mark) for entry in (process / "environ").read_bytes().split(b"\0")):
+                names |= set(_SEGMENT.findall((process / "maps").read_text()))
+    (folder / SEGMENTS).write_text("\n".join(sorted(names)))
+
+
+def remove_segments(folder: Path) -> None:
+    """Removes what `note_segments` has written down, if it is still there; the instance's processes have ended."""
+    with contextlib.suppress(OSError):
+        for name in (folder / SEGMENTS).read_text().split():
+            with contextlib.suppress(FileNotFoundError):
+                Path(name).unlink()
+                logger.warning("removed what a killed process of vLLM had left: %s", name)

@@ -35,6 +35,8 @@ class ServeOptions:
         admin_hash: the same of the key that may switch the encoder; None: nobody may.
         max_body_bytes: longest request body.
         max_documents: documents that one tenant may register.
+        tenant_share: of the pool that one tenant's documents in use and pinned ones may take.
+        tenant_pinned_share: of the pool that one tenant may pin; None: its part of the pool, by the number of keys.
         log_format: text or json.
         wait_seconds: longest wait of a request for room in the pool.
         start_seconds: longest wait for pools and encoders at start.
@@ -51,8 +53,10 @@ class ServeOptions:
     disk_bytes: int | None = None
     key_hashes: tuple[str, ...] = ()
     admin_hash: str | None = None
-    max_body_bytes: int = 64 * 2**20
-    max_documents: int = 100_000
+    max_body_bytes: int = 16 * 2**20
+    max_documents: int = 10_000
+    tenant_share: float = 1.0
+    tenant_pinned_share: float | None = None
     log_format: str = "text"
     wait_seconds: float = 10.0
     start_seconds: float = 600.0
@@ -61,12 +65,20 @@ class ServeOptions:
         for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("tenant_share", "tenant_pinned_share"):
+            if not 0 < (getattr(self, name) or 1.0) <= 1:
+                raise ValueError(f"{name} is a share of the pool, above 0 and at most 1, not {getattr(self, name)}")
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format is text or json, not {self.log_format!r}")
         if not 0 <= self.wait_seconds < math.inf:
             raise ValueError(f"wait_seconds is a number of seconds, >= 0, not {self.wait_seconds}")
         if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
             raise ValueError(f"sizes are in bytes, >= 0, not {self.host_bytes} and {self.disk_bytes}")
+
+    @property
+    def pinned_share(self) -> float:
+        """Of the pool that one tenant may pin: by default nobody can leave the others without room."""
+        return self.tenant_pinned_share or 1 / max(1, len(self.key_hashes))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -15,6 +15,14 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def parse_share(text: str) -> float:
+    """A share such as ``25%``, as a number above 0 and at most 1. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)
+    if found is None or not 0 < float(found[1]) <= 100:
+        raise ValueError(f"a share is above 0% and at most 100%, not {text!r}")
+    return float(found[1]) / 100
+
+
 def parse_pool_size(text: str) -> str:
     """A size in bytes, or a share such as ``25%``, which only who makes the pool can work out. Raises ValueError."""
     share = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)

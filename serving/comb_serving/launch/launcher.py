@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from comb.backbones.loading import resolve_name
-from comb_serving.config.instance import instance_folder
+from comb_serving.config.instance import READY, instance_folder, note_segments
 from comb_serving.config.options import (
     ADMIN_KEY,
     INSTANCE_DIR,
@@ -149,7 +149,7 @@ def launch(
         process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
         try:
             with _forwarding(process):
-                watcher = threading.Thread(target=_report_ready, args=(process, flags, on_ready), daemon=True)
+                watcher = threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True)
                 watcher.start()
                 return process.wait()
         finally:
@@ -213,14 +213,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _report_ready(process: subprocess.Popen[bytes], flags: ServerFlags, on_ready: Callable[[str], Any]) -> None:
-    if flags.uds is not None:
-        return
+def _report_ready(
+    process: subprocess.Popen[bytes], flags: ServerFlags, folder: Path, on_ready: Callable[[str], Any]
+) -> None:
+    """Says that the server is ready once the middleware has: until then asking would only fill the server's log."""
     url = f"{flags.address}/health"
     trusting = ssl._create_unverified_context()  # our own process; its certificate may not name this host
     while process.poll() is None:
-        with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=5, context=trusting) as answer:
-            if answer.status == 200:
-                on_ready(flags.address)
+        if (folder / READY).exists():
+            note_segments(folder)
+            if flags.uds is not None:
                 return
+            with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=5, context=trusting) as answer:
+                if answer.status == 200:
+                    on_ready(flags.address)
+                    return
         time.sleep(0.5)

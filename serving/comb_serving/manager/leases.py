@@ -17,16 +17,21 @@ class PoolPinnedError(RuntimeError):
     """No room, and no request that ends will give any: pinned documents are in the way."""
 
 
+class TenantQuotaError(RuntimeError):
+    """More of the pool than one tenant may hold; nobody else is affected."""
+
+
 class DocumentsTooLargeError(ValueError):
     """Documents of one request that the encoder or the whole pool can't take; trying again won't help."""
 
 
 @dataclass(frozen=True)
 class WantedDocument:
-    """A document of a request: its key (`PICManager.keys`) and its token ids."""
+    """A document of a request: its key (`PICManager.keys`), its token ids, and who asks."""
 
     key: str
     token_ids: tuple[int, ...]
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +25,7 @@ from comb_serving.manager.leases import (
     LeasedDocument,
     PoolFullError,
     PoolPinnedError,
+    TenantQuotaError,
     WantedDocument,
 )
 from comb_serving.manager.wait_queue import WaitQueue
@@ -40,6 +41,7 @@ class PICManager:
 
     Args:
         wait_seconds: longest wait for room in the pool.
+        held_share, pinned_share: of the pool's blocks that one tenant may hold (in use or pinned), and pin.
         clock: seconds, for expiry.
     """
 
@@ -48,6 +50,8 @@ class PICManager:
     wait_seconds: float = 0.0
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
+    held_share: float = 1.0
+    pinned_share: float = 1.0
     waiting: int = 0
 
     def __post_init__(self) -> None:
@@ -56,6 +60,7 @@ class PICManager:
         self.pool = self.index.tiers["pool"]
         self.free_blocks = list(range(self.layout.num_blocks))
         self.queue = WaitQueue()
+        self.owners: dict[str, str] = {}  # tenants of the documents in the pool, whose keys are all different
         self._encoding: dict[PoolEntry, asyncio.Future[Encoded]] = {}
 
     async def keys(self, segments: Sequence[Sequence[int]], tenant: str) -> list[str]:
@@ -88,6 +93,7 @@ class PICManager:
             DocumentsTooLargeError: together, each as often as it is given, they have more blocks than the pool.
             PoolFullError: no room within `wait_seconds`.
             PoolPinnedError: no room as long as other documents are pinned.
+            TenantQuotaError: the tenant would hold more than its share.
             EncoderError: a document could not be encoded.
             asyncio.CancelledError: then the documents are encoded all the same, for the next who asks.
         """
@@ -103,7 +109,7 @@ class PICManager:
         start = time.monotonic()
         try:
             entries, found = await self._in_turn(unique)
-        except (PoolFullError, PoolPinnedError):
+        except (PoolFullError, PoolPinnedError, TenantQuotaError):
             self.counters.refused += 1
             raise
         entered = time.monotonic()
@@ -144,6 +150,8 @@ class PICManager:
         Raises PoolFullError or PoolPinnedError, having changed nothing.
         """
         self._check_pins(unique)
+        for document in list(unique.values())[:1]:  # a request is one tenant's
+            self._check_share("hold", document.tenant, unique, self.held_share)
         found = {key: entry for key in unique if (entry := self._present(key)) is not None}
         for entry in found.values():
             entry.references += 1  # before room is made, which must not be theirs
@@ -171,6 +179,33 @@ class PICManager:
                 f"no room for {needed} blocks beside {pinned} of {self.layout.num_blocks} that pinned documents take: "
                 "unpin some, or start the server with a larger --comb-pool-bytes"
             )
+
+    def check_pin(self, document: WantedDocument) -> None:
+        """Raises TenantQuotaError if pinning a document would be more than its tenant may pin."""
+        self._check_share("pin", document.tenant, {document.key: document}, self.pinned_share)
+
+    def _check_share(self, what: str, tenant: str, wanted: dict[str, WantedDocument], share: float) -> None:
+        if share >= 1:
+            return
+        held, pinned = self.blocks_of(tenant, besides=wanted)
+        size = sum(self.layout.blocks_for(len(document.token_ids)) for document in wanted.values())
+        blocks, limit = size + (pinned if what == "pin" else held), int(share * self.layout.num_blocks)
+        if blocks > limit:
+            raise TenantQuotaError(
+                f"your key would {what} {blocks} of {self.layout.num_blocks} blocks, its share is {limit}: unpin "
+                "documents, or try again when your requests have ended"
+            )
+
+    def blocks_of(self, tenant: str, besides: Container[str] = ()) -> tuple[int, int]:
+        """Blocks that a tenant's documents hold, in use or pinned, and those that are pinned."""
+        entries = [
+            entry
+            for entry in (*self.pool.entries.values(), *self.index.held)
+            if self.owners.get(entry.key) == tenant and entry.key not in besides
+        ]
+        pinned = sum(entry.size for entry in entries if entry.key in self.index.pins)
+        in_use = sum(entry.size for entry in entries if entry.references > 0 and entry.key not in self.index.pins)
+        return pinned + in_use, pinned
 
     def _present(self, key: str) -> PoolEntry | None:
         """The entry of a document that is in the pool or on its way there."""
@@ -200,6 +235,7 @@ class PICManager:
         handle = PoolHandle(len(document.token_ids), tuple(self.free_blocks.pop() for _ in range(size)))
         entry = IndexEntry(document.key, size, handle, references=2)
         self.index.add("pool", entry)
+        self.owners[document.key] = document.tenant
         self._encoding[entry] = self.encoders.submit(document.key, document.token_ids, handle)
         self._encoding[entry].add_done_callback(partial(self._land, entry))
         return entry
@@ -243,6 +279,8 @@ class PICManager:
         self.queue.wake()
 
     def _freed(self, entry: PoolEntry) -> None:
+        if entry.key not in self.pool.entries:
+            self.owners.pop(entry.key, None)
         self.free_blocks.extend(entry.value.blocks)
         self.queue.wake()
 

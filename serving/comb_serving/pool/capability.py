@@ -13,7 +13,7 @@ import hmac
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 KEY = "comb_docs"  # in `SamplingParams.extra_args`; over HTTP in ``vllm_xargs``
 MARK = "comb-documents-"
@@ -38,7 +38,7 @@ class Capability:
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
-        text = json.dumps(astuple(self), separators=(",", ":"))
+        text = json.dumps([self.request_id, self.salt, self.documents, self.prompts], separators=(",", ":"))
         return _code(text, secret) + text
 
     @classmethod

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -19,6 +20,14 @@ from comb_serving.vllm import OP
 from comb_serving.vllm.rows import RequestDocuments
 
 
+class OwnColumnLinear(ColumnParallelLinear):
+    """vLLM's LoRA wraps layers of exactly its own types, for all tokens of a batch; cross blocks see those of some."""
+
+
+class OwnRowLinear(RowParallelLinear):
+    """As `OwnColumnLinear`."""
+
+
 class ParallelCrossAttention(nn.Module):
     """`comb.model.cross_attention.CrossAttention`, its heads divided over the tensor-parallel ranks."""
 
@@ -26,12 +35,10 @@ class ParallelCrossAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         width = config.num_attention_heads * config.head_dim
-        self.q_proj = ColumnParallelLinear(
+        self.q_proj = OwnColumnLinear(
             config.hidden_size, width, bias=config.cross_bias, return_bias=False, prefix=f"{prefix}.q_proj"
         )
-        self.o_proj = RowParallelLinear(
-            width, config.hidden_size, bias=False, return_bias=False, prefix=f"{prefix}.o_proj"
-        )
+        self.o_proj = OwnRowLinear(width, config.hidden_size, bias=False, return_bias=False, prefix=f"{prefix}.o_proj")
         self.q_norm = cross_norm(config)
 
     def forward(self, hidden: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
@@ -51,10 +58,10 @@ class ParallelMLP(nn.Module):
         super().__init__()
         sizes, bias = (config.hidden_size, config.intermediate_size), config.mlp_bias
         self.gate_proj, self.up_proj = (
-            ColumnParallelLinear(*sizes, bias=bias, return_bias=False, prefix=f"{prefix}.{name}")
+            OwnColumnLinear(*sizes, bias=bias, return_bias=False, prefix=f"{prefix}.{name}")
             for name in ("gate_proj", "up_proj")
         )
-        self.down_proj = RowParallelLinear(*reversed(sizes), bias=bias, return_bias=False, prefix=f"{prefix}.down_proj")
+        self.down_proj = OwnRowLinear(*reversed(sizes), bias=bias, return_bias=False, prefix=f"{prefix}.down_proj")
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,6 +107,7 @@ class PagedCrossBlock(nn.Module):
         step, pool = self.documents.step, self.documents.pool
         if not step.rows or pool is None:
             return
+        self.documents.mixed += 1
         # [1, tokens, hidden] where vLLM runs transformers' own layers; view, as what is written must arrive
         hidden, tokens = hidden.view(-1, hidden.shape[-1]), step.tokens(hidden.device)
         stream = hidden.index_select(0, tokens)
@@ -133,4 +141,6 @@ def _mix_fake(hidden: Tensor, residual: Tensor, name: str) -> None:
 
 
 if not hasattr(torch.ops.vllm, OP):
-    direct_register_custom_op(OP, _mix, mutates_args=["hidden", "residual"], fake_impl=_mix_fake)
+    # vLLM's breakable CUDA graphs would replay a step without its documents otherwise
+    mix = eager_break_during_capture(_mix)
+    direct_register_custom_op(OP, mix, mutates_args=["hidden", "residual"], fake_impl=_mix_fake)

@@ -46,6 +46,7 @@ class CombMixin(ModelClass):
             block = PagedCrossBlock(self.comb_config, index, self.comb, f"{prefix}comb.{index}")
             known[block.name] = self.comb_blocks[f"{BLOCKS}{index}."] = block
             put_in_front(layers[layer], block)
+        self.comb.blocks = len(self.comb_blocks)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The backbone's weights go through its own loader, the adapter's into the cross blocks; no encoder here.

@@ -57,12 +57,14 @@ class RequestDocuments:
     Attributes:
         pool: where documents lie; None when the instance has none, and then no request has documents.
         verified: what a request's token says. Raises ValueError unless this instance has signed it.
-        step: the forward pass that is running.
+        step: the forward pass that is running. blocks: of the model; mixed: those that have run in this step.
     """
 
     verified: Callable[[object], Capability]
     pool: SharedPool | None = None
     step: StepDocuments = field(default_factory=StepDocuments)
+    blocks: int = 0
+    mixed: int = 0
     _tables: dict[str, BlockTable] = field(default_factory=dict)
     _tokens: dict[str, object] = field(default_factory=dict)
 
@@ -104,6 +106,7 @@ class RequestDocuments:
 
     def begin(self, request_ids: Sequence[str], starts: Sequence[int]) -> None:
         """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch."""
+        self.end()
         self.step = StepDocuments(
             tuple(
                 RequestRows(int(starts[index]), int(starts[index + 1]), self._tables[name])
@@ -114,4 +117,14 @@ class RequestDocuments:
 
     def begin_without(self) -> None:
         """Sets a step without documents: profiling, warm-up, graph capture."""
+        self.end()
         self.step = StepDocuments()
+
+    def end(self) -> None:
+        """Ends the step. Raises RuntimeError if a cross block was left out, as in a graph that isn't cut there."""
+        missed = self.blocks - self.mixed if self.step.rows else 0
+        self.step, self.mixed = StepDocuments(), 0
+        if missed:
+            raise RuntimeError(
+                f"{missed} of {self.blocks} cross blocks were not run: answers would lack their documents"
+            )

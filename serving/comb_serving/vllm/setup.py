@@ -8,6 +8,10 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
+from comb_serving.vllm import OP
+
+# connectors that find caches by block hashes, to which the salt of documents belongs; others go by token ids
+SALTED_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 CHECKS = {False: "comb_serving.vllm.admission:DocumentCheckV1", True: "comb_serving.vllm.admission_v2:DocumentCheckV2"}
 SCHEDULER = "comb_serving.vllm.scheduler.make_scheduler"
 WORKERS = {True: "comb_serving.vllm.worker_cpu.CombCPUWorker", False: "comb_serving.vllm.worker.CombGPUWorker"}
@@ -41,13 +45,19 @@ def set_up(vllm_config: Any) -> None:
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if getattr(parallel, name) > 1:
             raise ValueError(f"comb checkpoints are served with {name} 1, not {getattr(parallel, name)}")
+    if parallel.enable_dbo:
+        raise ValueError("comb checkpoints are served without enable_dbo: halves of a batch would read wrong documents")
     if vllm_config.speculative_config is not None:
         raise ValueError("comb checkpoints are served without speculative decoding: drafts would not see documents")
+    if model.hf_config.model_type == "gpt_oss":
+        raise ValueError("documents don't work with gpt-oss yet: vLLM renders its prompts in a way of their own")
     if model.enable_sleep_mode or model.enable_cumem_allocator:
         raise ValueError(
             "comb checkpoints are served without sleep mode and its allocator (enable_sleep_mode, "
             "enable_cumem_allocator): such memory can't be shared with the encoder"
         )
+    check_connector(vllm_config)
+    check_graphs(vllm_config)
     v2 = bool(vllm_config.use_v2_model_runner)
     given = list(model.logits_processors or [])
     if CHECKS[v2] not in given:
@@ -65,3 +75,27 @@ def set_up(vllm_config: Any) -> None:
     if not current_platform.is_cpu():
         # a whole step in one CUDA graph would never come back to Python to look up its rows
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def check_connector(vllm_config: Any) -> None:
+    """Raises ValueError for a KV connector that would take one document's cache for another's."""
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    name = None if transfer is None else transfer.kv_connector
+    if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
+        name = cache.kv_offloading_backend
+    if name is not None and name not in SALTED_CONNECTORS:
+        raise ValueError(
+            f"comb checkpoints are served without the KV connector {name}, which knows caches by their tokens "
+            f"alone and would mix documents: leave it away, or choose one of {', '.join(SALTED_CONNECTORS)}"
+        )
+
+
+def check_graphs(vllm_config: Any) -> None:
+    """Raises ValueError for graphs that aren't cut at the cross blocks: they would be replayed without documents."""
+    compilation = vllm_config.compilation_config
+    if vllm_config.model_config.enforce_eager:
+        return
+    if compilation.splitting_ops is not None and f"vllm::{OP}" not in compilation.splitting_ops:
+        raise ValueError(f"graphs must be cut at the cross blocks: add vllm::{OP} to splitting_ops, or leave it alone")
+    if compilation.pass_config.fuse_attn_quant:
+        raise ValueError("comb checkpoints are served without fuse_attn_quant: graphs would not be cut at cross blocks")

@@ -11,10 +11,12 @@ TESTED = ("0.32",)
 
 # what `comb_serving.vllm` and the front build on: module -> names
 NEEDED = {
+    "vllm.compilation.breakable_cudagraph": ("eager_break_during_capture",),
     "vllm.config": ("CompilationConfig",),
     "vllm.forward_context": ("get_forward_context",),
     "vllm.model_executor.models": ("ModelRegistry",),
     "vllm.model_executor.models.config": ("MODELS_CONFIG_MAP", "VerifyAndUpdateConfig"),
+    "vllm.v1.core.sched.async_scheduler": ("AsyncScheduler",),
     "vllm.transformers_utils.config": ("HFConfigParser", "get_config_parser", "register_config_parser"),
 }
 

@@ -55,6 +55,7 @@ class PoolOwner:
             ranks=get_tensor_model_parallel_world_size(),
         )
         model.register_forward_pre_hook(RunnerRows(self.model_runner, model.comb))
+        model.register_forward_hook(lambda *_: model.comb.end())
 
     def shutdown(self) -> None:
         """Removes the pool's files."""
