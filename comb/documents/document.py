@@ -48,6 +48,12 @@ def as_document(item: str | Document) -> Document:
     raise ValueError(f"a document is a str or a comb.Document, not {type(item).__name__}")
 
 
+def stopping_tokens(tokenizer: Any, characters: str) -> list[int]:
+    """Ids of all tokens whose text holds one of these characters."""
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))]) if characters else []
+    return [token for token, text in enumerate(texts) if not set(characters).isdisjoint(text)]
+
+
 @dataclass(frozen=True)
 class Example:
     """One row of a dataset: ordered documents, the query, the answer to learn and the answers that count.
@@ -170,6 +176,8 @@ class PromptBuilder:
             there is one, and the text, each on its own line.
         head: plain text in front of the documents, for a language model that answers best after a few examples; the
             prompt is then ``head + documents + question`` without a chat template.
+        stop: characters that end an answer, each of them, where no chat template does; answers to learn have the first
+            one behind them.
 
     Raises:
         ValueError: for a template without ``{text}``.
@@ -179,6 +187,7 @@ class PromptBuilder:
     document_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     head: str | None = None
+    stop: str = ""
 
     def __post_init__(self) -> None:
         if self.document_template is not None and "{text}" not in self.document_template:
@@ -231,7 +240,12 @@ class PromptBuilder:
         """Token ids of an answer with its end-of-turn token."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token: set one, or generation would never stop")
-        return (*self._ids(text), int(self.tokenizer.eos_token_id))
+        return (*self._ids(text + self.stop[:1]), int(self.tokenizer.eos_token_id))
+
+    def until_stop(self, text: str) -> str:
+        """An answer without what a model writes behind its end."""
+        end = next((place for place, character in enumerate(text) if character in self.stop), None)
+        return text[:end].strip()
 
     def _ids(self, text: str) -> tuple[int, ...]:
         # a document that spells a special token stays text: `split_special_tokens` keeps it from becoming one, and

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from comb.documents.document import Document, Example
+from comb.documents.document import Document, Example, stopping_tokens
 from comb.engine.construction import default_store
 from comb.engine.decoding import trim
 from comb.engine.engine import PICEngine
@@ -47,11 +47,9 @@ class AnswerRules:
         """For ``generate``, greedy: every token whose text holds a character of `stop` is an end token."""
         settings = engine.settings({"max_new_tokens": self.max_new_tokens})
         if self.stop:
-            texts = engine.tokenizer.batch_decode([[token] for token in range(len(engine.tokenizer))])
             own = settings["eos_token_id"]
             own = [] if own is None else own if isinstance(own, list) else [own]
-            ends = [token for token, text in enumerate(texts) if not set(self.stop).isdisjoint(text)]
-            settings["eos_token_id"] = [*own, *ends]
+            settings["eos_token_id"] = [*own, *stopping_tokens(engine.tokenizer, self.stop)]
         return settings
 
     def text(self, engine: PICEngine, token_ids: Sequence[int]) -> str:

@@ -97,7 +97,7 @@ def evaluate(
     max_new_tokens: int = 48,
     batch_size: int = 32,
     timing_examples: int = 8,
-    document_template: str | None = None,
+    builder: PromptBuilder | None = None,
     progress: bool = True,
 ) -> list[MethodResult]:
     """Compares methods on the same examples, greedily decoded.
@@ -106,6 +106,7 @@ def evaluate(
         model: a model and its tokenizer. Every method gets a fresh engine with an empty store.
         methods: names from ``comb.methods.names()`` (with parameters, as ``"legolink:16"``), or "none" for the
             control without documents.
+        builder: how prompts are written, if not by the tokenizer's chat template alone.
         timing_examples: of how many examples, with no document in common, times are taken; 0 takes none.
 
     Raises:
@@ -117,7 +118,7 @@ def evaluate(
     if not methods:
         raise ValueError("no methods to compare: name at least one, for example full")
     weights, tokenizer = model
-    setting = Setting(weights, tokenizer, PromptBuilder(tokenizer, document_template=document_template))
+    setting = Setting(weights, tokenizer, builder or PromptBuilder(tokenizer))
     examples, note = _with_room(setting, examples, methods, max_new_tokens)
     if note:
         logger.warning(note)
@@ -198,7 +199,7 @@ def _quality(
             answers += engine.ask_batch(requests, max_new_tokens=max_new_tokens)
             bar.update(len(requests))
     seconds = time.perf_counter() - start
-    predictions = tuple(answer.text.strip() for answer in answers)
+    predictions = tuple(setting.builder.until_stop(answer.text) for answer in answers)
     scores = score(predictions, [example.references for example in examples])
     reports = [answer.report for answer in answers]
     document_tokens = sum(document.tokens for report in reports for document in report.documents)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from comb.documents.datasets import Counts
-from comb.documents.document import Prompt
+from comb.documents.document import Prompt, PromptBuilder
 from comb_training.answers import generate, generate_answers, greedy
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.data.batches import TrainingExample
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.training import record_questions
 
 SMALL: dict[str, Any] = {
@@ -213,3 +215,13 @@ def test_weights_have_one_name_whatever_the_threads_and_another_after_any_change
         names.add(generate.weights_name(other))
     names.add(generate.weights_name(llama().to(torch.bfloat16)))
     assert len(names) == 2 + len(changes)
+
+
+def test_an_answer_ends_at_a_stop_character_where_no_template_ends_it() -> None:
+    tokenizer = byte_tokenizer()
+    builder = PromptBuilder(tokenizer, head="Answer.\n", stop='"\n')
+    assert tokenizer.decode(builder.answer("Rome")[:-1]) == 'Rome"'
+    assert builder.until_stop(' Rome"\nQuestion') == builder.until_stop("Rome\n") == "Rome"
+    assert PromptBuilder(tokenizer).until_stop(' "Rome" ') == '"Rome"'
+    ends = generate.stop_token_ids(SimpleNamespace(generation_config=None), tokenizer, '"\n')
+    assert {tokenizer.decode([token]) for token in ends} == {'"', "\n", tokenizer.eos_token}

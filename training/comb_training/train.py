@@ -19,7 +19,6 @@ from typing import Any
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from comb.documents.datasets import Counts
-from comb.documents.document import PromptBuilder
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
 from comb.evaluation.record import environment, write_json
@@ -29,7 +28,7 @@ from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, config_from_dict
 from comb_training.data.batches import TrainingExample
-from comb_training.data.mixture import read_examples
+from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.loading import device_of
@@ -178,7 +177,7 @@ def evaluate_heldout(
     model: Any, tokenizer: Any, config: Config, *, split: str = "heldout", progress: bool = True
 ) -> tuple[list[MethodResult], Counts]:
     """Compares `config.eval.methods` on one side of the configured data; the results and what happened to the rows."""
-    builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
+    builder = prompt_builder(config.data, tokenizer)
     longest = getattr(model, "max_document_tokens", None) or sys.maxsize
     examples, counts = read_examples(config.data, builder, longest, split=split, limit=config.eval.limit)
     results = evaluate(
@@ -188,7 +187,7 @@ def evaluate_heldout(
         max_new_tokens=config.eval.max_new_tokens,
         batch_size=config.eval.batch_size,
         timing_examples=config.eval.timing_examples,
-        document_template=config.data.document_template,
+        builder=builder,
         progress=progress,
     )
     return results, counts

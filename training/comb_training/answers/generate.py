@@ -21,6 +21,7 @@ from tqdm import tqdm
 from comb.backbones.discovery import inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.documents.datasets import Counts
+from comb.documents.document import stopping_tokens
 from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
 from comb_training.data.batches import TrainingExample
 
@@ -159,10 +160,12 @@ def settings_of(backbone: Any, stops: Sequence[int], max_new_tokens: int, name: 
     return AnswerSettings(name, weights_name(backbone), dtype, max_new_tokens, tuple(sorted(stops)))
 
 
-def stop_token_ids(backbone: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end an answer: the tokenizer's end token and those of the backbone's generation settings."""
+def stop_token_ids(backbone: Any, tokenizer: Any, stop: str = "") -> tuple[int, ...]:
+    """Ids that end an answer: the tokenizer's end token, those of the backbone's generation settings, and every token
+    whose text holds a character of `stop`."""
     configured = getattr(getattr(backbone, "generation_config", None), "eos_token_id", None)
     ids = [configured] if isinstance(configured, int) else list(configured or ())
+    ids += stopping_tokens(tokenizer, stop)
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *map(int, ids)]))
 
 

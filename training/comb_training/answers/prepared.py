@@ -29,7 +29,7 @@ from comb_training.answers.greedy import TransformersEngine
 from comb_training.answers.store import StoredAnswer
 from comb_training.answers.vllm_engine import VllmEngine, vllm_installed
 from comb_training.data.batches import TrainingExample, tokenize
-from comb_training.data.mixture import read_examples
+from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.models import training_method
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def answer_prepared(
     """
     train = run.config.train
     asked = _own(run) if train.teacher is None else _teacher(run, train.teacher)
-    stops = stop_token_ids(asked.model, asked.tokenizer)
+    stops = stop_token_ids(asked.model, asked.tokenizer, run.config.data.stop)
     settings = settings_of(asked.model, stops, train.answer_max_new_tokens, asked.name)
     limit = prompt_limit(asked.model, train.answer_max_new_tokens, run.config.data.max_prompt_tokens)
     folder = Path(train.answers_dir) if train.answers_dir is not None else Path(train.output_dir) / "answers"
@@ -186,7 +186,7 @@ def _teacher(run: PreparedRun, name: str) -> _Asked:
     student = training_method(run.config.train.method).fitting(tokenized, run.model, run.config, Counts())
     if [example.prompt for example in student] != [example.prompt for example in run.examples]:
         raise ValueError("the data has changed while it was read: the teacher's questions are not the student's")
-    builder = PromptBuilder(tokenizer, document_template=data.document_template)
+    builder = prompt_builder(data, tokenizer)
     written: dict[Document, Document] = {}
 
     def rewritten(document: Document) -> Document:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 console = Console()
 
 WRITING_KEYS = (
-    "document_template", "query_template", "max_document_tokens", "max_query_tokens", "splitter", "seed", "cache",
-    "cache_dir",
+    "document_template", "query_template", "head", "stop", "max_document_tokens", "max_query_tokens", "splitter",
+    "seed", "cache", "cache_dir",
 )  # fmt: skip
 
 

@@ -96,6 +96,11 @@ class DataConfig:
     """How a document is written, with {text} and {title}; null is the title, if there is one, and the text."""
     query_template: str = "{query}"
     """How a question is written; {query} is replaced."""
+    head: str | None = None
+    """Plain text in front of the documents, examples say, for a model that answers best so; there is no chat template
+    then. As in a file of evaluation sets (configs/evaluation.yaml)."""
+    stop: str = ""
+    """Characters that end an answer, each of them, where no chat template does; the data's answers get the first."""
     options: Options = Field(default_factory=dict)
     """More options of the dataset's reader."""
     cache: StrictBool = True

@@ -31,6 +31,7 @@ def builder_key(builder: PromptBuilder) -> dict[str, Any]:
         "chat_template": digest(str(tokenizer.chat_template)),
         "chat_template_kwargs": repr(sorted(builder.chat_template_kwargs.items())),
         "document_template": builder.document_template,
+        "stop": builder.stop,
         "probe": [list(probe.head), list(probe.flat), list(builder.answer("There."))],
     }
 

@@ -140,6 +140,11 @@ class ConfiguredSide:
         return min(limits, default=None)
 
 
+def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
+    """How the configured data is written as prompts."""
+    return PromptBuilder(tokenizer, document_template=data.document_template, head=data.head, stop=data.stop)
+
+
 def read_tokenized(
     data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
 ) -> tuple[Sequence[TrainingExample], Counts]:

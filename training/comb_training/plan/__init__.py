@@ -10,10 +10,9 @@ from typing import Any
 
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts, MissingDataError
-from comb.documents.document import PromptBuilder
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
-from comb_training.data.mixture import read_tokenized
+from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.plan.activations import PassSize
@@ -121,7 +120,7 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
             except MissingDataError as missing:
                 result.notes.append(f"no data: {first_line(missing)}")
         return
-    builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
+    builder = prompt_builder(config.data, tokenizer)
     try:
         examples, result.counts = read_tokenized(
             config.data, builder, model.max_document_tokens, split="train", limit=config.data.limit

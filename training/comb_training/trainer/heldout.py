@@ -14,6 +14,7 @@ from comb.documents.document import Example
 from comb.evaluation.run import evaluate
 from comb_training.config import Config
 from comb_training.data.batches import IGNORED, TrainingExample
+from comb_training.data.mixture import prompt_builder
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import engine_autocast
 from comb_training.trainer.losses import Teacher, target_logits_only, target_loss
@@ -97,7 +98,7 @@ def heldout_answers(model: Any, tokenizer: Any, examples: Sequence[Example], con
             max_new_tokens=config.eval.max_new_tokens,
             batch_size=config.eval.batch_size,
             timing_examples=0,
-            document_template=config.data.document_template,
+            builder=prompt_builder(config.data, tokenizer),
             progress=False,
         )
         em, f1 = len(mine) * result.em, len(mine) * result.f1

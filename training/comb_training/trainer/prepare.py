@@ -14,7 +14,7 @@ from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
-from comb_training.data.mixture import read_tokenized
+from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.loading import set_threads
@@ -61,7 +61,7 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     method = training_method(config.train.method)
     model = method.load(config)
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
-    builder = PromptBuilder(tokenizer, document_template=config.data.document_template)
+    builder = prompt_builder(config.data, tokenizer)
     examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
     model = method.fitted(model, config, examples, resume)
     sets = statistics_by_set(examples) if config.data.mixture else {}
