@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +161,16 @@ def test_a_tenants_registered_documents_are_nobody_elses(served: Served) -> None
     assert documents == [{"id": "hers", "state": "hit", "tokens": made["tokens"], "tier": "pool"}]
     assert served.request("DELETE", "/v1/documents/hers")[0] == 200
     assert served.chat([{"id": "hers"}])[0] == 404
+
+
+def test_the_example_asks_with_the_encoder_on_and_off(served: Served) -> None:
+    example = Path(__file__).parents[2] / "examples" / "serve_and_query.py"
+    ran = subprocess.run(
+        [sys.executable, example, served.url, "alice"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    first, again, off = ran.stdout.splitlines()
+    assert first.startswith("encoder on  [")
+    assert "['hit', 'hit']" in again
+    assert first.split(": ")[-1] == again.split(": ")[-1]
+    assert off.startswith("encoder off ['inlined', 'inlined']")

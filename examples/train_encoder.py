@@ -1,0 +1,37 @@
+"""Train an encoder for a backbone of your own (any Hub id, folder or GGUF file) on a dataset of your own.
+
+    python examples/train_encoder.py BACKBONE DATA.jsonl OUTPUT_DIR [section.key=value ...]
+
+DATA.jsonl has rows {"documents": ["..."], "query": "...", "answer": "..."}. What a run costs, before weights are loaded:
+
+    comb train configs/smollm2-135m.yaml model.backbone=BACKBONE --dry-run
+"""
+
+import sys
+
+from comb_training.config import load_config
+from comb_training.train import run_training
+
+START = [
+    "model.measured_cross_layers=4",  # cross blocks in front of the layers through which the backbone reads documents
+    'model.options={shared_layers: true, sink: "null", gate: 0.95}',  # they start as copies of what they stand for
+    "train.answers=on_policy",  # the backbone's own answers, with the documents in its prompt
+    "train.ce_weight=0",
+    "train.kl_weight=1",  # learn its whole distribution there
+    "train.learning_rate=4e-4",
+    "train.batch_size=8",
+    "train.max_seconds=3600",
+]
+
+
+def main(backbone: str, data: str, output_dir: str, *more: str) -> None:
+    where = [f"model.backbone={backbone}", "data.dataset=jsonl", f"data.path={data}", f"train.output_dir={output_dir}"]
+    result = run_training(load_config(None, [*where, *START, *more]))
+    print(
+        f"{result.record['steps']} steps in {result.record['seconds']:.0f} s, loss {result.record['losses'][-1][1]:.3f}"
+    )
+    print(f"adapter, card and loss plot are in {result.output_dir}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

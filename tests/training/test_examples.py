@@ -1,0 +1,63 @@
+"""The programs of examples/ run as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb import CombForCausalLM
+from tests.helpers.fake_hub import fake_hub
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    example("ask").main("nano", "legolink:4")
+    first, second = [line for line in capsys.readouterr().out.splitlines() if "first token" in line]
+    assert first.count("compiled") == 3
+    assert second.count("hit") == 3
+
+
+def test_train_and_publish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    towns = {"Anna": "Rome", "Bo": "Oslo", "Cleo": "Bern", "Dan": "Kiel", "Eve": "Rome", "Finn": "Oslo", "Gus": "Bern"}
+    rows = [
+        {"documents": [f"{name} works in {town}."], "query": f"Where does {name} work?", "answer": town}
+        for name, town in towns.items()
+    ]
+    data, folder = tmp_path / "data.jsonl", tmp_path / "adapter"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    example("train_encoder").main(
+        "nano", str(data), str(folder), "train.max_seconds=null", "train.steps=2", "data.cache=false",
+        "model.measured_cross_layers=2", "model.device=cpu",
+    )  # fmt: skip
+    assert "2 steps" in capsys.readouterr().out
+    trained = CombForCausalLM.from_pretrained(folder)
+    assert trained.encoder.config.shared_layers
+    assert len(trained.config.cross_attention_layers) == 2
+    with fake_hub() as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_mine"}
+        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        published = subprocess.run(
+            [sys.executable, EXAMPLES / "publish.py", folder, "me/mine"], env=os.environ | environment,
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert published.returncode == 0, published.stderr
+        assert "model.safetensors" in hub.repositories["me/mine"].files
+    assert "/me/mine/commit/" in published.stdout
+    assert "trainable params" in published.stdout
