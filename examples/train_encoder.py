@@ -2,7 +2,7 @@
 
     python examples/train_encoder.py BACKBONE DATA.jsonl OUTPUT_DIR [section.key=value ...]
 
-DATA.jsonl has rows {"documents": ["..."], "query": "...", "answer": "..."}. What a run costs, before weights are loaded:
+DATA.jsonl has rows {"documents": ["..."], "query": "...", "answer": "..."}. What a run costs, before it is started:
 
     comb train configs/smollm2-135m.yaml model.backbone=BACKBONE --dry-run
 """
