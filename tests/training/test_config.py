@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -115,3 +116,11 @@ def test_shipped_configurations_load_and_explain_every_key(path: Path) -> None:
     keys = [line for line in lines if line.startswith("  ")]
     assert keys
     assert all("#" in line for line in keys), [line for line in keys if "#" not in line]
+
+
+@pytest.mark.parametrize("other", [{"cross_attention_layers": (2, 4)}, {"init_from": "out/adapter"}])
+def test_cross_blocks_are_placed_once(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="both say where cross blocks are"):
+        ModelConfig(measured_cross_layers=2, **other)
+    assert ModelConfig(measured_cross_layers=3).first_cross_layers == range(3)
+    assert ModelConfig(cross_attention_layers=(2, 4)).first_cross_layers == (2, 4)

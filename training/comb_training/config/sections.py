@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, TypeAdapter
@@ -40,6 +41,18 @@ class ModelConfig:
     """Threads of torch on a CPU; null is torch's default. Tiny models are fastest with one: more only wait."""
     options: Options = Field(default_factory=dict)
     """More keyword arguments of `CombForCausalLM.from_backbone`."""
+
+    def __post_init__(self) -> None:
+        if self.measured_cross_layers is not None:
+            for name in ("cross_attention_layers", "init_from"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"model.measured_cross_layers and model.{name} both say where cross blocks are")
+
+    @property
+    def first_cross_layers(self) -> Sequence[int] | None:
+        """The layers that are named; as many as will be measured, anywhere; or None."""
+        count = self.measured_cross_layers
+        return self.cross_attention_layers if count is None else range(count)
 
 
 @dataclass(frozen=True, config=KNOWN_KEYS)

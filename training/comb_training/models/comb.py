@@ -36,7 +36,7 @@ class CombTraining(TrainingMethod):
     def load(self, config: Config) -> CombForCausalLM:
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
         if config.model.init_from is None:
-            return self._fresh(config, config.model.backbone, config.model.cross_attention_layers)
+            return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
         options = _options(config)
         shaping = sorted({"max_document_tokens", "initialization", "shared_layers", "sink", "gate"} & options.keys())
         if shaping:
@@ -66,7 +66,7 @@ class CombTraining(TrainingMethod):
         Every rank measures for itself, on the same examples.
         """
         count = config.model.measured_cross_layers
-        if config.model.init_from is None and count is not None:
+        if count is not None:
             layers = _saved_layers(resume) if resume is not None else None
             if layers is None:
                 layers = _measured(model, examples, count)

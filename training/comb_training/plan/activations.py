@@ -102,6 +102,8 @@ def activation_bytes(
     if config.qk_norm != "none":
         attention += (FLOAT32 + BFLOAT16) * (queries + keys)
     encoder_layer = size.documents * (norms + mlp + attention)
+    # shared layers are the backbone's and run without a gradient: nothing of them is kept
+    depth = 0 if config.shared_layers else config.num_hidden_layers
     heads = size.documents * (2 * residual * hidden + 4 * residual * keys)
     # laid out for all blocks at once; each repeats its own for as many heads as there are queries
     linked, repeated = size.linked * 2 * residual * keys, size.linked * 2 * work * queries
@@ -119,12 +121,14 @@ def activation_bytes(
     loss = 3 * FLOAT32 * vocabulary * size.targets
     always = len(crosses) * (heads + linked)
     if not checkpointing:
-        layers = config.num_hidden_layers * encoder_layer + len(crosses) * cross_block
+        layers = depth * encoder_layer + len(crosses) * cross_block
         return int(always + layers + backbone_layers * backbone_layer + loss + copies)
-    inputs = hidden * (residual * config.num_hidden_layers * size.documents + kept * backbone_layers * size.queries)
+    inputs = hidden * (residual * depth * size.documents + kept * backbone_layers * size.queries)
     logits = frozen_work * vocabulary * size.targets
     decoding = always + max(cross_block + backbone_layer + len(crosses) * linked, loss, copies + logits)
-    encoding = encoder_layer + size.documents * (work * config.intermediate_size + residual * hidden * len(crosses))
+    encoding = (encoder_layer if depth else 0) + size.documents * (
+        work * config.intermediate_size + residual * hidden * len(crosses)
+    )
     return int(inputs + max(decoding, encoding))
 
 

@@ -99,7 +99,7 @@ def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
             model = CombForCausalLM.from_backbone(
                 backbone,
                 num_encoder_layers=config.model.num_encoder_layers,
-                cross_attention_layers=config.model.cross_attention_layers,
+                cross_attention_layers=config.model.first_cross_layers,
                 encoder_causal=config.model.encoder_causal,
                 adapter_dtype=adapter_dtype,
                 **{name: value for name, value in options.items() if name in own},
