@@ -46,7 +46,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def convert(file: Path) -> Path:
-    """The folder with the file's model and tokenizer; made at the first call. bfloat16: more than any GGUF type holds.
+    """The folder with the file's model and tokenizer, made at the first call. bfloat16: F16 and F32 are rounded.
 
     Raises:
         OSError: if the file can't be read as a model, or the package gguf is missing.
@@ -89,7 +89,7 @@ def _save(file: Path, folder: Path, extra: Mapping[str, Any]) -> None:
     # the loaded model remembers its file and refuses to be saved: the same weights in a model that never had one
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
-    plain = type(model)(type(model.config).from_dict(settings)).to(torch.bfloat16)
+    plain = type(model)._from_config(type(model.config).from_dict(settings), dtype=torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = GenerationConfig.from_model_config(plain.config)
     plain.generation_config.update(**extra)

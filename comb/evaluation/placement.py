@@ -128,8 +128,17 @@ class _Batch:
 
     def logprobs(self, backbone: PreTrainedModel) -> Tensor:
         """Of the answers' tokens. [answer tokens, vocabulary] float32"""
-        states = backbone.get_decoder()(input_ids=self.input_ids, use_cache=False).last_hidden_state
-        return backbone.get_output_embeddings()(states[self.predicts]).float().log_softmax(-1)  # type: ignore[no-any-return]
+
+        def select(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (args[0][self.predicts][None], *args[1:])
+
+        # in front of the head, and not by calling it: some models scale or cap what comes out
+        handle = backbone.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            logits: Tensor = backbone(input_ids=self.input_ids, use_cache=False).logits[0]
+        finally:
+            handle.remove()
+        return logits.float().log_softmax(-1)
 
 
 def _batches(

@@ -19,6 +19,10 @@ CROSS_QK_NORMS = ("head", "none")
 SINKS = ("token", "null")
 
 
+CONFIGURED_LATER = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token"}
+"""Fields of `CombEncoderConfig` that adapters of before don't have, and what they were."""
+
+
 class CombEncoderConfig(PreTrainedConfig):
     """Shape of the chunk encoder and of the cross blocks, which share its attention geometry.
 

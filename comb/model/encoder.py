@@ -241,9 +241,11 @@ class CombEncoder(nn.Module):
         if states is None:
             outputs = self._run(hidden.to(self.dtype), positions, mask)
             states = [outputs[source] for source in self.sources]
-        elif packed:
-            real = lengths.mask(device)
-            states = [state[real][None] for state in states]
+        else:
+            states = [state.to(device) for state in states]  # decoder layers may be spread over devices
+            if packed:
+                real = lengths.mask(device)  # None: no row is padded
+                states = [(state.flatten(0, 1) if real is None else state[real])[None] for state in states]
         first = (positions == 0).expand(hidden.shape[:2])
         pairs = [head(state.to(self.dtype), first) for head, state in zip(self.key_value_heads, states, strict=True)]
         keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))

@@ -26,10 +26,10 @@ from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.backbones.forward import decoder_of
 from comb.backbones.hooks import LayerHooks
-from comb.backbones.identity import forget_identity, identity_of
+from comb.backbones.identity import forget_identity, identity_of, weights_fingerprint
 from comb.backbones.torch_private import writes
 from comb.cache.picache import CrossPICache
-from comb.model.config import CombConfig, CombEncoderConfig
+from comb.model.config import CONFIGURED_LATER, CombConfig, CombEncoderConfig
 from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
 from comb.model.encoder import CombEncoder
 from comb.model.pretrained import CombPreTrainedModel
@@ -102,6 +102,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         stack: Any = backbone.get_submodule(self.info.layers_path)
         self._hooks = LayerHooks(stack, functions)
         self._readers = LayerHooks(stack, dict.fromkeys(layers, self._read))
+        self._kept_fingerprint: str | None = None
         self.agree_on_passes: Callable[[int, int], int] | None = None
         """``agree(passes wanted, most possible) -> passes`` of the encoder per training batch, for runs whose ranks
         must call the same modules (ZeRO-3 gathers weights at each call); None: as many as suit this rank."""
@@ -152,16 +153,21 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     def _layer_inputs(self, segments: list[tuple[int, ...]]) -> list[Tensor]:
         """What the decoder layer behind each cross block is given of segments that the plain backbone reads alone.
         [segments, tokens, hidden] each, padded on the right, which nothing behind a causal mask sees."""
-        rows = [torch.tensor(segment, device=self.device) for segment in segments]
+        device = self.get_input_embeddings().weight.device
+        rows = [torch.tensor(segment, device=device) for segment in segments]
         states: list[Tensor] = []
-        token = _reading.set((self, states))
+        token, training = _reading.set((self, states)), self.backbone.training
         try:
+            if training:  # what a document is compiled to is the same with and without dropout in training
+                self.backbone.eval()
             with self._readers.attached():
                 decoder_of(self.backbone)(input_ids=nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False)
         except _LastLayerReadError:
             pass
         finally:
             _reading.reset(token)
+            if training:
+                self.backbone.train()
         if len(states) < len(self.cross_blocks):
             raise RuntimeError(f"the backbone ran without its hooks, so a document was not read; {_COMPILED}")
         return states
@@ -356,15 +362,26 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         Kept until a weight is written to or training mode is entered. Writes through ``.data`` outside training
         mode are not noticed: call ``model.train()`` and ``model.eval()`` after them.
         """
+        if self._kept_fingerprint is not None:
+            return self._kept_fingerprint
         table = self.get_input_embeddings().weight
-        name = "fingerprint of PICaches", table.data_ptr(), writes(table)  # the table isn't part of the encoder
-        return str(identity_of(self.encoder).fact(name, self._digest))
+        layers = weights_fingerprint(self.backbone) if self.encoder.config.shared_layers else ""
+        # table and layers aren't parts of the encoder
+        name = "fingerprint of PICaches", table.data_ptr(), writes(table), layers
+        return str(identity_of(self.encoder).fact(name, lambda: self._digest(layers)))
 
-    def _digest(self) -> str:
+    def keep_fingerprint(self) -> None:
+        """For a model that will only encode, with weights that encoding doesn't need taken away: it stays who it is."""
+        self._kept_fingerprint = self.fingerprint
+
+    def _digest(self, layers: str) -> str:
         config: Any = self.encoder.config
         shape = {field.name: getattr(config, field.name) for field in fields(CombEncoderConfig)
                  if field.name in CombEncoderConfig.__annotations__}  # fmt: skip
-        digest = hashlib.sha256(backbone_fingerprint(self.backbone).encode())
+        for name, value in CONFIGURED_LATER.items():
+            if shape[name] == value:
+                del shape[name]  # PICaches that were compiled before there was a choice are still good
+        digest = hashlib.sha256((backbone_fingerprint(self.backbone) + layers).encode())
         digest.update(repr((sorted(shape.items()), self.encoder.sources, self.config.embedding_scale)).encode())
         for parameter in self.encoder.parameters():
             digest.update(str(parameter.dtype).encode())

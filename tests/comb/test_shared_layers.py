@@ -99,3 +99,41 @@ def test_gradients_reach_heads_and_blocks_only() -> None:
     assert missing == []
     assert all(p.grad is None for p in model.backbone.parameters())
     assert model.encoder.key_value_heads[0].null_key.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_picaches_belong_to_the_layers_that_made_them() -> None:
+    model = shared(tiny("llama"))
+    before = model.fingerprint
+    [picache] = model.encode([DOCUMENTS[0]])
+    model.backbone.model.layers[0].mlp.down_proj.weight.mul_(3)
+    assert model.fingerprint != before
+    with pytest.raises(ValueError, match="compiled by another model"):
+        model.check_picache(picache)
+    own_layers = CombForCausalLM.from_backbone(tiny("llama"), num_encoder_layers=2)
+    before = own_layers.fingerprint
+    own_layers.backbone.model.layers[0].mlp.down_proj.weight.mul_(3)
+    assert own_layers.fingerprint == before  # an encoder of its own shares the embedding alone
+
+
+def test_documents_are_compiled_without_dropout_in_training_too() -> None:
+    model = shared(tiny("llama"))
+    for module in model.backbone.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    [expected] = model.encode([DOCUMENTS[0]])
+    model.train()
+    [again] = model.encode([DOCUMENTS[0]])
+    assert torch.equal(again.keys, expected.keys)
+    assert model.backbone.training
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS[:1], DOCUMENTS, [DOCUMENTS[0], DOCUMENTS[0][::-1]]])
+def test_packed_rows_are_the_padded_ones(documents: list[tuple[int, ...]]) -> None:
+    """Heads call no attention, so what flash attention would be given can be looked at without it."""
+    model = shared(tiny("llama"))
+    padded = model.encode_batch(list(documents))
+    model.encoder.config._attn_implementation = "flash_attention_2"
+    for (keys, values), (same_keys, same_values) in zip(padded, model.encode_batch(list(documents)), strict=True):
+        torch.testing.assert_close(keys, same_keys)
+        torch.testing.assert_close(values, same_values)

@@ -31,6 +31,7 @@ from comb_serving.manager.manager import PICManager
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout, SharedPool
 from tests.helpers.fakes import until
+from tests.helpers.families import tiny
 
 BLOCKS = 64
 
@@ -271,3 +272,14 @@ def test_lines_that_are_no_message_are_refused() -> None:
     for cut in (b"", b'{"job": 1}'):
         with pytest.raises(ConnectionResetError, match="closed"):
             decode_message(cut)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_what_shared_layers_need_is_kept_and_the_rest_is_freed(family: str) -> None:
+    model = CombForCausalLM.from_backbone(tiny(family), cross_attention_layers=[1, 2], shared_layers=True, sink="null")
+    [whole], name, size = model.encode([(5, 6, 7)]), model.fingerprint, sum(p.numel() for p in model.parameters())
+    drop_decoder(model)
+    [rest] = model.encode([(5, 6, 7)])
+    assert torch.equal(whole.keys, rest.keys)
+    assert rest.fingerprint == name
+    assert sum(p.numel() for p in model.parameters()) < 0.6 * size

@@ -75,6 +75,8 @@ def inherited_licence(
 ) -> tuple[dict[str, Any], str]:
     """What the card of `backbone` states, empty if that isn't known; and where it is from, or why it isn't known."""
     try:
+        if backbone in backbones and callable(backbones.get(backbone)):  # nothing is fetched for a card
+            return {}, f"the card of {backbone} was not looked up"
         place = Path(resolve_name(backbone_beside(backbone, folder))) if backbone else Path("?")
         card = place / "README.md"
         if not place.is_dir():

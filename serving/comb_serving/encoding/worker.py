@@ -133,15 +133,20 @@ class EncoderWorker:
 
 def drop_decoder(model: CombForCausalLM) -> None:
     """Frees every weight that compiling doesn't need; `encode` works on, nothing else does."""
-    _ = model.fingerprint  # names the whole backbone's shapes, so while they are there
-    needed = [model.encoder, model.get_input_embeddings()]
-    if model.encoder.config.shared_layers:
+    model.keep_fingerprint()  # it names the whole backbone, so while that is there
+    dropped: list[Any] = [model.backbone, model.cross_blocks]
+    if model.encoder.config.shared_layers:  # documents run through all that is in front of the last cross block
         layers: Any = model.backbone.get_submodule(model.info.layers_path)
-        needed += layers[: model.config.cross_attention_layers[-1]]
-    kept = {id(parameter) for module in needed for parameter in module.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in kept:
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        dropped = [
+            *layers[model.config.cross_attention_layers[-1] :],
+            model.get_output_embeddings(),
+            model.cross_blocks,
+        ]
+    kept = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    for module in dropped:
+        for parameter in module.parameters():
+            if id(parameter) not in kept:
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 def load(options: ServeOptions, folder: Path) -> EncoderWorker:
@@ -162,7 +167,7 @@ def load(options: ServeOptions, folder: Path) -> EncoderWorker:
     check_tokenizer(model, load_tokenizer(checkpoint, model))
     drop_decoder(model)
     model.encoder.to(device)
-    model.get_input_embeddings().to(device)
+    (model.backbone if model.encoder.config.shared_layers else model.get_input_embeddings()).to(device)
     store = None
     if options.host_bytes or options.disk_path is not None:
         # what goes to the disk goes through memory: there is always room for one document

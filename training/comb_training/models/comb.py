@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -48,13 +49,18 @@ class CombTraining(TrainingMethod):
         return _with_lora(model, config)
 
     def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
+        options = _options(config)
+        if isinstance(backbone, str):
+            options["dtype"] = dtype_of(config.model.dtype)
+        else:  # loaded already, with the options of loading
+            own = inspect.signature(CombForCausalLM.from_backbone).parameters.keys() - {"revision", "loading"}
+            options = {name: value for name, value in options.items() if name in own}
         model = CombForCausalLM.from_backbone(
             backbone,
             num_encoder_layers=config.model.num_encoder_layers,
             cross_attention_layers=layers,
             encoder_causal=config.model.encoder_causal,
-            **({"dtype": dtype_of(config.model.dtype)} if isinstance(backbone, str) else {}),
-            **_options(config),
+            **options,
         )
         return _with_lora(model, config)
 
@@ -95,6 +101,10 @@ def _with_lora(model: CombForCausalLM, config: Config) -> CombForCausalLM:
     train = config.train
     if train.lora_rank is not None:
         layers = model.get_submodule("encoder.layers")
+        if model.encoder.config.shared_layers:
+            raise ValueError(
+                "train.lora_rank is for the encoder's layers, and with shared_layers it has none of its own"
+            )
         add_lora(layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
     loaded: CombForCausalLM = model.to(device_of(config))
     return loaded

@@ -51,13 +51,13 @@ def read_passages(
         raise ValueError(f"tasks are of {', '.join(TASKS)}, not {list(tasks)}")
     if words // 2 < QUOTED_WORDS + answer_words:
         raise ValueError(f"words must be at least {2 * (QUOTED_WORDS + answer_words)} for such answers, not {words}")
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, list[list[str]]] = {}
     for record in read_records(side.path, side.name):
         split = record.text("text").split()
         if len(split) < words + answer_words:
             side.counts.noted[f"texts of fewer than {words + answer_words} words, left out"] += 1
         else:
-            texts[_group(record)] = split
+            texts.setdefault(_group(record), []).append(split)
     if not texts:
         raise ValueError(f"{side.path} has no text of at least {words + answer_words} words")
     here = sorted(side.groups(texts))
@@ -81,7 +81,7 @@ def _group(record: DatasetRow) -> str:
 def _examples(
     rng: Random,
     groups: Sequence[str],
-    texts: dict[str, list[str]],
+    texts: dict[str, list[list[str]]],
     number: int,
     num_documents: int,
     lengths: tuple[int, int],
@@ -92,19 +92,19 @@ def _examples(
     places = []
     for _ in range(rng.randint(1, num_documents)):
         group = rng.choice(groups)
+        text = rng.choice(texts[group])  # chapters of a book, say
         length = rng.randint(words // 2, words)
-        start = rng.randrange(len(texts[group]) - length - answer_words + 1)
-        places.append((group, start, length))
-    documents = tuple(Document(" ".join(texts[group][start : start + length])) for group, start, length in places)
+        places.append((group, text, rng.randrange(len(text) - length - answer_words + 1), length))
+    documents = tuple(Document(" ".join(text[start : start + length])) for _, text, start, length in places)
     made = []
     for turn in range(questions):
-        group, start, length = rng.choice(places)
+        _, source, start, length = rng.choice(places)
         if tasks[(number + turn) % len(tasks)] == "copy":
             begin = start + rng.randrange(length - QUOTED_WORDS - answer_words + 1)
             query, answer = COPY, begin + QUOTED_WORDS
         else:
             begin, query, answer = start, CONTINUE, start + length
-        quoted = " ".join(texts[group][begin : begin + QUOTED_WORDS])
-        text = " ".join(texts[group][answer : answer + answer_words])
-        made.append(Example(documents, query.format(quoted=quoted), text, id=f"{number}-{turn}", group=places[0][0]))
+        quoted = " ".join(source[begin : begin + QUOTED_WORDS])
+        said = " ".join(source[answer : answer + answer_words])
+        made.append(Example(documents, query.format(quoted=quoted), said, id=f"{number}-{turn}", group=places[0][0]))
     return made
