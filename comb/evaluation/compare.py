@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from comb.documents.document import Document, Example, stopping_tokens
+from comb.documents.document import Document, Example, stopping_tokens, until_stop
 from comb.engine.construction import default_store
 from comb.engine.decoding import trim
 from comb.engine.engine import PICEngine
@@ -55,8 +55,7 @@ class AnswerRules:
     def text(self, engine: PICEngine, token_ids: Sequence[int]) -> str:
         """An answer's tokens as the text that is scored."""
         text = str(engine.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-        end = next((place for place, character in enumerate(text) if character in self.stop), None)
-        return text[:end].strip()
+        return until_stop(text, self.stop)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from comb.backbones.discovery import ATTENTION_NAMES, find_child, inspect_backbone
 from comb.documents.document import Prompt
+from comb.model.segments import padded_batches
 
 MEASURABLE = ("full", "sliding", "both")
 """Kinds of layers (`BackboneInfo.layer_kinds`) with an attention that documents can be hidden from."""
@@ -54,12 +55,16 @@ def short_prompts(
     """The shortest of the prompts, up to `tokens` together: where documents are read doesn't depend on their length."""
     chosen: list[tuple[Prompt, Sequence[int]]] = []
     total = 0
-    for prompt, answer in sorted(prompts, key=lambda item: len(item[0].flat)):
-        total += len(prompt.flat) + len(answer)
+    for item in sorted(prompts, key=_tokens):
+        total += _tokens(item)
         if chosen and total > tokens:
             break
-        chosen.append((prompt, answer))
+        chosen.append(item)
     return chosen
+
+
+def _tokens(item: tuple[Prompt, Sequence[int]]) -> int:
+    return len(item[0].flat) + len(item[1])
 
 
 @torch.no_grad()
@@ -90,7 +95,10 @@ def measure_placement(
     }
     losses = dict.fromkeys(chosen, 0.0)
     without, count = 0.0, 0
-    for batch in _batches(backbone, prompts, batch_tokens):
+    if not all(prompt.segments for prompt, _ in prompts):
+        raise ValueError("a placement is measured on prompts with documents, and one has none")
+    for rows in padded_batches(sorted(prompts, key=_tokens), batch_tokens, _tokens):
+        batch = _Batch.of(rows, backbone.device)
         reference = batch.logprobs(backbone)
         count += len(reference)
         for index, attention in chosen.items():
@@ -139,22 +147,6 @@ class _Batch:
         finally:
             handle.remove()
         return logits.float().log_softmax(-1)
-
-
-def _batches(
-    backbone: PreTrainedModel, prompts: Sequence[tuple[Prompt, Sequence[int]]], tokens: int
-) -> Iterator[_Batch]:
-    for prompt, _ in prompts:
-        if not prompt.segments:
-            raise ValueError("a placement is measured on prompts with documents, and one has none")
-    taken: list[tuple[Prompt, Sequence[int]]] = []
-    for item in sorted(prompts, key=lambda item: len(item[0].flat) + len(item[1])):
-        if taken and (len(item[0].flat) + len(item[1])) * (len(taken) + 1) > tokens:
-            yield _Batch.of(taken, backbone.device)
-            taken = []
-        taken.append(item)
-    if taken:
-        yield _Batch.of(taken, backbone.device)
 
 
 @contextmanager

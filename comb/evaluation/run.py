@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from comb.cache.store import PICacheStore
-from comb.documents.document import Document, Example, PromptBuilder
+from comb.documents.document import Document, Example, PromptBuilder, until_stop
 from comb.engine.engine import PICEngine
 from comb.evaluation.metrics import score
 from comb.kernels.mac.config import MacConfig
@@ -199,7 +199,7 @@ def _quality(
             answers += engine.ask_batch(requests, max_new_tokens=max_new_tokens)
             bar.update(len(requests))
     seconds = time.perf_counter() - start
-    predictions = tuple(setting.builder.until_stop(answer.text) for answer in answers)
+    predictions = tuple(until_stop(answer.text, setting.builder.stop) for answer in answers)
     scores = score(predictions, [example.references for example in examples])
     reports = [answer.report for answer in answers]
     document_tokens = sum(document.tokens for report in reports for document in report.documents)

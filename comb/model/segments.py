@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from comb.cache.picache import CrossPICache
+
+T = TypeVar("T")
 
 Segment = Sequence[int] | Tensor
 Documents = Sequence[Sequence[CrossPICache | Segment]]
@@ -47,14 +49,14 @@ def token_ids_of(segment: Segment) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def padded_batches(segments: list[tuple[int, ...]], budget: int) -> Iterator[list[tuple[int, ...]]]:
-    """Runs of segments (sorted by length) whose padded size stays under `budget` tokens."""
-    batch: list[tuple[int, ...]] = []
-    for segment in segments:
-        if batch and (len(batch) + 1) * len(segment) > budget:
+def padded_batches(rows: Sequence[T], budget: int, length: Callable[[T], int] = len) -> Iterator[list[T]]:  # type: ignore[assignment]  # of segments
+    """Runs of segments, or other rows with a length (sorted by it), whose padded size stays under `budget` tokens."""
+    batch: list[T] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * length(row) > budget:
             yield batch
             batch = []
-        batch.append(segment)
+        batch.append(row)
     if batch:
         yield batch
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -158,15 +157,10 @@ def distil(model: BambaForCausalLM, nano: LlamaForCausalLM, stream: Iterator[Pac
         bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
-def parse(argv: Sequence[str] | None) -> tuple[HybridRecipe, Path]:
-    """Command line to recipe; options and defaults come from `HybridRecipe`."""
-    return parse_recipe(HybridRecipe(), HYBRID_CHECKPOINT, __doc__, argv)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Train from the nano and the seed, evaluate with plain greedy generation, write the checkpoint."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    recipe, output = parse(argv)
+    recipe, output = parse_recipe(HybridRecipe(), HYBRID_CHECKPOINT, __doc__, argv)
     torch.set_num_threads(recipe.threads)
     started = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)

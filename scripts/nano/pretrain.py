@@ -275,15 +275,10 @@ def versions() -> dict[str, str]:
     }
 
 
-def parse(argv: Sequence[str] | None) -> tuple[PretrainRecipe, Path]:
-    """Command line to recipe; options and defaults come from `PretrainRecipe`."""
-    return parse_recipe(PretrainRecipe(), CHECKPOINT, __doc__, argv)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Train from the seed, evaluate with plain greedy generation, write the checkpoint."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    recipe, output = parse(argv)
+    recipe, output = parse_recipe(PretrainRecipe(), CHECKPOINT, __doc__, argv)
     torch.set_num_threads(recipe.threads)
     trainer = Trainer(recipe, output)
     trainer.run()

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from comb.documents.datasets import Counts
-from comb.documents.document import Prompt, PromptBuilder
+from comb.documents.document import Prompt, PromptBuilder, until_stop
 from comb_training.answers import generate, generate_answers, greedy
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.data.batches import TrainingExample
@@ -221,7 +221,7 @@ def test_an_answer_ends_at_a_stop_character_where_no_template_ends_it() -> None:
     tokenizer = byte_tokenizer()
     builder = PromptBuilder(tokenizer, head="Answer.\n", stop='"\n')
     assert tokenizer.decode(builder.answer("Rome")[:-1]) == 'Rome"'
-    assert builder.until_stop(' Rome"\nQuestion') == builder.until_stop("Rome\n") == "Rome"
-    assert PromptBuilder(tokenizer).until_stop(' "Rome" ') == '"Rome"'
+    assert until_stop(' Rome"\nQuestion', builder.stop) == until_stop("Rome\n", builder.stop) == "Rome"
+    assert until_stop(' "Rome" ', PromptBuilder(tokenizer).stop) == '"Rome"'
     ends = generate.stop_token_ids(SimpleNamespace(generation_config=None), tokenizer, '"\n')
     assert {tokenizer.decode([token]) for token in ends} == {'"', "\n", tokenizer.eos_token}

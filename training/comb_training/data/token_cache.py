@@ -7,13 +7,11 @@ another file is made, and the old one stays until somebody removes it.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
-
+from comb.cache.atomic import hub_folder
 from comb_training.data.batches import TrainingExample
 from comb_training.data.cache_key import digest, plain
 from comb_training.data.token_file import DamagedCacheError, TrainingExamples, write
@@ -23,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def default_folder() -> Path:
     """The folder in the Hugging Face cache; HF_HOME moves it."""
-    return Path(os.environ.get("HF_HOME") or constants.HF_HOME).expanduser() / "comb" / "tokens"
+    return hub_folder("tokens")
 
 
 def cached(

@@ -17,7 +17,7 @@ from comb.evaluation.placement import measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
 from comb.model.ridge import fit_to_backbone
-from comb_training.config import Config
+from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.models.loading import device_of, dtype_of
 from comb_training.models.lora import add_lora
@@ -53,8 +53,7 @@ class CombTraining(TrainingMethod):
         if isinstance(backbone, str):
             options["dtype"] = dtype_of(config.model.dtype)
         else:  # loaded already, with the options of loading
-            own = inspect.signature(CombForCausalLM.from_backbone).parameters.keys() - {"revision", "loading"}
-            options = {name: value for name, value in options.items() if name in own}
+            options = shaping_options(options)
         model = CombForCausalLM.from_backbone(
             backbone,
             num_encoder_layers=config.model.num_encoder_layers,
@@ -73,9 +72,7 @@ class CombTraining(TrainingMethod):
         """
         count = config.model.measured_cross_layers
         if count is not None:
-            layers = _saved_layers(resume) if resume is not None else None
-            if layers is None:
-                layers = _measured(model, examples, count)
+            layers = _measured(model, examples, count) if resume is None else _saved_layers(resume)
             named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
             model = self._fresh(config, model.backbone, layers)
             model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
@@ -97,15 +94,20 @@ def _options(config: Config) -> dict[str, Any]:
     return {"adapter_dtype": torch.float32, **config.model.options}
 
 
-def _with_lora(model: CombForCausalLM, config: Config) -> CombForCausalLM:
-    train = config.train
+def shaping_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options of `CombForCausalLM.from_backbone`, those that a backbone which is loaded already can be given."""
+    own = inspect.signature(CombForCausalLM.from_backbone).parameters.keys() - {"revision", "loading"}
+    return {name: value for name, value in options.items() if name in own}
+
+
+def add_encoder_lora(model: CombForCausalLM, train: TrainConfig) -> None:
+    """LoRA on the encoder's layers, if configured. Raises ValueError as `add_lora` does."""
     if train.lora_rank is not None:
-        layers = model.get_submodule("encoder.layers")
-        if model.encoder.config.shared_layers:
-            raise ValueError(
-                "train.lora_rank is for the encoder's layers, and with shared_layers it has none of its own"
-            )
-        add_lora(layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+        add_lora(model.encoder.layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+
+
+def _with_lora(model: CombForCausalLM, config: Config) -> CombForCausalLM:
+    add_encoder_lora(model, config.train)
     loaded: CombForCausalLM = model.to(device_of(config))
     return loaded
 

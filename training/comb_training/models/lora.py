@@ -20,7 +20,7 @@ def add_lora(layers: nn.Module, *, rank: int, alpha: float, dropout: float) -> N
     """Puts LoRA beside every linear map of `layers` and freezes everything else in them.
 
     Raises:
-        ValueError: if peft is not installed, or the rank is below 1.
+        ValueError: if peft is not installed, the rank is below 1, or there is no such map.
     """
     if rank < 1:
         raise ValueError(f"train.lora_rank must be at least 1, not {rank}")
@@ -29,6 +29,8 @@ def add_lora(layers: nn.Module, *, rank: int, alpha: float, dropout: float) -> N
     except ImportError as error:
         raise ValueError("train.lora_rank: peft is not installed (pip install 'comb-pic[train]')") from error
     names = sorted({path for path, module in layers.named_modules() if isinstance(module, nn.Linear)})
+    if not names:
+        raise ValueError("train.lora_rank is for layers of the encoder's own, and with shared_layers it has none")
     inject_adapter_in_model(
         LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none"), layers
     )

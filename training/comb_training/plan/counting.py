@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
+from comb_training.models.comb import add_encoder_lora, shaping_options
 from comb_training.models.loading import dtype_of
-from comb_training.models.lora import add_lora
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 """Public sizes of the backbones in configs/, for where the Hub can't be asked: ``organisation--name.json``."""
@@ -87,7 +86,6 @@ def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
         backbone_config: Any = settings.backbone_config
     else:
         backbone_config, note = find_backbone_config(config)
-    own = set(inspect.signature(CombForCausalLM.from_backbone).parameters) - {"adapter_dtype", "revision", "loading"}
     with torch.device("meta"):
         backbone = AutoModelForCausalLM.from_config(backbone_config, **loading)
         if settings is not None:
@@ -101,12 +99,9 @@ def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
                 num_encoder_layers=config.model.num_encoder_layers,
                 cross_attention_layers=config.model.first_cross_layers,
                 encoder_causal=config.model.encoder_causal,
-                adapter_dtype=adapter_dtype,
-                **{name: value for name, value in options.items() if name in own},
+                **shaping_options({**options, "adapter_dtype": adapter_dtype}),
             )
-        train = config.train
-        if train.lora_rank is not None:
-            add_lora(model.encoder.layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+        add_encoder_lora(model, config.train)
     return model, note
 
 

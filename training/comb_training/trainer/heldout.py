@@ -21,64 +21,48 @@ from comb_training.trainer.losses import Teacher, target_logits_only, target_los
 
 
 @torch.no_grad()
-def heldout_loss(
+def heldout_losses(
     model: Any,
     batches: Sequence[Sequence[TrainingExample]],
     collate: Callable[[Sequence[TrainingExample]], dict[str, Any]],
     accelerator: Accelerator,
-) -> float:
-    """Mean loss per target token of examples that are not trained on. Collective.
+    ask_teacher: Callable[[dict[str, Tensor]], Teacher] | None = None,
+) -> dict[str, float]:
+    """Mean loss per target token of examples that are not trained on (``eval_loss``). Collective.
+
+    With a teacher also how much of the way from no documents to documents in the prompt the model goes, ``eval_closed``
+    = 1 - ``eval_kl`` / ``eval_kl_none``: KL(full || model) and KL(full || none) in nats per target token
+    (`losses.divergence`).
 
     Args:
         batches: the same on every rank.
+        ask_teacher: what the backbone says that has the documents in its prompt.
     """
-    loss = count = 0.0
+    sums, count = [0.0] * (1 if ask_teacher is None else 3), 0.0
     ranks, rank = distributed.world_size(), distributed.rank()
     # every rank runs as many passes: sharded weights are gathered by all of them together
     for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
         inputs = send_to_device(collate(batches[min(place, len(batches) - 1)]), accelerator.device)
-        labels = inputs.pop("labels")
-        inputs.pop("full_prompts", None)
+        labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
         with engine_autocast(accelerator), target_logits_only(model, labels):
-            value = float(target_loss(model(**inputs), labels))
-        if place < len(batches):
-            tokens = int((labels[:, 1:] != IGNORED).sum())
-            loss, count = loss + value * tokens, count + tokens
-    loss, count = distributed.summed(loss, count)
-    return loss / count
-
-
-@torch.no_grad()
-def heldout_closed(
-    model: Any,
-    batches: Sequence[Sequence[TrainingExample]],
-    collate: Callable[[Sequence[TrainingExample]], dict[str, Any]],
-    accelerator: Accelerator,
-    ask_teacher: Callable[[dict[str, Tensor]], Teacher],
-) -> dict[str, float]:
-    """How much of the way from no documents to documents in the prompt the model goes: 1 - KL(full || model) /
-    KL(full || none), in nats per target token (`losses.divergence`). Collective, as `heldout_loss`.
-
-    Args:
-        ask_teacher: what the backbone says that has the documents in its prompt.
-    """
-    closed = none = count = 0.0
-    ranks, rank = distributed.world_size(), distributed.rank()
-    for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
-        inputs = send_to_device(collate(batches[min(place, len(batches) - 1)]), accelerator.device)
-        labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts")
-        bare = {**inputs, "documents": None}
-        with engine_autocast(accelerator):
-            teacher = ask_teacher(prompts)
-            with target_logits_only(model, labels):
-                sums = [
-                    float(target_loss(model(**given), labels, 1.0, teacher=teacher, weight=1.0, ce_weight=0.0))
-                    for given in (inputs, bare)
+            outputs = model(**inputs)
+            values = [float(target_loss(outputs, labels))]
+            if ask_teacher is not None:
+                teacher = ask_teacher(prompts)
+                bare = model(**{**inputs, "documents": None})
+                values += [
+                    float(target_loss(said, labels, teacher=teacher, weight=1.0, ce_weight=0.0))
+                    for said in (outputs, bare)
                 ]
         if place < len(batches):
-            closed, none, count = closed + sums[0], none + sums[1], count + int((labels[:, 1:] != IGNORED).sum())
-    closed, none, count = distributed.summed(closed, none, count)
-    return {"eval_kl": closed / count, "eval_kl_none": none / count, "eval_closed": 1 - closed / max(none, 1e-9)}
+            tokens = int((labels[:, 1:] != IGNORED).sum())
+            sums, count = [total + value * tokens for total, value in zip(sums, values, strict=True)], count + tokens
+    *sums, count = distributed.summed(*sums, count)
+    loss, *divergences = (total / count for total in sums)
+    if not divergences:
+        return {"eval_loss": loss}
+    kl, none = divergences
+    return {"eval_loss": loss, "eval_kl": kl, "eval_kl_none": none, "eval_closed": 1 - kl / max(none, 1e-9)}
 
 
 def heldout_answers(model: Any, tokenizer: Any, examples: Sequence[Example], config: Config) -> dict[str, float]:

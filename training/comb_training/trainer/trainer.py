@@ -34,7 +34,7 @@ from comb_training.trainer.checkpoints import (
     new_checkpoint,
     save_random_state,
 )
-from comb_training.trainer.heldout import heldout_closed, heldout_loss
+from comb_training.trainer.heldout import heldout_losses
 from comb_training.trainer.objective import Objective, check_teacher_reads, document_lengths, out_of_memory
 from comb_training.trainer.optimizer import adamw
 from comb_training.trainer.run_log import RunLog
@@ -226,10 +226,9 @@ class CombTrainer:
         self.model.eval()
         try:
             chosen = [[self.heldout[index] for index in batch] for batch in batches]
-            record = {"eval_loss": heldout_loss(self.model, chosen, self.collate, self.accelerator)}
-            if self.config.kl_weight > 0 and self.config.method == "comb":
-                ask = self.objective.ask_teacher
-                record |= heldout_closed(self.model, chosen, self.collate, self.accelerator, ask)
+            distils = self.config.kl_weight > 0 and self.config.method == "comb"
+            ask = self.objective.ask_teacher if distils else None
+            record = heldout_losses(self.model, chosen, self.collate, self.accelerator, ask)
             if self._answer is not None and self._zero3:
                 logger.warning("train.eval_answers: no answers under ZeRO-3, which has the weights in parts")
                 self._answer = None
