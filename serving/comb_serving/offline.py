@@ -1,4 +1,4 @@
-"""`comb_serving.LLM`: vLLM's offline engine over a comb checkpoint, with documents, in one process.
+"""`comb_serving.LLM`: vLLM's offline engine over an adapter or a plain model, with documents, in one process.
 
 The same preprocessor, manager, pool and encoder as behind `comb serve`, without HTTP and without encoder processes.
 """
@@ -17,18 +17,26 @@ from typing import Any, TypeAlias, TypeVar
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api import documents as documents_api
+from comb_serving.api.choice import choice_of
 from comb_serving.api.errors import RequestError
-from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, tokenizer_of
+from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, tokenizer_of
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS, DOCUMENTS
 from comb_serving.config.instance import instance_folder, read_secret
 from comb_serving.config.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_DTYPES, ServeOptions
 from comb_serving.config.sizes import parse_pool_size
+from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
 from comb_serving.encoding.local import LocalEncoders
 from comb_serving.encoding.worker import load
+from comb_serving.launch.preflight import check_plain_options, check_start
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.reports import ReportReceiver, name_of
 from comb_serving.manager.leases import Lease, PoolFullError
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import KEY
+from comb_serving.pool.pool import SharedPool
+from comb_serving.vllm.linking.setup import engine_options
 
 Result = TypeVar("Result")
 Given: TypeAlias = str | Mapping[str, Any] | Document
@@ -40,7 +48,9 @@ class LLM:
     """``LLM("out/adapter", dtype="float32").chat(messages, documents=[...])``: one at a time in a process.
 
     Args:
-        checkpoint: adapter folder or Hub id.
+        checkpoint: adapter folder or Hub id; with `method` any plain model, also by a registered name.
+        method: that a plain model links documents with: ``naive``, ``legolink:16``, ``legolink-0``, ``full``;
+            a hybrid: ``hypic:8``.
         encoder: False makes no pool and no encoder; documents go into the prompt.
         pool_bytes: of all tensor-parallel ranks together: bytes, ``8GiB``, or a share of memory such as ``25%``.
         pool_block: tokens per block.
@@ -51,13 +61,18 @@ class LLM:
 
     Raises:
         RuntimeError: if this process has such an engine already.
-        ValueError: for sizes and dtypes that no pool can have.
+        ValueError: for sizes and dtypes that no pool can have, options of an encoder where there is none, and
+            checkpoints that don't fit `method`.
     """
+
+    _compiler: LocalCompiler | None = None
+    _reports: ReportReceiver | None = None
 
     def __init__(
         self,
         checkpoint: str | Path,
         *,
+        method: str | None = None,
         encoder: bool = True,
         pool_bytes: int | str = 2**30,
         pool_block: int = 16,
@@ -72,8 +87,20 @@ class LLM:
     ) -> None:
         import vllm
 
+        if method is not None:
+            check_plain_options(
+                {
+                    "encoder": not encoder,
+                    "backbone": backbone is not None,
+                    "encoder_device": encoder_device != "auto",
+                    "pool_dtype": pool_dtype != "auto",
+                }
+            )
+            method = LinkMethod.parse(method).name
+        check_start(str(checkpoint), method)
         self.options = ServeOptions(
             str(checkpoint),
+            method=method,
             backbone=backbone,
             encoder=encoder,
             encoder_device=encoder_device,
@@ -91,19 +118,33 @@ class LLM:
             folder = stack.enter_context(instance_folder(root))
             self._secret = read_secret(folder)
             variables = {INSTANCE_DIR: str(folder)}
-            if encoder:
+            if self.options.has_pool:
                 variables[POOL_BYTES] = parse_pool_size(str(pool_bytes))
                 variables |= {POOL_BLOCK: str(pool_block), POOL_DTYPE: pool_dtype}
+                if method is not None:
+                    variables |= self.options.tiers()
+                    ours = engine_options(LinkMethod.parse(method))
+                    for name in engine.keys() & ours.keys():
+                        raise ValueError(f"{name} can't be given with method: linking documents needs its own")
+                    engine |= ours
             os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
             stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
             self.llm = vllm.LLM(resolve_name(str(checkpoint)), **engine)
             stack.callback(self._end_engine)
-            if encoder:
-                worker = load(self.options, folder)
+            if self.options.has_pool and method is not None:
+                layout = LinkingLayout.read(folder)
+                ask = self._ask_workers if self.options.tiers() else None
+                self._compiler = LocalCompiler(layout, LinkMethod.parse(method), self._secret, self._compile, ask)
+                manager = PICManager(layout, self._compiler)
+                self._reports = ReportReceiver(folder)
+                stack.callback(self._reports.close)
+            elif self.options.has_pool:
+                worker = load(self.options, folder, self._own_pools())
                 if worker.store is not None:
                     stack.callback(worker.store.flush)  # to the disk tier, if there is one
                 manager = PICManager(worker.pools[0].layout, LocalEncoders(worker))
-            self.preprocessor = Preprocessor(PromptBuilder(tokenizer_of(self.options)), manager)
+            builder = PromptBuilder(tokenizer_of(self.options))
+            self.preprocessor = Preprocessor(builder, manager, choice_of(self.options))
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
@@ -118,6 +159,7 @@ class LLM:
         sampling_params: Any = None,
         *,
         documents: Sequence[Given] | Sequence[Sequence[Given]] | None = None,
+        method: str | None = None,
         encoder: bool = True,
         **options: Any,
     ) -> list[Any]:
@@ -126,7 +168,8 @@ class LLM:
         Args:
             prompts: a text or token ids, or several of them.
             documents: those of the prompt; for several prompts one list each.
-            encoder: False puts documents into the prompts of this call: the plain backbone answers.
+            method: of this call, for a plain model: another one that shares its compiled documents, or ``full``.
+            encoder: False puts documents into the prompts of this call, for an adapter: its plain backbone answers.
             options: of vLLM's `generate`.
 
         Returns:
@@ -135,13 +178,12 @@ class LLM:
         Raises:
             ValueError: for prompts or documents that can't be served, saying which field.
             PoolFullError, PoolPinnedError: if one prompt's documents don't fit beside those that are kept.
-            EncoderError: a document could not be encoded.
+            EncoderError: a document could not be encoded. Of a plain model, neither: the prompt is computed whole.
         """
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         rows = [{"prompt": prompt} for prompt in ([prompts] if single else prompts)]
-        return self._answer(
-            COMPLETIONS, rows, _per_row(documents, len(rows), single), sampling_params, encoder, options
-        )
+        given = _per_row(documents, len(rows), single)
+        return self._answer(COMPLETIONS, rows, given, sampling_params, _comb(method, encoder), options)
 
     def chat(
         self,
@@ -149,6 +191,7 @@ class LLM:
         sampling_params: Any = None,
         *,
         documents: Sequence[Given] | Sequence[Sequence[Given]] | None = None,
+        method: str | None = None,
         encoder: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
@@ -158,7 +201,7 @@ class LLM:
         more = {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
         rows = [{"messages": list(each), **more} for each in ([messages] if single else messages)]
         given = _per_row(documents, len(rows), single)
-        return self._answer(CHAT, rows, given, sampling_params, encoder, options)
+        return self._answer(CHAT, rows, given, sampling_params, _comb(method, encoder), options)
 
     def add_document(self, document: Given, *, pin: bool = False, ttl_s: float | None = None) -> dict[str, Any]:
         """Encodes a document, to be named as ``{"id": ...}`` from now on; what `POST /v1/documents` answers.
@@ -194,11 +237,31 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _own_pools(self) -> list[SharedPool]:
+        """The engine's pools if its worker runs in this process; none otherwise, as they can be attached then."""
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        if not isinstance(getattr(self.llm.llm_engine, "model_executor", None), UniProcExecutor):
+            return []
+        found: list[SharedPool] = self.llm.apply_model(lambda model: model.comb.pool)
+        return found
+
     def _end_engine(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result() if self._compiler is None else self._compiler.run(future)
+
+    def _ask_workers(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
+        found: list[Any] = self.llm.collective_rpc(name, args=arguments)
+        return found
+
+    def _compile(self, requests: list[DocumentPrompt]) -> list[Any]:
+        prompts = [{"prompt_token_ids": request.prompt, "cache_salt": request.salt} for request in requests]
+        parameters = [request.parameters for request in requests]
+        outputs: list[Any] = self.llm.generate(prompts, parameters, use_tqdm=False)
+        return outputs
 
     def _answer(
         self,
@@ -206,7 +269,7 @@ class LLM:
         rows: list[dict[str, Any]],
         documents: list[Sequence[Given]],
         sampling_params: Any,
-        encoder: bool,
+        comb: dict[str, Any],
         options: dict[str, Any],
     ) -> list[Any]:
         if sampling_params is None:
@@ -215,7 +278,7 @@ class LLM:
         if len(parameters) != len(rows):
             raise ValueError(f"{len(rows)} prompts and {len(parameters)} sampling_params: give one, or one each")
         bodies = [
-            {**row, "documents": [_as_body(one) for one in given], "comb": {"encoder": encoder}}
+            {**row, "documents": [_as_body(one) for one in given], "comb": comb}
             for row, given in zip(rows, documents, strict=True)
         ]
         try:
@@ -226,25 +289,27 @@ class LLM:
         answers: dict[int, Any] = {}
         while len(answers) < len(rows):  # as many at once as the pool has room for
             left = [index for index in range(len(rows)) if index not in answers]
-            leases = self._run(self._leases({index: prepared[index] for index in left}))
+            leases = self._run(self._leases(prepared, left))
+            tokens = {
+                index: prepared[index].signed(lease, "", self._secret)
+                for index, lease in leases.items()
+                if prepared[index].needs_capability
+            }
             try:
-                given = [self._allowed(parameters[index], prepared[index], lease) for index, lease in leases.items()]
+                given = [_allowed(parameters[index], tokens.get(index)) for index in leases]
                 outputs = self.llm.generate([prompts[index] for index in leases], given, **options)
             finally:
                 for held in filter(None, leases.values()):
                     self._loop.call_soon_threadsafe(held.release)
             for (index, lease), output in zip(leases.items(), outputs, strict=True):
-                output.comb = report(prepared[index], lease)
+                output.comb = {**report(prepared[index], lease), **self._said(tokens.get(index))}
                 answers[index] = output
         return [answers[index] for index in range(len(rows))]
 
-    def _allowed(self, parameters: Any, prepared: PreprocessedRequest, lease: Lease | None) -> Any:
-        """Sampling parameters with the capability of a request, if it has documents."""
-        if not prepared.segments:
-            return parameters
-        found = parameters.clone()
-        found.extra_args = {**(found.extra_args or {}), KEY: prepared.signed(lease, "", self._secret)}
-        return found
+    def _said(self, token: str | None) -> dict[str, int]:
+        """What the engine says of a prompt with linked documents."""
+        link = None if self._reports is None or token is None else self._reports.take(name_of(token))
+        return {} if link is None else asdict(link)
 
     def _prompt(self, path: str, prepared: PreprocessedRequest) -> Any:
         body = prepared.body
@@ -259,21 +324,37 @@ class LLM:
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return {"prompt_token_ids": ids, **salt}
 
-    async def _leases(self, rows: dict[int, PreprocessedRequest]) -> dict[int, Lease | None]:
+    async def _leases(self, prepared: list[PreprocessedRequest], rows: list[int]) -> dict[int, Lease | None]:
         """Leases of those rows that there is room for now, None where no documents are linked."""
-        linked = {index: row for index, row in rows.items() if row.segments and row.encoder}
+        linked = {index: prepared[index] for index in rows if prepared[index].linked}
         found = await asyncio.gather(
             *(self.preprocessor.acquire(row.segments, "") for row in linked.values()), return_exceptions=True
         )
         leases: dict[int, Lease | None] = {index: None for index in rows if index not in linked}
         leases |= {index: lease for index, lease in zip(linked, found, strict=True) if isinstance(lease, Lease)}
-        errors = [error for error in found if isinstance(error, BaseException)]
-        grave = [error for error in errors if not isinstance(error, PoolFullError)] or ([] if leases else errors)
-        if grave:
-            for lease in filter(None, leases.values()):
-                lease.release()
-            raise grave[0]
+        errors = {i: error for i, error in zip(linked, found, strict=True) if isinstance(error, BaseException)}
+        grave = {index: error for index, error in errors.items() if not isinstance(error, PoolFullError)}
+        for index, error in (grave or ({} if leases else errors)).items():
+            if not (self.preprocessor.choice.in_prompt and isinstance(error, NO_PLACE)):
+                for lease in filter(None, leases.values()):
+                    lease.release()
+                raise error
+            prepared[index], leases[index] = self.preprocessor.inlined(prepared[index]), None
         return dict(sorted(leases.items()))
+
+
+def _comb(method: str | None, encoder: bool) -> dict[str, Any]:
+    """The `comb` of a body."""
+    return {**({} if method is None else {"method": method}), **({} if encoder else {"encoder": False})}
+
+
+def _allowed(parameters: Any, token: str | None) -> Any:
+    """Sampling parameters with the capability of a request, if it has one."""
+    if token is None:
+        return parameters
+    found = parameters.clone()
+    found.extra_args = {**(found.extra_args or {}), KEY: token}
+    return found
 
 
 async def _in_order(work: Any) -> list[PreprocessedRequest]:

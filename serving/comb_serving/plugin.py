@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
 def serve(
     context: typer.Context,
-    checkpoint: Annotated[str, typer.Argument(help="adapter folder or Hub id")],
+    checkpoint: Annotated[str, typer.Argument(help="adapter, or any plain model with --method: folder, name, Hub id")],
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="for a plain model: naive, legolink:k, legolink-0, hypic:w for hybrids, or full for nothing linked"
+        ),
+    ] = None,
+    audit: Annotated[
+        float, typer.Option(help="share of a plain model's requests that are also answered in full, to compare: 0.01")
+    ] = 0.0,
     encoder: Annotated[str, typer.Option(help="on, or off for the plain backbone with documents in the prompt")] = "on",
     backbone: Annotated[str | None, typer.Option(help="load the encoder's embedding table from here")] = None,
     comb_pool_bytes: Annotated[str, typer.Option(help="pool of documents, of all ranks together; or 25%")] = "1GiB",
@@ -23,7 +32,7 @@ def serve(
     comb_pool_dtype: Annotated[str, typer.Option(help="documents are kept as computed (auto), or in fp8")] = "auto",
     comb_encoders: Annotated[int, typer.Option(help="encoder processes")] = 1,
     comb_encoder_device: Annotated[str, typer.Option(help="where they compute: auto, cpu, cuda:1, ...")] = "auto",
-    comb_host_bytes: Annotated[str, typer.Option(help="per encoder, for documents that left the pool")] = "0",
+    comb_host_bytes: Annotated[str, typer.Option(help="in memory, for what left the pool; per encoder")] = "0",
     comb_disk: Annotated[Path | None, typer.Option(help="folder where documents are kept beyond restarts")] = None,
     comb_disk_bytes: Annotated[str | None, typer.Option(help="of that folder; unbounded by default")] = None,
     comb_wait_seconds: Annotated[float, typer.Option(help="longest wait for room in the pool, then status 429")] = 10.0,
@@ -35,21 +44,46 @@ def serve(
     ] = None,
     comb_log_format: Annotated[str, typer.Option(help="of what comb itself logs: text or json")] = "text",
     comb_admin_key: Annotated[
-        str | None, typer.Option(envvar="COMB_ADMIN_KEY", help="may switch the encoder at /v1/comb; else nobody may")
+        str | None,
+        typer.Option(envvar="COMB_ADMIN_KEY", help="may switch encoder or method at /v1/comb"),
     ] = None,
 ) -> None:
-    """Serves an adapter on vLLM: its OpenAI server plus `documents`. All other options are vLLM's."""
+    """Serves an adapter, or any model without training, on vLLM: its OpenAI server plus `documents`.
+
+    All other options are vLLM's.
+    """
     from comb_serving.config.options import POOL_DTYPES, ServeOptions
     from comb_serving.config.tenants import key_hash
     from comb_serving.launch.launcher import launch
-    from comb_serving.launch.preflight import check_start
+    from comb_serving.launch.preflight import check_plain_options, check_start
+    from comb_serving.linking.methods import FULL
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
     if comb_pool_dtype not in POOL_DTYPES:
         raise ValueError(f"--comb-pool-dtype is {' or '.join(POOL_DTYPES)}, not {comb_pool_dtype!r}")
+    engine: dict[str, Any] = {}
+    if audit and method in (None, FULL):
+        raise ValueError("--audit compares what is linked in a plain model with full recompute: say --method too")
+    if method is not None:
+        from comb_serving.linking.methods import LinkMethod
+        from comb_serving.vllm.linking.setup import engine_options
+
+        check_plain_options(
+            {
+                "--encoder": encoder != "on",
+                "--backbone": backbone is not None,
+                "--comb-encoders": comb_encoders != 1,
+                "--comb-encoder-device": comb_encoder_device != "auto",
+                "--comb-pool-dtype": comb_pool_dtype != "auto",
+            }
+        )
+        chosen = LinkMethod.parse(method)
+        method, engine = chosen.name, {} if chosen.full else engine_options(chosen)
     options = ServeOptions(
         checkpoint=checkpoint,
+        method=method,
+        audit=audit,
         backbone=backbone,
         encoder=encoder == "on",
         encoders=comb_encoders,
@@ -65,7 +99,7 @@ def serve(
         log_format=comb_log_format,
         admin_hash=key_hash(comb_admin_key) if comb_admin_key else None,
     )
-    check_start(checkpoint)
+    check_start(checkpoint, method)
     ready: Callable[[str], None] = lambda address: typer.echo(f"comb: ready at {address}")  # noqa: E731
     status = launch(
         options,
@@ -73,14 +107,16 @@ def serve(
         pool_bytes=parse_pool_size(comb_pool_bytes),
         pool_block=comb_pool_block,
         pool_dtype=comb_pool_dtype,
+        engine=engine,
         on_ready=ready,
     )
     raise typer.Exit(status if status >= 0 else 128 - status)
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Adds `serve` and `bench serve` to the `comb` application."""
+    """Adds `serve`, `bench serve` and `bench serve-methods` to the `comb` application."""
     from comb.bench.harness import benchmarks
 
     benchmarks.look_in("comb_serving.bench.serve")
+    benchmarks.look_in("comb_serving.bench.serve_methods")
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -5,12 +5,17 @@ The kernels are "launched" by a whole step over tensors of the CPU, with the lau
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -43,6 +48,34 @@ def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
     return kernel
 
 
+def resources(kernel: Any) -> tuple[int, int]:
+    """Registers of a thread, and bytes that are spilled."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        done = subprocess.run(
+            [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix(".cubin")],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        printed = done.stdout + done.stderr
+        assert done.returncode == 0, printed
+    (registers,) = re.findall(r"Used (\d+) registers", printed)
+    return int(registers), sum(int(found) for found in re.findall(r"(\d+) bytes spill", printed))
+
+
+def resident(kernel: Any, registers: int) -> int:
+    """Programs that a multiprocessor of an H100 or H200 holds: 65,536 registers, 227 KiB of shared memory, 64 warps."""
+    warps = kernel.metadata.num_warps
+    of_registers = 65_536 // (-(-registers // 8) * 8 * 32 * warps)
+    return min(of_registers, 227 * 1024 // (kernel.metadata.shared + 1024), 64 // warps)
+
+
+def buffers(kernel: Any, width: int, keys: int) -> list[int]:
+    """How many tiles of keys, and of values, a program has room for, so that it computes on one while others come."""
+    found = re.findall(r"ttg\.local_alloc.*-> !ttg\.memdesc<(\d+)x(\d+)x(\d+)x", kernel.asm["ttgir"])
+    return [int(count) for count, *shape in found if {int(one) for one in shape} == {width, keys}]
+
+
 def step(dtype: torch.dtype, *, shared: int, width: int, value_width: int, paged: bool, launch: Launch) -> None:
     config = MacConfig(window=1024, min_length=0, ring_dtype="bfloat16" if dtype == torch.bfloat16 else "auto")
     rows, groups, length = 2, 2, 64
@@ -61,7 +94,9 @@ if __name__ == "__main__":
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
     some, wide = Launch(programs=264), Launch(programs=264, key_tile=128)
-    step(torch.bfloat16, shared=4, width=128, value_width=128, paged=False, launch=some)
+    for paged in (False, True):
+        step(torch.bfloat16, shared=4, width=128, value_width=128, paged=paged, launch=some)
+    usual = len(compiled)
     if "--all" in sys.argv:
         step(
             torch.bfloat16, shared=8, width=128, value_width=128, paged=False, launch=Launch(programs=264, key_tile=128)
@@ -69,7 +104,15 @@ if __name__ == "__main__":
         step(torch.float16, shared=5, width=80, value_width=96, paged=True, launch=some)
         step(torch.float32, shared=3, width=72, value_width=40, paged=False, launch=some)
         step(torch.float32, shared=1, width=192, value_width=128, paged=True, launch=some)
-    for name, kernel in compiled:
+    for number, (name, kernel) in enumerate(compiled):
         assert len(kernel.asm["cubin"]) > 1000, name
         print(name, kernel.metadata.shared, "bytes shared", kernel.metadata.num_warps, "warps")
+        if name == "_attend_kernel" and number < usual:
+            registers, spilled = resources(kernel)
+            tiles, held = buffers(kernel, 128, some.key_tile), resident(kernel, registers)
+            print("   ", registers, "registers,", spilled, "bytes spilled, tiles", tiles, held, "at once")
+            assert spilled == 0
+            assert len(tiles) == 2
+            assert min(tiles) >= 2
+            assert held >= some.per_processor
     print("triton", triton.__version__, len(compiled), "kernels")

@@ -44,8 +44,14 @@ def engine(folder: str | Path, **options: Any) -> Iterator[Any]:
     """An engine in this process, gone afterwards."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    model = LLM(str(folder), skip_tokenizer_init=True, **{**SMALL, **options})
+    try:
+        model = LLM(str(folder), skip_tokenizer_init=True, **{**SMALL, **options})
+    except BaseException:
+        ensure_kv_transfer_shutdown()  # an engine that was refused leaves things that are the process's
+        cleanup_dist_env_and_memory()
+        raise
     try:
         yield model
     finally:
@@ -152,10 +158,10 @@ def served(folder: Path, model: CombForCausalLM, **options: Any) -> Iterator[Ser
 
 
 @contextmanager
-def instance() -> Iterator[Path]:
+def instance(pool_bytes: int = 2**20) -> Iterator[Path]:
     """The environment of an instance with room for some hundred tokens of documents."""
     folder = Path(tempfile.mkdtemp(dir=default_root(), prefix="comb-test-"))
-    values = {"COMB_INSTANCE_DIR": str(folder), "COMB_POOL_BYTES": str(2**20), "COMB_POOL_BLOCK": str(BLOCK)}
+    values = {"COMB_INSTANCE_DIR": str(folder), "COMB_POOL_BYTES": str(pool_bytes), "COMB_POOL_BLOCK": str(BLOCK)}
     os.environ.update(values)
     make_secret(folder)
     try:

@@ -25,6 +25,7 @@ class FakeEncoders:
 
     at_once: bool = True
     known: EncoderIdentity = IDENTITY
+    made: str = "encoded"
     open: list[tuple[str, PoolHandle, asyncio.Future[Encoded]]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
@@ -40,11 +41,11 @@ class FakeEncoders:
             self.answer()
         return future
 
-    def answer(self, *, error: str | None = None, tier: str = "encoded") -> None:
+    def answer(self, *, error: str | None = None, tier: str = "") -> None:
         """Ends the oldest open document."""
         _, _, future = self.open.pop(0)
         if error is None:
-            future.set_result(Encoded(tier, 0.01))
+            future.set_result(Encoded(tier or self.made, 0.01))
         else:
             future.set_exception(EncoderError(error))
 

@@ -90,17 +90,35 @@ LINK_FAMILIES: dict[str, Callable[[], Any]] = {
                       attention_chunk_size=16),
 }  # fmt: skip
 
+# without softmax attention in every layer, and with caches that aren't all keys and values
+_STATES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 3, "pad_token_id": 0,
+                           "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+STATE_FAMILIES: dict[str, Callable[[], Any]] = {
+    "mamba": _config("MambaConfig", **_STATES, state_size=8),
+    "mamba2": _config("Mamba2Config", **_STATES, state_size=8, num_heads=4, head_dim=16, n_groups=1, chunk_size=16),
+    "falcon_mamba": _config("FalconMambaConfig", **_STATES, state_size=8),
+    "rwkv": _config("RwkvConfig", **_STATES, attention_hidden_size=32, intermediate_size=64),
+    "xlstm": _config("xLSTMConfig", **{**_STATES, "hidden_size": 64}, num_heads=2, chunk_size=16, qk_dim_factor=1.0,
+                     mlstm_round_up_to_multiple_of=8, ffn_round_up_to_multiple_of=8),
+    "recurrent_gemma": _config("RecurrentGemmaConfig", **_STATES, num_attention_heads=2, intermediate_size=96,
+                               lru_width=32),
+}  # fmt: skip
+
 # expert kernels batch tokens of all rows, so a row's last bits depend on its neighbours in the plain model too
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v2", "qwen3_next")
 
 
-def tiny(family: str, seed: int = 0, std: float | None = None) -> Any:
+def tiny(family: str, seed: int = 0, std: float | None = None, **changes: Any) -> Any:
     """A tiny random model of a family, in eval mode, the same for the same seed.
 
-    `std` makes all its matrices that large: with the usual 0.02 attention hardly looks at anything.
+    `std` makes all its matrices that large: with the usual 0.02 attention hardly looks at anything. `changes` are the
+    configuration's.
     """
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config((FAMILIES | LINK_FAMILIES)[family]()).eval()
+    config = (FAMILIES | LINK_FAMILIES | STATE_FAMILIES)[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters() if std is not None else ():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=std)

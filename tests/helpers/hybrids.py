@@ -25,6 +25,8 @@ MAMBA2 = {
     "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_n_groups": 2, "mamba_d_conv": 4,
     "mamba_chunk_size": 16, "mamba_expand": 2,
 }  # fmt: skip
+_STATES = {name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id",
+                                         "bos_token_id", "eos_token_id")} | {"state_size": 10, "expand": 2}  # fmt: skip
 PATTERN = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 
 
@@ -59,6 +61,10 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     "jamba": _config("JambaConfig", **BASE, attn_layer_period=4, attn_layer_offset=2, mamba_d_state=8, mamba_d_conv=4,
                      mamba_expand=2, mamba_dt_rank=6, num_experts=2, num_experts_per_tok=1, expert_layer_period=2,
                      expert_layer_offset=1),
+    # states in every layer and no keys: nothing in transformers' cache tells how long it is
+    "mamba": _config("MambaConfig", **_STATES, time_step_rank=6),
+    "falcon_mamba": _config("FalconMambaConfig", **_STATES, time_step_rank=6),
+    "mamba2": _config("Mamba2Config", **_STATES, num_heads=6, head_dim=16, n_groups=2, chunk_size=16),
 }  # fmt: skip
 
 
@@ -79,5 +85,7 @@ def slow_decays(model: Any, seed: int = 0) -> Any:
                 parameter.copy_(-torch.rand(parameter.shape, generator=generator))
             elif parameter.ndim > 1:
                 fan_in = parameter[0].numel()
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.6 * fan_in**-0.5)
+                # Mamba's keys and queries aren't normalised, and small ones leave next to nothing in a state
+                size = 2.5 if name.endswith("x_proj.weight") else 0.6
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size * fan_in**-0.5)
     return model

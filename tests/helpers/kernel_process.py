@@ -16,8 +16,13 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 def run_interpreted(file: str) -> None:
     """Runs the tests of `file` beside this one under Triton's interpreter: all must pass, none may be skipped."""
+    run_alone(file, TRITON_INTERPRET="1")
+
+
+def run_alone(file: str, **environment: str) -> None:
+    """Runs the tests of `file` beside this one in a process of their own: all must pass, none may be skipped."""
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / file)]
-    printed = _run(*command, TRITON_INTERPRET="1")
+    printed = _run(*command, **environment)
     assert " passed" in printed
     assert "skipped" not in printed
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from comb.documents.document import Document, PromptBuilder
+from comb_serving.api.choice import choice_of
+from comb_serving.api.front import ServerFront
 from comb_serving.api.middleware import CombMiddleware
 from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.config.options import ServeOptions
@@ -15,7 +18,7 @@ from comb_serving.pool.capability import KEY, Capability
 from comb_serving.pool.handles import PoolHandle, unpack
 from comb_serving.pool.pool import PoolLayout
 from comb_training.nano import CHECKPOINT
-from tests.helpers.fakes import Client, Echo, FakeEncoders
+from tests.helpers.fakes import IDENTITY, Client, Echo, FakeEncoders
 
 LAYOUT = PoolLayout(cross_layers=1, kv_heads=1, head_dim=2, num_blocks=8, block_size=16)
 SECRET = b"of the instance"
@@ -27,17 +30,20 @@ BUILDER = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
 class Server:
     """Middleware, manager, fake encoders and the echoing server behind it."""
 
-    def __init__(
-        self, *, encoder: bool = True, layout: PoolLayout = LAYOUT, processes: Any = None, **options: Any
-    ) -> None:
+    def __init__(self, *, layout: Any = LAYOUT, processes: Any = None, reports: Any = None, **options: Any) -> None:
+        known = ServeOptions("nano", **{"wait_seconds": 0.0, **options})
         self.echo, self.encoders = Echo(), FakeEncoders()
-        wait = options.setdefault("wait_seconds", 0.0)
-        self.manager: Any = PICManager(layout, self.encoders, wait_seconds=wait) if encoder else None
-        preprocessor = Preprocessor(BUILDER, self.manager, max_documents=3)
-        self.app = CombMiddleware(
-            self.echo, options=ServeOptions("nano", **options), preprocessor=preprocessor, encoders=processes,
-            secret=SECRET,
-        )  # fmt: skip
+        if known.method is not None:
+            self.encoders = FakeEncoders(known=replace(IDENTITY, method="alone"), made="compiled")
+        self.manager: Any = None
+        if known.has_pool:
+            self.manager = PICManager(
+                layout, self.encoders, wait_seconds=known.wait_seconds, held_share=known.tenant_share,
+                pinned_share=known.pinned_share,
+            )  # fmt: skip
+        preprocessor = Preprocessor(BUILDER, self.manager, choice_of(known), 3)
+        front = ServerFront(known, SECRET, preprocessor, processes, reports)
+        self.app = CombMiddleware(self.echo, options=known, front=front)
 
     def client(self, key: str | None = None) -> Client:
         return Client(self.app, key)

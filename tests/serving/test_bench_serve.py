@@ -305,18 +305,15 @@ def test_bytes_per_token_are_read_from_the_servers_own_figures() -> None:
 
 
 def test_both_servers_get_the_same_memory_and_options() -> None:
-    from comb_serving.bench.models import Models
-
-    models = Models("back", "adapter", "x")
     options = replace(OPTIONS, cache_bytes="100", pool_bytes="30", vllm="--dtype float32")
-    plain, comb = plans(options, models)
+    plain, comb = plans(options, "back", ["adapter"])
     assert plain.kv_bytes == comb.kv_bytes + comb.pool_bytes == 100
     shared = plain.command[plain.command.index("--served-model-name") :]
     assert comb.command[-len(shared) :] == shared
     assert shared[-2:] == ("--dtype", "float32")
     assert plain.environment == {"VLLM_PLUGINS": ""}
     with pytest.raises(ValueError, match="part of --cache-bytes"):
-        plans(replace(options, pool_bytes="100"), models)
+        plans(replace(options, pool_bytes="100"), "back", ["adapter"])
 
 
 def outcome(faster: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -37,7 +37,7 @@ async def test_the_dashboard_asks_for_our_series_as_they_are() -> None:
     server = Server()
     registry = CollectorRegistry()
     encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})
-    registry.register(CombCollector(server.app.preprocessor(), encoders, server.app.options))
+    registry.register(CombCollector(server.app.front().preprocessor, encoders, server.app.options))
     there = set(re.findall(r"^(comb:[a-z_]+)", generate_latest(registry).decode(), re.M))
     assert series("comb") <= there
     # counters whose `_total` is forgotten are what this test is for

@@ -218,6 +218,28 @@ def test_ranks_get_their_heads_and_one_bad_document_harms_nobody(adapter: CombFo
         EncoderWorker(adapter, [SharedPool.create(folder / "wrong", wrong)])
 
 
+def test_a_write_that_fails_is_waited_for_before_anybody_hears_of_it(
+    adapter: CombForCausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the keys may still be under way when the values turn out to be broken."""
+    (pool,) = make_pools(adapter, folder)
+    told: list[str] = []
+    write = pool.write
+
+    def broken(handle: PoolHandle, *given: Any) -> None:
+        told.append(f"write {handle.tokens}")
+        write(handle, *given)
+        if handle.tokens == 7:
+            raise ValueError("NaN")
+
+    monkeypatch.setattr(pool, "write", broken)
+    monkeypatch.setattr(pool, "finish", lambda: told.append("finish"))
+    jobs = [EncodeJob(n, f"{n:064d}", document(n)[:size], PoolHandle(size, (2 * n, 2 * n + 1)))
+            for n, size in enumerate((9, 7, 16))]  # fmt: skip
+    assert ["error" in answer for answer in EncoderWorker(adapter, [pool]).run(jobs)] == [False, True, False]
+    assert told == ["write 9", "write 7", "finish", "write 9", "finish", "write 7", "finish", "write 16", "finish"]
+
+
 def test_answers_say_what_is_kept_outside_the_pool(adapter: CombForCausalLM, folder: Path, tmp_path: Path) -> None:
     store = PICacheStore(device="cpu", device_bytes=2**20, disk_path=tmp_path / "kept")
     worker = EncoderWorker(adapter, make_pools(adapter, folder), store)

@@ -76,6 +76,31 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     assert list(root.iterdir()) == []
 
 
+def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, seen = program(tmp_path, "sys.exit(0)")
+    engine = {"kv_transfer_config": {"kv_role": "kv_both"}, "scheduler_cls": "a.B", "no_such": True, "other": False}
+    options = ServeOptions("nano", method="naive")
+    launch(options, [], pool_bytes=9, engine=engine, root=tmp_path, server=[sys.executable, "-c", code])
+    argv = told(seen)["argv"]
+    assert argv[2:4] == ["--served-model-name", "nano"]
+    assert argv[4:10] == [
+        "--kv-transfer-config", '{"kv_role": "kv_both"}', "--scheduler-cls", "a.B", "--no-such", "--no-other",
+    ]  # fmt: skip
+    assert told(seen)["environment"]["COMB_POOL_BYTES"] == "9"
+    seen.unlink()
+    full = ServeOptions("nano", method="full")
+    named = ["--served-model-name", "mine"]
+    launch(full, named, pool_bytes=9, root=tmp_path, server=[sys.executable, "-c", code])
+    assert told(seen)["argv"][2:4] == named
+    assert "COMB_POOL_BYTES" not in told(seen)["environment"]
+    for name in ("kv-transfer-config", "scheduler_cls", "worker-cls", "tokenizer", "revision"):
+        with pytest.raises(ValueError, match="comb serve doesn't take --"):
+            read_flags([f"--{name}", "x"], {}, plain=True)
+        assert read_flags([f"--{name}", "x"], {})
+    with pytest.raises(ValueError, match="comb serve doesn't take --enable-prefix-caching: linking documents"):
+        read_flags(["--enable-prefix-caching"], {}, plain=True, engine={"enable_prefix_caching": False})
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
     root = tmp_path / "root"

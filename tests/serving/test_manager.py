@@ -43,7 +43,7 @@ async def test_a_document_is_encoded_once_for_all_who_want_it() -> None:
     assert manager.references == manager.waiting == 0
     again = await manager.acquire([wanted("b"), wanted("a", 5), wanted("b")])
     assert encoders.asked == ["a", "b"]
-    assert [document.hit for document in again.documents] == [True] * 3
+    assert [document.tier for document in again.documents] == ["pool"] * 3
     assert again.documents[0].handle == again.documents[2].handle
     assert manager.references == 2
     manager.check_integrity()
@@ -175,7 +175,7 @@ async def test_a_hit_that_expires_while_room_is_made_stays_until_its_request_end
     step = 1.0  # found in time, gone when room is made for the other one
     lease = await manager.acquire([wanted("a", 8), wanted("c", 8)])
     step = 0.0
-    assert lease.documents[0].hit
+    assert lease.documents[0].tier == "pool"
     assert not manager.lookup("a")
     blocks = [block for document in lease.documents for block in document.handle.blocks]
     assert len(set(blocks)) == len(blocks) == 4

@@ -22,7 +22,7 @@ def sample(server: Server, name: str, encoders: Any = None, **labels: str) -> fl
     from comb_serving.api.metrics import CombCollector
 
     registry = CollectorRegistry()
-    registry.register(CombCollector(server.app.preprocessor(), encoders, server.app.options))
+    registry.register(CombCollector(server.app.front().preprocessor, encoders, server.app.options))
     value: float | None = registry.get_sample_value(f"comb:{name}", labels)
     return value
 

@@ -96,6 +96,14 @@ def test_conversations_over_documents_equal_the_librarys(llm: LLM, library: PICE
     idle(llm)
 
 
+def test_an_engine_in_this_process_hands_its_pool_over(llm: LLM) -> None:
+    """CUDA opens no handle of a GPU's memory in the process that exported it."""
+    (found,) = llm._own_pools()
+    encoders = llm.preprocessor.manager.encoders
+    assert encoders.worker.pools[0] is found
+    assert found.owner
+
+
 def test_encoder_off_for_one_call_is_the_plain_backbone_over_the_texts(llm: LLM, library: PICEngine) -> None:
     off = ask(llm, LISTS, encoder=False)
     same(off, [expected(library, llm, texts, encoder=False) for texts in LISTS])

@@ -30,16 +30,16 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return found
 
 
-def serve(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("sys.argv", ["comb", "serve", str(checkpoint)])
+def serve(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr("sys.argv", ["comb", "serve", str(checkpoint), *options])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert isinstance(stop.value.code, int)
     return stop.value.code
 
 
-def refusal(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    assert serve(checkpoint, monkeypatch) == 1
+def refusal(checkpoint: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert serve(checkpoint, monkeypatch, *options) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     return line
@@ -57,7 +57,10 @@ def test_without_vllm(
 def test_checkpoints_that_are_none(
     started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for name, text in (("empty", None), ("bad", "{"), ("blank", "{}"), ("untyped", '{"hidden_size": 8}')):
+    links = '{"model_type": "comb_linktokens", "backbone_name_or_path": "nano"}'
+    for name, text in (
+        ("empty", None), ("bad", "{"), ("blank", "{}"), ("untyped", '{"hidden_size": 8}'), ("links", links)
+    ):  # fmt: skip
         (tmp_path / name).mkdir()
         if text is not None:
             (tmp_path / name / "config.json").write_text(text)
@@ -69,8 +72,12 @@ def test_checkpoints_that_are_none(
         ("blank", "'blank': it holds no config.json, or an empty one"),
         ("bad", "'bad': its configuration could not be read: It looks like"),
         ("untyped", "model_type is None"),
-        (CHECKPOINT, "model_type is 'llama': serve a plain backbone with `vllm serve`, or put an encoder on it"),
+        (CHECKPOINT, "model_type is 'llama': link documents in a plain model with `comb serve"),
         ("nano", "'nano' is no COMB adapter"),
+        (
+            "links",
+            "isn't served yet: ask it with `comb ask` or PICEngine, or serve the plain model",
+        ),
     ):
         assert message in refusal(checkpoint, monkeypatch, capsys), checkpoint
     assert started == []
@@ -87,3 +94,23 @@ def test_adapters_are_started(started: list[str], monkeypatch: pytest.MonkeyPatc
     checkpoints = [str(tmp_path / "adapter"), "adapter", "me/adapter"]  # the last one a Hub id
     assert [serve(checkpoint, monkeypatch) for checkpoint in checkpoints] == [0, 0, 0]
     assert started == checkpoints
+
+
+def test_plain_models_say_how_they_link(
+    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
+    for checkpoint, options, message in (
+        ("adapter", ["--method", "naive"], "is a COMB adapter, whose encoder is its method: leave --method away"),
+        ("nano", ["--method", "cacheblend"], "vLLM links documents with naive, legolink:k, legolink-0:dummies"),
+        ("nano", ["--method", "legolink:-1"], "at least 0"),
+        ("nano", ["--method", "naive", "--encoder", "off"], "--encoder is for adapters"),
+        ("nano", ["--method", "naive", "--comb-encoders", "2"], "--comb-encoders is for adapters"),
+        ("nano", ["--method", "naive", "--comb-pool-dtype", "fp8"], "--comb-pool-dtype is for adapters"),
+    ):
+        assert message in refusal(checkpoint, monkeypatch, capsys, *options), options
+    assert started == []
+    for method in ("naive", "legolink", "full"):
+        assert serve("nano", monkeypatch, "--method", method) == 0
+    assert started == ["nano"] * 3

@@ -42,7 +42,7 @@ class Engine:
 
 
 async def check(server: Server, engine: Engine, checkpoint: Path) -> None:
-    await check_engine(server.app.preprocessor(), engine, SECRET, str(checkpoint))
+    await check_engine(server.app.front().preprocessor, engine, SECRET, str(checkpoint))
 
 
 async def test_an_engine_that_reads_documents_is_believed_and_nothing_is_left(nano_adapter: Path) -> None:

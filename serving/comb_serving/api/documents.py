@@ -46,8 +46,8 @@ async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) ->
         raise RequestError(400, "ttl_s is a positive number of seconds", param="ttl_s")
     if all(body.get(name) is None for name in (*TEXTS, "data", "token_ids")):
         raise RequestError(400, "a document needs text or token_ids", param="text")
-    # while the encoder is switched off too: the key must name the weights, for the time when it is on again
-    (segment,) = await preprocessor.tokenize([body], tenant, encoder=True)
+    # while nothing is linked too: the key must name the weights, for the time when something is again
+    (segment,) = await preprocessor.tokenize([body], tenant, linked=True)
     catalog = preprocessor.catalog(tenant, keep=True)
     known = catalog.ids()
     if segment.id not in known and len(known) >= preprocessor.max_documents:
@@ -63,7 +63,7 @@ async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) ->
     lease = await preprocessor.acquire([segment], tenant, pin=pin)
     try:
         catalog.add([segment], pin=pin, ttl=ttl)
-        state = "encoded" if lease.documents[0].tier == "encoded" else "hit"
+        state = lease.documents[0].state
     finally:
         lease.release()
     return {**_describe(preprocessor, segment), "state": state}

@@ -40,15 +40,6 @@ def check_reserved(body: dict[str, Any]) -> None:
                 raise RequestError(400, f"{name} is not a field of requests", param=name)
 
 
-def wants_encoder(switch: Any) -> bool:
-    """Whether the body's `comb` leaves the encoder on for this request."""
-    if switch is None:
-        return True
-    if not isinstance(switch, dict) or set(switch) - {"encoder"} or not isinstance(switch.get("encoder", True), bool):
-        raise RequestError(400, f'comb is an object like {{"encoder": true}}, not {str(switch)[:80]}', param="comb")
-    return bool(switch.get("encoder", True))
-
-
 def references_of(messages: Sequence[dict[str, Any]]) -> References:
     """The documents that messages name. Raises RequestError for a message with one that is malformed otherwise."""
     parts = [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from comb_serving.config.options import ServeOptions
+from comb_serving.encoding.compiler import EngineCompiler
 from comb_serving.manager.counters import STATES
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ class CombCollector:
     vLLM answers that in a thread, so everything here is read in single steps or from copies.
     """
 
-    def __init__(self, preprocessor: Preprocessor, encoders: EncoderProcesses | None, options: ServeOptions) -> None:
+    def __init__(
+        self, preprocessor: Preprocessor, encoders: EncoderProcesses | EngineCompiler | None, options: ServeOptions
+    ) -> None:
         self.preprocessor, self.encoders, self.options = preprocessor, encoders, options
 
     def collect(self) -> Iterator[Metric]:
@@ -31,14 +34,19 @@ class CombCollector:
         counters, manager = self.preprocessor.counters, self.preprocessor.manager
         yield _by_state("documents", "documents of requests and ways into the pool", counters.documents)
         yield _by_state("document_tokens", "tokens of these documents", counters.tokens)
-        yield _gauge(
-            "encoder_enabled", "1 if documents are encoded, 0 if they go into the prompt", self.preprocessor.linking
-        )
+        plain = self.options.method is not None
+        if plain:
+            yield from self._methods()
+        else:
+            yield _gauge(
+                "encoder_enabled", "1 if documents are encoded, 0 if they go into the prompt", self.preprocessor.linking
+            )
         if manager is None:
             return
         seconds = counters.encode_seconds
+        name, text = ("compile", "until vLLM has compiled a document") if plain else ("encode", "in an encoder process")
         yield HistogramMetricFamily(
-            f"{PREFIX}encode_seconds", "time per document in an encoder process", seconds.buckets, seconds.total
+            f"{PREFIX}{name}_seconds", f"time per document {text}", seconds.buckets, seconds.total
         )
         yield _counter("evictions", "documents that made room in the pool", manager.pool.counts["evictions"])
         yield _counter("expired", "documents dropped after their time to live", manager.index.expired)
@@ -59,9 +67,28 @@ class CombCollector:
                 tenants.add_metric([tenant[:8], state], count)
         yield tenants
         yield from self._bytes()
-        if self.encoders is not None:
+        if self.encoders is not None and not isinstance(self.encoders, EngineCompiler):
             yield _gauge("encoder_queue_documents", "documents that encoders have yet to answer", self.encoders.waiting)
             yield _counter("encoder_restarts", "encoder processes that ended", self.encoders.restarts)
+
+    def _methods(self) -> Iterator[Metric]:
+        current = GaugeMetricFamily(f"{PREFIX}method", "1 for the method of requests that name none", labels=["method"])
+        current.add_metric([self.preprocessor.choice.current.name], 1)
+        yield current
+        counters = self.preprocessor.counters
+        for name, text, label, counted in (
+            ("prompt_tokens", "of prompts with linked documents, by origin", "origin", counters.prompt_tokens),
+            (
+                "audit_tokens",
+                "of audited answers, before and after they part from full recompute",
+                "as",
+                counters.audits,
+            ),
+        ):
+            tokens = CounterMetricFamily(PREFIX + name, text, labels=["method", label])
+            for labels, count in sorted(counted.copy().items()):
+                tokens.add_metric(labels, count)
+            yield tokens
 
     def _bytes(self) -> Iterator[Metric]:
         manager, options = self.preprocessor.manager, self.options

@@ -14,12 +14,11 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
-from comb.documents.document import PromptBuilder
 from comb_serving.api import documents as documents_api
-from comb_serving.api import encoder_switch as switch
-from comb_serving.api import request_log, routes
+from comb_serving.api import request_log, routes, switch
 from comb_serving.api.body import (
     ClientLeftError,
     Connection,
@@ -35,19 +34,16 @@ from comb_serving.api.body import (
     with_body,
 )
 from comb_serving.api.errors import RequestError
-from comb_serving.api.preprocessor import Preprocessor, salted, tokenizer_of, with_capability
+from comb_serving.api.front import ServerFront
+from comb_serving.api.preprocessor import NO_PLACE, salted, with_capability
 from comb_serving.api.request_log import RequestLogEntry
 from comb_serving.api.response import ResponseWriter, report
-from comb_serving.api.self_check import check_engine
 from comb_serving.config.instance import READY, read_secret
-from comb_serving.config.logs import configure
-from comb_serving.config.options import ServeOptions, instance_dir, pool_path
+from comb_serving.config.options import ServeOptions, instance_dir
 from comb_serving.config.tenants import tenant_of
 from comb_serving.encoding.protocol import EncoderError
-from comb_serving.encoding.supervisor import EncoderProcesses
+from comb_serving.linking.reports import name_of
 from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, TenantQuotaError
-from comb_serving.manager.manager import PICManager
-from comb_serving.pool.pool import PoolLayout, manifest_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +58,7 @@ class CombMiddleware:
     Args:
         app: vLLM's server.
         options: of `comb serve`; from the environment by default.
-        preprocessor, encoders, secret: for tests; made from the options and the instance's folder by default.
+        front: for tests; made from the options and the instance's folder by default.
     """
 
     def __init__(
@@ -70,14 +66,11 @@ class CombMiddleware:
         app: App,
         *,
         options: ServeOptions | None = None,
-        preprocessor: Preprocessor | None = None,
-        encoders: EncoderProcesses | None = None,
-        secret: bytes | None = None,
+        front: ServerFront | None = None,
     ) -> None:
-        self.app = app
+        self.app, self._front = app, front
         self.options = ServeOptions.from_environment() if options is None else options
-        self._preprocessor, self._encoders = preprocessor, encoders
-        self.secret = read_secret(instance_dir()) if secret is None else secret
+        self.secret = read_secret(instance_dir()) if front is None else front.secret
         self._ending: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
 
@@ -99,7 +92,7 @@ class CombMiddleware:
         async def watched() -> Message:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                self.preprocessor()
+                self.front()
                 self._starting = asyncio.create_task(self._start(scope))
             elif message["type"] == "lifespan.shutdown":
                 await self.stop()
@@ -109,16 +102,10 @@ class CombMiddleware:
 
     async def _start(self, scope: Scope) -> None:
         """What has to be true before the server says that it is healthy. A wrong engine ends the server."""
-        preprocessor, engine = self.preprocessor(), _engine_of(scope)
-        if self._encoders is not None and engine is not None:
-            while True:
-                try:
-                    await self._encoders.identity()
-                    break
-                except EncoderError:  # said in the log; tried again there
-                    await asyncio.sleep(1)
+        engine = _engine_of(scope)
+        if engine is not None:
             try:
-                await check_engine(preprocessor, engine, self.secret, self.options.checkpoint)
+                await self.front().check(engine)
             except Exception:
                 logger.exception("the engine doesn't read documents as it must: the server ends")
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -126,60 +113,29 @@ class CombMiddleware:
         (instance_dir() / READY).touch()
         self._starting = None
 
-    def preprocessor(self) -> Preprocessor:
-        """Starts what the options ask for, the first time. Raises ValueError if vLLM's worker has made no pool."""
-        if self._preprocessor is None:
-            configure(self.options.log_format, "front")
-            manager = None
-            if self.options.encoder:
-                folder = instance_dir()
-                manifest = manifest_of(pool_path(folder, 0))
-                if not manifest.exists():
-                    raise ValueError(
-                        f"vLLM has made no pool in {folder}: does {self.options.checkpoint} hold an adapter?"
-                    )
-                self._encoders = EncoderProcesses(
-                    dict(os.environ), count=self.options.encoders, start_seconds=self.options.start_seconds
-                )
-                self._encoders.start()
-                manager = PICManager(
-                    PoolLayout(**json.loads(manifest.read_text())),
-                    self._encoders,
-                    wait_seconds=self.options.wait_seconds,
-                    held_share=self.options.tenant_share,
-                    pinned_share=self.options.pinned_share,
-                )
-            self._preprocessor = Preprocessor(
-                PromptBuilder(tokenizer_of(self.options)), manager, self.options.max_documents
-            )
-            self._show_metrics(self._preprocessor)
-        return self._preprocessor
-
-    def _show_metrics(self, preprocessor: Preprocessor) -> None:
-        from prometheus_client import REGISTRY  # comes with vLLM
-
-        from comb_serving.api.metrics import CombCollector
-
-        REGISTRY.register(CombCollector(preprocessor, self._encoders, self.options))
+    def front(self) -> ServerFront:
+        """What the options ask for, started the first time. Raises ValueError if vLLM's worker has made no pool."""
+        if self._front is None:
+            self._front = ServerFront.start(self.options, self.secret)
+        return self._front
 
     async def stop(self) -> None:
-        """Ends encoder processes."""
+        """Ends what is under way here, and encoder processes."""
         tasks = [*self._ending, *filter(None, [self._starting])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._encoders is not None:
-            await self._encoders.stop()
+        if self._front is not None:
+            await self._front.stop()
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's answer, unless documents can't be encoded and won't be soon, or aren't known to be read yet."""
-        needed = self._preprocessor is not None and self._preprocessor.linking
-        fault = None if self._encoders is None or not needed else self._encoders.fault()
+        fault = None if self._front is None else self._front.fault()
         fault = fault or ("it is starting" if self._starting is not None else None)
         if fault is None:
             await self.app(scope, receive, send)
             return
-        error = RequestError(503, f"the encoder is not available: {fault}")
+        error = RequestError(503, f"documents can't be read: {fault}")
         await send_json(send, error.status, error.body)
 
     # ---- requests ----
@@ -227,7 +183,7 @@ class CombMiddleware:
             await send_json(
                 send,
                 200,
-                json.dumps(switch.answer(self.preprocessor(), method, raw, tenant_of(authorization))).encode(),
+                json.dumps(switch.answer(self.front().preprocessor, method, raw, tenant_of(authorization))).encode(),
             )
             return
         connection, entry.tenant = Connection(receive), tenant_of(authorization)
@@ -252,14 +208,14 @@ class CombMiddleware:
 
     async def _documents(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
         body = parse_object(raw) if scope["method"] == "POST" else {}
-        work = documents_api.answer(self.preprocessor(), scope["method"], path_of(scope), body, tenant)
+        work = documents_api.answer(self.front().preprocessor, scope["method"], path_of(scope), body, tenant)
         status, found = await connection.unless_left(work)
         await send_json(send, status, documents_api.dump(found))
 
     async def _generation(
         self, scope: Scope, connection: Connection, send: Send, raw: bytes, entry: RequestLogEntry
     ) -> None:
-        preprocessor = self.preprocessor()
+        preprocessor = self.front().preprocessor
         asked = parse_object(raw)
         entry.documents = bool(asked.get("documents"))
         prepared = await connection.unless_left(preprocessor.preprocess(path_of(scope), asked, entry.tenant))
@@ -267,24 +223,61 @@ class CombMiddleware:
         lease: Lease | None = None
         body = prepared.body
         writer: ResponseWriter | None = None
+        token: str | None = None
         try:
             if prepared.segments and self._starting is not None:
                 await connection.unless_left(asyncio.shield(self._starting))
-            if prepared.segments and prepared.encoder:
-                lease = entry.lease = await connection.unless_left(
-                    preprocessor.acquire(prepared.segments, entry.tenant)
-                )
-            if prepared.segments:
+            if prepared.linked:
+                try:
+                    lease = entry.lease = await connection.unless_left(
+                        preprocessor.acquire(prepared.segments, entry.tenant)
+                    )
+                except NO_PLACE as error:
+                    if not preprocessor.choice.in_prompt:
+                        raise
+                    logger.info("request %s is computed whole: %s", entry.id, error)
+                    prepared = entry.prepared = preprocessor.inlined(prepared)
+            if prepared.needs_capability:
                 token = prepared.signed(lease, entry.id, self.secret)
                 body = with_capability(path_of(scope), body, token, entry.id)
-                answer = writer = _writer(send, prepared, lease)
+            if prepared.segments:
+                answer = writer = self._writer(send, entry, token)
                 connection.answered = lambda: answer.finished
             connection.body = json.dumps(body).encode()
             await self.app(with_body(scope, connection.body, x_request_id=entry.id), connection, writer or send)
         finally:
+            self._note_link(entry, token)
+            if (audit := self.front().audit) is not None:
+                audit.consider(prepared, entry.tenant, _engine_of(scope))
             if lease is not None:
                 in_engine = writer is not None and (connection.left or not writer.finished or bool(body.get("stop")))
                 self._release(lease, scope, wait=in_engine)
+
+    def _writer(self, send: Send, entry: RequestLogEntry, token: str | None) -> ResponseWriter:
+        prepared, lease = entry.prepared, entry.lease
+        assert prepared is not None
+
+        def comb() -> dict[str, Any]:
+            self._note_link(entry, token)
+            return {**report(prepared, lease), **({} if entry.link is None else asdict(entry.link))}
+
+        if lease is None or prepared.spans:  # documents in the prompt are in vLLM's own usage
+            return ResponseWriter(send, comb)
+        prompts = max(1, len(prepared.prompts))
+        tokens = prompts * sum(document.handle.tokens for document in lease.documents)
+        cached = prompts * sum(document.handle.tokens for document in lease.documents if document.state == "hit")
+        return ResponseWriter(send, comb, tokens, cached)
+
+    def _note_link(self, entry: RequestLogEntry, token: str | None) -> None:
+        """Takes what the engine has said of a request, once."""
+        prepared = entry.prepared
+        # several prompts have one name, and which of them is meant nobody knows
+        reports = self.front().reports
+        if reports is None or token is None or prepared is None or len(prepared.prompts) != 1:
+            return
+        if entry.link is None and (link := reports.take(name_of(token))) is not None:
+            entry.link = link
+            self.front().preprocessor.counters.count_prompt(prepared.method.name, link)
 
     def _release(self, lease: Lease, scope: Scope, *, wait: bool) -> None:
         """Drops a lease; an aborted request may be in a step of the engine still, so its blocks wait for that."""
@@ -300,13 +293,6 @@ class CombMiddleware:
 def _engine_of(scope: Scope) -> Any:
     """vLLM's client of its engine."""
     return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
-
-
-def _writer(send: Send, prepared: Any, lease: Lease | None) -> ResponseWriter:
-    held, prompts = () if lease is None else lease.documents, max(1, len(prepared.prompts))
-    tokens = prompts * sum(document.handle.tokens for document in held)
-    cached = prompts * sum(document.handle.tokens for document in held if document.tier != "encoded")
-    return ResponseWriter(send, report(prepared, lease), tokens, cached)
 
 
 async def _release_after(lease: Lease, engine: Any) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from comb.backbones.loading import resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.picache import content_key
 from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
-from comb.documents.document import Document, PromptBuilder
+from comb.documents.document import Document, Prompt, PromptBuilder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
+from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.conversation import messages_of, turns, without_references
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import (
@@ -25,18 +28,30 @@ from comb_serving.api.fields import (
     prompts_of,
     references_of,
     template_arguments,
-    wants_encoder,
 )
 from comb_serving.api.routes import COMPLETIONS, DOCUMENTS, RESPONSES
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
+from comb_serving.encoding.protocol import EncoderError
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.plan import Range
 from comb_serving.manager.counters import Counters
-from comb_serving.manager.leases import Lease, WantedDocument
+from comb_serving.manager.leases import (
+    DocumentsTooLargeError,
+    Lease,
+    PoolFullError,
+    PoolPinnedError,
+    TenantQuotaError,
+    WantedDocument,
+)
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import pack
 
 PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids and renders no template
+
+# why documents can't be linked; those that stand in the prompt anyway are computed with it then
+NO_PLACE = (DocumentsTooLargeError, EncoderError, PoolFullError, PoolPinnedError, TenantQuotaError)
 
 
 class NoStore:
@@ -61,21 +76,41 @@ class PreprocessedRequest:
 
     Args:
         body: what vLLM gets.
-        segments: its documents, in order; a lease holds them if `encoder`.
-        encoder: whether documents are linked; otherwise they stand in the prompt.
+        method: that its documents are linked with; those that aren't stand in the prompt.
+        about: the method as answers say it.
+        segments: its documents, in order; a lease holds them if they are linked.
         prompts: token ids of the prompts, each with all documents; empty where vLLM renders the messages.
+        spans: where documents are linked in the prompts, their places in each of them.
     """
 
     body: dict[str, Any]
+    method: LinkMethod
+    about: dict[str, Any]
     segments: tuple[KeyedSegment, ...] = ()
-    encoder: bool = True
     prompts: tuple[list[int], ...] = ()
+    spans: tuple[tuple[Range, ...], ...] = ()
+
+    @property
+    def linked(self) -> bool:
+        """Whether its documents come from the pool."""
+        return bool(self.segments) and not self.method.full
+
+    @property
+    def needs_capability(self) -> bool:
+        """Whether it goes with a capability; without, vLLM computes what stands in the prompt."""
+        return bool(self.spans) or self.salt.startswith(MARK)
+
+    @property
+    def salt(self) -> str:
+        """Of the prefix cache; empty for none."""
+        return self.body.get("cache_salt") or ""
 
     def signed(self, lease: Lease | None, request_id: str, secret: bytes) -> str:
         """The capability of this request; `lease` where its documents are linked."""
         places = () if lease is None else tuple(pack(lease.handles))
         digests = tuple(map(digest, self.prompts))
-        return Capability(request_id, self.body["cache_salt"], places, digests).sign(secret)
+        method = self.method.name if self.spans else ""
+        return Capability(request_id, self.salt, places, digests, method, self.spans).sign(secret)
 
 
 @dataclass
@@ -83,15 +118,15 @@ class Preprocessor:
     """Documents and prompts of all tenants.
 
     Args:
-        manager: of the pool; None where the encoder is off.
+        manager: of the pool; None where nothing is ever linked.
+        choice: of methods.
         max_documents: that one tenant may register.
-        enabled: False puts all documents into the prompt from now on.
     """
 
     builder: PromptBuilder
     manager: PICManager | None
+    choice: MethodChoice
     max_documents: int = 10_000
-    enabled: bool = True
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
@@ -101,8 +136,8 @@ class Preprocessor:
 
     @property
     def linking(self) -> bool:
-        """Whether documents are encoded and linked; otherwise all go into the prompt."""
-        return self.manager is not None and self.enabled
+        """Whether documents are linked now; otherwise all are a part of the prompt like any other."""
+        return not self.choice.current.full
 
     def catalog(self, tenant: str, *, keep: bool = False) -> DocumentCatalog:
         """The documents that a tenant has registered; kept only where there are some, or will be."""
@@ -119,29 +154,35 @@ class Preprocessor:
             EncoderError: if no encoder is there.
         """
         body = dict(body)
-        given, switch = body.pop("documents", None), body.pop("comb", None)
-        wanted = wants_encoder(switch)
-        encoder = self.linking and wanted
+        given, method = body.pop("documents", None), self.choice.of_request(body.pop("comb", None))
+        linked, about = not method.full, self.choice.about(method)
         named = References() if path == COMPLETIONS else references_of(turns(path, body))
         if not given and named == References():
-            return PreprocessedRequest(salted(body, tenant), encoder=encoder)
+            return PreprocessedRequest(salted(body, tenant), method, about)
         check_combinations(body)
-        listed = await self.tokenize(given or [], tenant, encoder)
+        listed = await self.tokenize(given or [], tenant, linked)
         catalog = self.catalog(tenant)
         inside = {name: _registered(catalog, name) for name in (*named.before, *named.after)}
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
-        body = salted(body, tenant, [segment.key for segment in segments] if encoder else (), MARK)
-        if path == COMPLETIONS:
-            prepared = await asyncio.to_thread(self._completion, body, segments, encoder)
+        if self.choice.in_prompt:
+            body = salted(body, tenant)
         else:
-            prepared = await asyncio.to_thread(self._chat, path, body, segments, listed, inside, encoder)
-        if not encoder:
-            for segment in segments:
-                self.counters.count("inlined", len(segment.token_ids))
-        return prepared
+            body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
+        request = PreprocessedRequest(body, method, about, segments)
+        if path == COMPLETIONS:
+            request = await asyncio.to_thread(self._completion, request)
+        else:
+            request = await asyncio.to_thread(self._chat, path, request, listed, inside)
+        return request if linked else self.inlined(request)
 
-    async def tokenize(self, given: Any, tenant: str, encoder: bool) -> list[KeyedSegment]:
+    def inlined(self, request: PreprocessedRequest) -> PreprocessedRequest:
+        """The request, whose documents stand in its prompt, with none of them linked."""
+        for segment in request.segments:
+            self.counters.count("inlined", len(segment.token_ids))
+        return replace(request, method=INLINED, about=self.choice.about(INLINED), spans=())
+
+    async def tokenize(self, given: Any, tenant: str, linked: bool) -> list[KeyedSegment]:
         """The documents of a list as it stands in a body: texts, objects, or ids of registered ones."""
         if not isinstance(given, list):
             raise RequestError(400, f"documents is a list, not {type(given).__name__}", param="documents")
@@ -158,16 +199,16 @@ class Preprocessor:
             ids = await asyncio.to_thread(lambda: [self.builder.segment(document) for document in fresh])
         except ValueError as error:
             raise RequestError(400, str(error), param="documents") from error
-        keys = await self.keys(ids, tenant, encoder)  # a registered document has one
+        keys = await self.keys(ids, tenant, linked)  # a registered document has one
         made = iter(
             KeyedSegment(document.name(key), tokens, key)
             for document, tokens, key in zip(fresh, ids, keys, strict=True)
         )
         return [next(made) if segment is None else segment for segment in segments]
 
-    async def keys(self, segments: Sequence[tuple[int, ...]], tenant: str, encoder: bool) -> list[str]:
-        """Content keys, all lengths and ids checked if the encoder is to take them. Raises RequestError."""
-        if self.manager is None or not encoder:
+    async def keys(self, segments: Sequence[tuple[int, ...]], tenant: str, linked: bool) -> list[str]:
+        """Content keys, all lengths and ids checked if they are to be linked. Raises RequestError."""
+        if self.manager is None or not linked:
             return [content_key(ids, fingerprint="", method="inlined", dtype="", salt=tenant) for ids in segments]
         try:
             return await self.manager.keys(segments, tenant)
@@ -201,48 +242,60 @@ class Preprocessor:
     def _chat(
         self,
         path: str,
-        body: dict[str, Any],
-        segments: tuple[KeyedSegment, ...],
+        request: PreprocessedRequest,
         listed: list[KeyedSegment],
         inside: dict[str, KeyedSegment],
-        encoder: bool,
     ) -> PreprocessedRequest:
-        messages = messages_of(path, body)
+        messages = messages_of(path, request.body)
         if messages is None:
-            if inside or not encoder:
+            if inside or self._in_prompt(request):
                 raise RequestError(400, "tools and reasoning can't be combined with documents in the prompt")
-            return PreprocessedRequest(body, segments, encoder)
-        builder = self.builder_for(body)
+            return request
+        builder = self.builder_for(request.body)
         referenced = {name: [segment.token_ids] for name, segment in inside.items()}
         try:
             prompt = builder.build(messages, [segment.token_ids for segment in listed], referenced)
         except Exception as error:  # whatever a template raises over a user's messages is the messages' fault
             raise RequestError(400, f"the messages can't be rendered: {error}", param="messages") from error
-        ids = list(prompt.query if encoder else prompt.flat)
-        body = {**without_references(path, body), "kv_transfer_params": {PROMPT_IDS: ids}}
-        return PreprocessedRequest(body, segments, encoder, (ids,))
+        request = self._with_prompts(request, [prompt])
+        (ids,) = request.prompts
+        return replace(
+            request, body={**without_references(path, request.body), "kv_transfer_params": {PROMPT_IDS: ids}}
+        )
 
-    def _completion(
-        self, body: dict[str, Any], segments: tuple[KeyedSegment, ...], encoder: bool
-    ) -> PreprocessedRequest:
-        documents = [token for segment in segments for token in segment.token_ids]
-        rows = [self._row(prompt, documents, encoder) for prompt in prompts_of(body.get("prompt"))]
-        return PreprocessedRequest({**body, "prompt": rows}, segments, encoder, tuple(rows))
+    def _completion(self, request: PreprocessedRequest) -> PreprocessedRequest:
+        documents = [segment.token_ids for segment in request.segments]
+        built = [self._complete(prompt, documents) for prompt in prompts_of(request.body.get("prompt"))]
+        request = self._with_prompts(request, built)
+        return replace(request, body={**request.body, "prompt": list(request.prompts)})
 
-    def _row(self, prompt: str | list[int], documents: list[int], encoder: bool) -> list[int]:
-        try:
-            if isinstance(prompt, str):
-                built = self.builder.complete(prompt, [documents])
-                return list(built.query if encoder else built.flat)
-        except ValueError as error:
-            raise RequestError(400, str(error), param="prompt") from error
+    def _complete(self, prompt: str | list[int], documents: Sequence[tuple[int, ...]]) -> Prompt:
+        if isinstance(prompt, str):
+            try:
+                return self.builder.complete(prompt, documents)
+            except ValueError as error:
+                raise RequestError(400, str(error), param="prompt") from error
         starts = int(prompt[0] == self.builder.tokenizer.bos_token_id)
-        return prompt if encoder else [*prompt[:starts], *documents, *prompt[starts:]]
+        return Prompt(tuple(prompt[:starts]), tuple(documents), tuple(prompt[starts:]))
+
+    def _in_prompt(self, request: PreprocessedRequest) -> bool:
+        return self.choice.in_prompt or request.method.full
+
+    def _with_prompts(self, request: PreprocessedRequest, built: Sequence[Prompt]) -> PreprocessedRequest:
+        if not self._in_prompt(request):
+            return replace(request, prompts=tuple(list(prompt.query) for prompt in built))
+        return replace(
+            request,
+            prompts=tuple(list(prompt.flat) for prompt in built),
+            spans=tuple(prompt.spans for prompt in built),
+        )
 
 
 def tokenizer_of(options: ServeOptions) -> Any:
     """The tokenizer that prompts and documents are made with: the checkpoint's."""
     checkpoint = resolve_name(options.checkpoint)
+    if options.method is not None:
+        return AutoTokenizer.from_pretrained(checkpoint)
     config = CombConfig.from_pretrained(checkpoint)
     if options.backbone is not None:
         config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))

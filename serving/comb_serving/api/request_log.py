@@ -7,12 +7,13 @@ import logging
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from comb_serving.api.body import Scope, header, path_of
 from comb_serving.api.preprocessor import PreprocessedRequest
 from comb_serving.api.response import report
+from comb_serving.linking.reports import LinkReport
 from comb_serving.manager.leases import Lease
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class RequestLogEntry:
     documents: bool = False
     prepared: PreprocessedRequest | None = None
     lease: Lease | None = None
+    link: LinkReport | None = None
     status: int | None = None
     error: str | None = None
     started: float = field(default_factory=time.monotonic)
@@ -48,7 +50,7 @@ class RequestLogEntry:
         """The line as values; seconds are from reading the body to the last byte of the answer."""
         states: Counter[str] = Counter()
         tokens = 0
-        if self.prepared is not None and (self.lease is not None or not self.prepared.encoder):
+        if self.prepared is not None and (self.lease is not None or not self.prepared.linked):
             for document in report(self.prepared, self.lease)["documents"]:
                 states[document["state"]] += 1
                 tokens += document["tokens"]
@@ -59,7 +61,8 @@ class RequestLogEntry:
             "tenant": self.tenant[:8] or None,
             "status": self.status,
             "error": self.error,
-            "encoder": None if self.prepared is None else self.prepared.encoder,
+            **({} if self.prepared is None else self.prepared.about),
+            **({} if self.link is None else asdict(self.link)),
             "documents": dict(sorted(states.items())),
             "document_tokens": tokens,
             "room_seconds": round(waited[0], 6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from comb_serving.api.body import Message, Send
@@ -17,22 +18,22 @@ def report(prepared: PreprocessedRequest, lease: Lease | None) -> dict[str, Any]
         document: dict[str, Any] = {"id": segment.id, "state": "inlined", "tokens": len(segment.token_ids)}
         if lease is not None:
             held = lease.documents[place]
-            # what came from a lower tier was computed for an earlier request
-            document["state"] = "encoded" if held.tier == "encoded" else "hit"
-            if held.tier != "encoded":
+            document["state"] = held.state
+            if held.state == "hit":
                 document["tier"] = held.tier
         documents.append(document)
-    return {"encoder": prepared.encoder, "documents": documents}
+    return {**prepared.about, "documents": documents}
 
 
 class ResponseWriter:
     """A `send` for vLLM that passes its answer on with the report in it.
 
     Args:
-        tokens: of linked documents, which count as prompt tokens; cached: those of them that were hits.
+        comb: the report; asked for once, when vLLM answers.
+        tokens: of documents beside the prompt, which count as prompt tokens; cached: those of them that were hits.
     """
 
-    def __init__(self, send: Send, comb: dict[str, Any], tokens: int, cached: int) -> None:
+    def __init__(self, send: Send, comb: Callable[[], dict[str, Any]], tokens: int = 0, cached: int = 0) -> None:
         self.send, self.comb, self.tokens, self.cached = send, comb, tokens, cached
         self.finished = False
         self._start: Message | None = None
@@ -74,7 +75,7 @@ class ResponseWriter:
             payload = None
         if isinstance(payload, dict):
             self._amend_usage(payload)
-            body = json.dumps({**payload, "comb": self.comb}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            body = json.dumps({**payload, "comb": self.comb()}, ensure_ascii=False).encode("utf-8", "surrogatepass")
         headers = [(name, value) for name, value in self._start.get("headers", ()) if name.lower() != b"content-length"]
         await self.send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self.send({"type": "http.response.body", "body": body})
@@ -105,7 +106,7 @@ class ResponseWriter:
             return event
         self._amend_usage(payload)
         if not self._reported and "error" not in payload:
-            self._reported, payload = True, {**payload, "comb": self.comb}
+            self._reported, payload = True, {**payload, "comb": self.comb()}
         text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
         return name + b"data: " + text.encode("utf-8", "surrogatepass")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from comb.backbones.loading import resolve_name
 from comb.documents.catalog import KeyedSegment
+from comb_serving.api.choice import ENCODER
 from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, salted
 from comb_serving.pool.capability import KEY, MARK
 
@@ -38,15 +39,15 @@ async def check_engine(preprocessor: Preprocessor, engine: Any, secret: bytes, c
     prompt = [draw.randrange(size) for _ in range(_PROMPT)]
     (key,) = await preprocessor.keys([document], TENANT, True)
     segments = (KeyedSegment("self-check", document, key),)
-    request = PreprocessedRequest(salted({}, TENANT, [key], MARK), segments, prompts=(prompt,))
+    request = PreprocessedRequest(salted({}, TENANT, [key], MARK), ENCODER, {}, segments, prompts=(prompt,))
     lease = await preprocessor.acquire(segments, TENANT)
     try:
         token = request.signed(lease, "", secret)
-        read = await _likely(engine, prompt, request.body["cache_salt"], {KEY: token})
+        read = await likely(engine, prompt, request.body["cache_salt"], {KEY: token})
     finally:
         lease.release()
     manager.remove(key)
-    plain, again = [await _likely(engine, prompt, secrets.token_hex(16), None) for _ in range(2)]
+    plain, again = [await likely(engine, prompt, secrets.token_hex(16), None) for _ in range(2)]
     effect, noise = _distance(read, plain), _distance(again, plain)
     if effect > 10 * noise:
         return
@@ -56,7 +57,7 @@ async def check_engine(preprocessor: Preprocessor, engine: Any, secret: bytes, c
     raise RuntimeError(f"a document changes log-probabilities by {effect:.2g}, which is {noise:.2g} without one")
 
 
-async def _likely(engine: Any, prompt: list[int], salt: str, extra: dict[str, Any] | None) -> dict[int, float]:
+async def likely(engine: Any, prompt: list[int], salt: str, extra: dict[str, Any] | None) -> dict[int, float]:
     """Log-probabilities of the likeliest first tokens, of an answer with several."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input

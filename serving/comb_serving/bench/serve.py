@@ -52,7 +52,8 @@ def serve(options: ServeBenchOptions, report: BenchmarkReport) -> None:
         report.heading = (
             f"{models.name}: {options.documents} of {options.pool} documents of {options.document_tokens} tokens"
         )
-        found = plans(options, models)
+        dtype = [] if options.checkpoint else ["--dtype", options.dtype]
+        found = plans(options, models.backbone, [models.adapter], dtype)
         report.facts |= {
             "models": vars(models), "servers": {plan.name: plan.command for plan in found},
             "threads": os.environ.get("OMP_NUM_THREADS"), "load_before": os.getloadavg(),

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from comb_serving.bench.models import Models
-from comb_serving.bench.options import ServeBenchOptions
+from comb_serving.bench.options import WorkloadOptions
 from comb_serving.config.sizes import parse_bytes
 from comb_serving.launch.launcher import SERVER
 from comb_serving.launch.server_process import COMMAND, ServerProcess
@@ -38,8 +37,12 @@ class ServerPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def plans(options: ServeBenchOptions, models: Models) -> list[ServerPlan]:
+def plans(options: WorkloadOptions, model: str, served: Sequence[str], more: Sequence[str] = ()) -> list[ServerPlan]:
     """Plain vLLM with its prefix cache, and `comb serve`; both may keep as many bytes of keys and values.
+
+    Args:
+        model: what plain vLLM serves. served: arguments of `comb serve`.
+        more: options of vLLM for both.
 
     Raises:
         ValueError: if the pool leaves nothing for the decoder.
@@ -47,20 +50,24 @@ def plans(options: ServeBenchOptions, models: Models) -> list[ServerPlan]:
     cache_bytes, pool_bytes = parse_bytes(options.cache_bytes), parse_bytes(options.pool_bytes)
     if not 0 < pool_bytes < cache_bytes:
         raise ValueError(f"--pool-bytes is a part of --cache-bytes, {cache_bytes}: not {pool_bytes}")
-    given = shlex.split(options.vllm)
-    if options.vllm == "auto":
-        # a CPU's attention wants blocks of a multiple of 32 tokens, and compiling takes minutes there
-        given = [] if torch.cuda.is_available() else ["--enforce-eager", "--block-size", "32"]
-        given += [] if options.checkpoint else ["--dtype", options.dtype]
     common = [
-        "--served-model-name", MODEL, "--max-model-len", str(options.positions), "--enable-prefix-caching", *given,
+        "--served-model-name", MODEL, "--max-model-len", str(options.positions), "--enable-prefix-caching", *more,
+        *_given_options(options.vllm),
     ]  # fmt: skip
-    adapter = [*COMMAND, models.adapter, "--comb-pool-bytes", str(pool_bytes)]
+    comb = [*COMMAND, *served, "--comb-pool-bytes", str(pool_bytes)]
     # an empty list of plug-ins: nothing of comb is loaded there
     return [
-        ServerPlan(PLAIN, (*SERVER, "--model", models.backbone, *common), cache_bytes, 0, {"VLLM_PLUGINS": ""}),
-        ServerPlan(COMB, (*adapter, *common), cache_bytes - pool_bytes, pool_bytes),
+        ServerPlan(PLAIN, (*SERVER, "--model", model, *common), cache_bytes, 0, {"VLLM_PLUGINS": ""}),
+        ServerPlan(COMB, (*comb, *common), cache_bytes - pool_bytes, pool_bytes),
     ]
+
+
+def _given_options(text: str) -> list[str]:
+    """vLLM's options as they were given; for "auto" what a CPU needs, where there is no GPU."""
+    if text != "auto":
+        return shlex.split(text)
+    # a CPU's attention wants blocks of a multiple of 32 tokens, and compiling takes minutes there
+    return [] if torch.cuda.is_available() else ["--enforce-eager", "--block-size", "32"]
 
 
 class MeasuredServer(ServerProcess):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from comb.bench.haystack import sentence
 from comb.documents.document import Document
-from comb_serving.bench.options import ServeBenchOptions
+from comb_serving.bench.options import WorkloadOptions
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Workload:
         count: tokens of a text.
     """
 
-    options: ServeBenchOptions
+    options: WorkloadOptions
     count: Callable[[str], int]
     pool: tuple[Document, ...] = field(init=False)
 
@@ -70,6 +70,10 @@ class Workload:
         """
         rng = self._random(f"arrivals {rate:g}")
         return sorted(rng.uniform(0, seconds) for _ in range(max(1, round(rate * seconds))))
+
+    def text(self, name: str, tokens: int) -> str:
+        """Sentences under a name, the same ones for the same name."""
+        return self._text(f"{name.capitalize()}.", tokens, self._random(f"text {name}"))
 
     def _document(self, name: str) -> Document:
         rng = self._random(f"document {name}")

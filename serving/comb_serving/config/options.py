@@ -12,6 +12,7 @@ from pathlib import Path
 INSTANCE_DIR = "COMB_INSTANCE_DIR"
 POOL_BYTES, POOL_BLOCK, POOL_DTYPE = "COMB_POOL_BYTES", "COMB_POOL_BLOCK", "COMB_POOL_DTYPE"
 POOL_DTYPES = ("auto", "fp8")
+HOST_BYTES, DISK_PATH, DISK_BYTES = "COMB_HOST_BYTES", "COMB_DISK_PATH", "COMB_DISK_BYTES"  # of a plain model's pool
 POOL_MEMORY = "COMB_POOL_MEMORY"
 OPTIONS = "COMB_SERVE_OPTIONS"
 ADMIN_KEY = "COMB_ADMIN_KEY"
@@ -22,27 +23,31 @@ class ServeOptions:
     """Options of the front, from `comb serve` to encoder processes and middleware.
 
     Args:
-        checkpoint: adapter folder or Hub id.
+        checkpoint: adapter or plain model: folder or Hub id, of a model also a registered name or GGUF file.
+        method: that a plain model links documents with, such as ``legolink:16``; None for an adapter.
         backbone: where its backbone is, if not where the checkpoint says.
         encoder: False answers every request from the plain backbone, documents inlined in the prompt.
         encoders: encoder processes.
         encoder_device: where they compute: auto, cpu, cuda, ...
         ranks: tensor-parallel size of the decoder, one pool each.
-        host_bytes: per encoder process, of PICaches kept in its memory for documents that have left the pool.
+        host_bytes: per encoder process (of a plain model: of all ranks together), of PICaches kept in memory for
+            documents that have left the pool.
         disk_path: folder where they are kept beyond restarts; None: no such tier.
         disk_bytes: of that folder; None: unbounded.
         key_hashes: sha256 hex of the API keys; empty: no authentication.
-        admin_hash: the same of the key that may switch the encoder; None: nobody may.
+        admin_hash: the same of the key that may switch encoder or method; None: nobody may.
         max_body_bytes: longest request body.
         max_documents: documents that one tenant may register.
         tenant_share: of the pool that one tenant's documents in use and pinned ones may take.
         tenant_pinned_share: of the pool that one tenant may pin; None: its part of the pool, by the number of keys.
         log_format: text or json.
+        audit: share of a plain model's requests with documents that are also answered by full recompute.
         wait_seconds: longest wait of a request for room in the pool.
         start_seconds: longest wait for pools and encoders at start.
     """
 
     checkpoint: str
+    method: str | None = None
     backbone: str | None = None
     encoder: bool = True
     encoders: int = 1
@@ -58,6 +63,7 @@ class ServeOptions:
     tenant_share: float = 1.0
     tenant_pinned_share: float | None = None
     log_format: str = "text"
+    audit: float = 0.0
     wait_seconds: float = 10.0
     start_seconds: float = 600.0
 
@@ -68,6 +74,8 @@ class ServeOptions:
         for name in ("tenant_share", "tenant_pinned_share"):
             if not 0 < (getattr(self, name) or 1.0) <= 1:
                 raise ValueError(f"{name} is a share of the pool, above 0 and at most 1, not {getattr(self, name)}")
+        if not 0 <= self.audit <= 1:
+            raise ValueError(f"audit is a share of requests, 0 to 1, not {self.audit}")
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format is text or json, not {self.log_format!r}")
         if not 0 <= self.wait_seconds < math.inf:
@@ -76,9 +84,19 @@ class ServeOptions:
             raise ValueError(f"sizes are in bytes, >= 0, not {self.host_bytes} and {self.disk_bytes}")
 
     @property
+    def has_pool(self) -> bool:
+        """Whether documents are kept at all."""
+        return self.encoder and self.method != "full"
+
+    @property
     def pinned_share(self) -> float:
         """Of the pool that one tenant may pin: by default nobody can leave the others without room."""
         return self.tenant_pinned_share or 1 / max(1, len(self.key_hashes))
+
+    def tiers(self) -> dict[str, str]:
+        """Environment of the workers that keep a plain model's documents beyond the pool; empty where none are kept."""
+        given = {HOST_BYTES: self.host_bytes or None, DISK_PATH: self.disk_path, DISK_BYTES: self.disk_bytes}
+        return {name: str(value) for name, value in given.items() if value is not None}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

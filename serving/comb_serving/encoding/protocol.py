@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from comb_serving.pool.handles import PoolHandle
 
+MADE = ("encoded", "compiled")  # tiers of what was computed just now: by an adapter's encoder, by vLLM
+
 
 class EncoderError(RuntimeError):
     """A document could not be encoded."""
@@ -42,12 +44,17 @@ class EncodeJob:
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """What the encoder says about its weights; part of every content key."""
+    """What the encoder says about its weights; part of every content key.
+
+    Args:
+        method: how it compiles documents.
+    """
 
     fingerprint: str
     dtype: str
     max_document_tokens: int
     vocab_size: int
+    method: str = "comb"
 
     @classmethod
     def parse(cls, hello: dict[str, Any]) -> EncoderIdentity:
@@ -57,7 +64,7 @@ class EncoderIdentity:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Where a document's keys and values came from ("encoded", "host" or "disk"), and in how many seconds."""
+    """Where a document's keys and values came from (one of `MADE`, "host" or "disk"), and in how many seconds."""
 
     tier: str
     seconds: float

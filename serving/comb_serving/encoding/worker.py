@@ -104,13 +104,19 @@ class EncoderWorker:
             return [{"compiled": "encoded", "device": "host"}.get(handle.tier, "disk") for handle in handles]
 
     def _fill(self, jobs: Sequence[EncodeJob], picaches: Sequence[Any]) -> None:
-        """Returns when other processes can read them."""
-        for job, picache in zip(jobs, picaches, strict=True):
-            assert isinstance(picache, CrossPICache)
-            for pool, heads in zip(self.pools, self.heads, strict=True):
-                pool.write(job.handle, picache.keys, picache.values, heads)
-        for pool in self.pools:
-            pool.finish()
+        """Returns when other processes can read them.
+
+        A write that fails is waited for as well: whoever hears of it gives the blocks to other documents, into which a
+        GPU must not write any more.
+        """
+        try:
+            for job, picache in zip(jobs, picaches, strict=True):
+                assert isinstance(picache, CrossPICache)
+                for pool, heads in zip(self.pools, self.heads, strict=True):
+                    pool.write(job.handle, picache.keys, picache.values, heads)
+        finally:
+            for pool in self.pools:
+                pool.finish()
 
     def hello(self) -> dict[str, Any]:
         """What the manager must know before the first document."""
@@ -149,14 +155,17 @@ def drop_decoder(model: CombForCausalLM) -> None:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-def load(options: ServeOptions, folder: Path) -> EncoderWorker:
+def load(options: ServeOptions, folder: Path, pools: Sequence[SharedPool] = ()) -> EncoderWorker:
     """The worker of an instance, in the dtype of its pools.
+
+    Args:
+        pools: those of decoders in this very process, where CUDA opens no handle of a GPU's memory; attached otherwise.
 
     Raises:
         FileNotFoundError: while the pools aren't complete.
         ValueError: checkpoint, tokenizer and pools don't belong together.
     """
-    pools = [SharedPool.attach(pool_path(folder, rank)) for rank in range(options.ranks)]
+    pools = pools or [SharedPool.attach(pool_path(folder, rank)) for rank in range(options.ranks)]
     device = options.encoder_device
     if device == "auto":
         near = pools[0].tensor.device  # where nothing needs to be copied over

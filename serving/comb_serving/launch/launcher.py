@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from http.client import HTTPException
@@ -51,6 +52,14 @@ _REFUSED = {
     "default-chat-template-kwargs": "send chat_template_kwargs with requests",
     "headless": "all processes must run on this machine",
 }
+# what linking in a plain model needs itself
+_REFUSED_PLAIN = {
+    "kv-transfer-config": "documents come to vLLM through a KV connector of comb's",
+    "scheduler-cls": "documents are linked by a scheduler of comb's",
+    "worker-cls": "documents are kept by a worker of comb's",
+    "tokenizer": "the front makes prompts with the tokenizer in the model's own folder",
+    "revision": "serve a folder that holds it (hf download --revision ... --local-dir ...)",
+}
 _ONLY_ONE = ("api-server-count", "data-parallel-size", "pipeline-parallel-size")
 
 
@@ -64,6 +73,7 @@ class ServerFlags:
     tls: bool
     ranks: int
     key_hashes: tuple[str, ...]
+    named: bool
 
     @property
     def address(self) -> str:
@@ -72,8 +82,18 @@ class ServerFlags:
         return f"http{'s' * self.tls}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
-def read_flags(arguments: Sequence[str], environment: dict[str, str]) -> ServerFlags:
+def read_flags(
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    *,
+    plain: bool = False,
+    engine: Mapping[str, Any] | None = None,
+) -> ServerFlags:
     """Looks through vLLM's options, which are all passed on.
+
+    Args:
+        plain: of a plain model, in which vLLM links documents.
+        engine: arguments of vLLM's engine that this needs, and that stand behind the user's.
 
     Raises:
         ValueError: for one that can't be combined with documents.
@@ -87,20 +107,23 @@ def read_flags(arguments: Sequence[str], environment: dict[str, str]) -> ServerF
     parser.add_argument("--host", default=None)
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--uds", default=None)
+    parser.add_argument("--served-model-name", nargs="+", default=None)
     parser.add_argument("--ssl-certfile", default=None)
     parser.add_argument("--ssl-keyfile", default=None)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--api-key", nargs="*", default=None)
     for name, short in zip(_ONLY_ONE, ("-asc", "-dp", "-pp"), strict=True):
         parser.add_argument(f"--{name}", short, type=int, default=1)
-    for name in _REFUSED:
+    ours = {name.replace("_", "-"): "linking documents needs its own" for name in engine or {}}
+    refused = {**_REFUSED, **ours, **(_REFUSED_PLAIN if plain else {})}
+    for name in refused:
         parser.add_argument(f"--{name}", nargs="?", const=True, default=None)
     try:
         found, _ = parser.parse_known_args(normal)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from error
     values = {name.replace("_", "-"): value for name, value in vars(found).items()}
-    for name, why in _REFUSED.items():
+    for name, why in refused.items():
         if values[name] is not None:
             raise ValueError(f"comb serve doesn't take --{name}: {why}")
     for name in _ONLY_ONE:
@@ -114,6 +137,7 @@ def read_flags(arguments: Sequence[str], environment: dict[str, str]) -> ServerF
         bool(found.ssl_certfile or found.ssl_keyfile),
         found.tensor_parallel_size,
         tuple(key_hash(key) for key in keys),
+        bool(found.served_model_name),
     )
 
 
@@ -124,6 +148,7 @@ def launch(
     pool_bytes: int | str,
     pool_block: int = 16,
     pool_dtype: str = "auto",
+    engine: Mapping[str, Any] | None = None,
     root: Path | None = None,
     server: Sequence[str] = SERVER,
     on_ready: Callable[[str], Any] = logger.info,
@@ -134,17 +159,22 @@ def launch(
         arguments: of vLLM's server.
         pool_bytes: of all pools together; or a share such as ``25%`` of the memory in which they are made.
         pool_dtype: in which documents are kept, "auto" or "fp8".
+        engine: arguments of vLLM's engine that linking in a plain model needs.
         root: where the instance's folder is made; shared memory by default.
         server: the command, for tests.
         on_ready: called with the server's address once it is healthy.
     """
-    flags = read_flags(arguments, dict(os.environ))
+    flags = read_flags(arguments, dict(os.environ), plain=options.method is not None, engine=engine)
     if options.admin_hash in flags.key_hashes:
-        raise ValueError("the admin key is one of the API keys: choose another, or every client may switch the encoder")
+        raise ValueError("the admin key is one of the API keys: choose another, or every client may switch it")
     options = replace(options, ranks=flags.ranks, key_hashes=flags.key_hashes)
     with instance_folder(root) as folder:
         environment = _environment(options, folder, pool_bytes, pool_block, pool_dtype)
-        command = [*server, "--model", resolve_name(options.checkpoint), *arguments, "--middleware", MIDDLEWARE]
+        model = resolve_name(options.checkpoint)
+        # clients know a registered model by its name, not by the folder where it lies
+        names = [] if flags.named or model == options.checkpoint else ["--served-model-name", options.checkpoint]
+        ours = [*names, *as_flags(engine or {}), "--middleware", MIDDLEWARE]
+        command = [*server, "--model", model, *arguments, *ours]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
         process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
         try:
@@ -156,14 +186,26 @@ def launch(
             _end(process)
 
 
+def as_flags(engine: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's engine as its command line has them."""
+    flags = []
+    for name, value in engine.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return flags
+
+
 def _environment(
     options: ServeOptions, folder: Path, pool_bytes: int | str, pool_block: int, dtype: str
 ) -> dict[str, str]:
     environment = {**os.environ, OPTIONS: options.to_json()}
     environment[INSTANCE_DIR] = str(folder)
     pool = {POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block), POOL_DTYPE: dtype}
-    if options.encoder:
-        environment |= pool
+    if options.has_pool:
+        environment |= {**pool, **(options.tiers() if options.method is not None else {})}
     else:  # the worker makes no pool then
         environment = {name: value for name, value in environment.items() if name not in pool}
     environment.pop(ADMIN_KEY, None)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-STATES = ("hit", "encoded", "copied", "failed", "inlined")
+from comb_serving.encoding.protocol import MADE
+from comb_serving.linking.reports import LinkReport
+
+STATES = ("hit", *MADE, "copied", "failed", "inlined")
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -37,16 +40,30 @@ class Counters:
     """By document and request.
 
     documents, tokens: by state. A document is counted for each request as hit (in the pool, or on its way there) or
-    inlined, and once for each way into the pool as encoded, copied (from a lower tier) or failed.
+    inlined, and once for each way into the pool as encoded or compiled, copied (from a lower tier) or failed.
+    prompt_tokens: of prompts with documents linked in them, by method and by where they came from, as the engine says.
+    audits: tokens of answers that were also computed in full, by method: "same" before the two part, "parted" behind.
     """
 
     documents: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     encode_seconds: Histogram = field(default_factory=Histogram)
     refused: int = 0
+    prompt_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
+    audits: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def count(self, state: str, tokens: int) -> None:
         """One document of `tokens` tokens."""
         assert state in STATES
         self.documents[state] += 1
         self.tokens[state] += tokens
+
+    def count_audit(self, method: str, same: int, tokens: int) -> None:
+        """One request that was answered both linked and in full."""
+        self.audits[method, "same"] += same
+        self.audits[method, "parted"] += tokens - same
+
+    def count_prompt(self, method: str, link: LinkReport) -> None:
+        """One prompt with linked documents."""
+        for name, tokens in asdict(link).items():
+            self.prompt_tokens[method, name.removesuffix("_tokens")] += tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from comb_serving.encoding.protocol import MADE
 from comb_serving.manager.wait_queue import NotYetError
 from comb_serving.pool.handles import PoolHandle
 
@@ -39,8 +40,8 @@ class LeasedDocument:
     """A document of a lease.
 
     Args:
-        tier: where it came from: "pool" (it was there, or on its way there for someone else), "host", "disk" or
-            "encoded".
+        tier: where it came from: "pool" (it was there, or on its way there for someone else), "host", "disk", or
+            one of `MADE`.
     """
 
     key: str
@@ -48,9 +49,9 @@ class LeasedDocument:
     tier: str
 
     @property
-    def hit(self) -> bool:
-        """Whether nothing was done for it."""
-        return self.tier == "pool"
+    def state(self) -> str:
+        """What became of it, in answers: what came from a lower tier was computed for an earlier request."""
+        return self.tier if self.tier in MADE else "hit"
 
 
 class Lease:

@@ -17,7 +17,8 @@ from functools import partial
 
 from comb.cache.index import CacheIndex, IndexEntry, check
 from comb.cache.picache import content_key
-from comb_serving.encoding.protocol import Encoded, Encoders
+from comb_serving.encoding.protocol import MADE, Encoded, Encoders
+from comb_serving.linking.layout import LinkingLayout
 from comb_serving.manager.counters import Counters
 from comb_serving.manager.leases import (
     DocumentsTooLargeError,
@@ -45,7 +46,7 @@ class PICManager:
         clock: seconds, for expiry.
     """
 
-    layout: PoolLayout
+    layout: PoolLayout | LinkingLayout
     encoders: Encoders
     wait_seconds: float = 0.0
     clock: Callable[[], float] = time.monotonic
@@ -81,8 +82,8 @@ class PICManager:
             bad = next((token for token in ids if not 0 <= token < identity.vocab_size), None)
             if bad is not None:
                 raise ValueError(f"token id {bad} is not in 0..{identity.vocab_size - 1}: another model's tokenizer?")
-        made_by = {"fingerprint": identity.fingerprint, "method": "comb", "dtype": identity.dtype, "salt": tenant}
-        return [content_key(ids, **made_by) for ids in segments]
+        made_by = {"fingerprint": identity.fingerprint, "method": identity.method, "dtype": identity.dtype}
+        return [content_key(ids, **made_by, salt=tenant) for ids in segments]
 
     # ---- leases ----
 
@@ -266,8 +267,8 @@ class PICManager:
             self.counters.count("failed", tokens)
             if self.pool.entries.get(entry.key) is entry:
                 self.index.drop(entry.key)
-        elif flight.result().tier == "encoded":
-            self.counters.count("encoded", tokens)
+        elif (tier := flight.result().tier) in MADE:
+            self.counters.count(tier, tokens)
             self.counters.encode_seconds.observe(flight.result().seconds)
         else:
             self.counters.count("copied", tokens)

@@ -13,10 +13,11 @@ import hmac
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 KEY = "comb_docs"  # in `SamplingParams.extra_args`; over HTTP in ``vllm_xargs``
 MARK = "comb-documents-"
+COMPILE = "compile"
 _DIGITS = 64
 
 
@@ -29,16 +30,21 @@ class Capability:
         salt: of the prefix cache, made from tenant and documents.
         documents: their places, as `handles.pack` writes them; empty where documents stand in the prompt.
         prompts: `digest` of each prompt; empty where vLLM renders the messages itself.
+        method: of a plain model, whose documents stand in the prompt and are linked there (`comb_serving.linking`);
+            `COMPILE` for a prompt that is one document, to be kept; empty for a trained encoder's.
+        spans: with a method, for each of `prompts` its documents' places, ``(start, tokens)``.
     """
 
     request_id: str
     salt: str
     documents: tuple[int, ...]
     prompts: tuple[str, ...]
+    method: str = ""
+    spans: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def sign(self, secret: bytes) -> str:
         """As a request carries it."""
-        text = json.dumps([self.request_id, self.salt, self.documents, self.prompts], separators=(",", ":"))
+        text = json.dumps(astuple(self), separators=(",", ":"))
         return _code(text, secret) + text
 
     @classmethod
@@ -48,17 +54,25 @@ class Capability:
             token[:_DIGITS].encode(), _code(token[_DIGITS:], secret).encode()
         ):
             raise ValueError(f"{KEY} is not signed by this instance: send documents in the field 'documents'")
-        request_id, salt, documents, prompts = json.loads(token[_DIGITS:])
-        return cls(request_id, salt, tuple(documents), tuple(prompts))
+        request_id, salt, documents, prompts, method, spans = json.loads(token[_DIGITS:])
+        places = tuple(tuple((start, tokens) for start, tokens in row) for row in spans)
+        return cls(request_id, salt, tuple(documents), tuple(prompts), method, places)
 
     def check(self, request_id: str, salt: str | None, prompt: Sequence[int] | None) -> None:
         """Raises ValueError unless it was made for this request."""
-        if not self.salt.startswith(MARK) or self.salt != salt:
+        # where documents stand in the prompt, losing them costs time and nothing else: the salt is the tenant's own
+        if self.salt != (salt or "") or not (self.method or self.salt.startswith(MARK)):
             raise ValueError("its salt is not the one of its documents")
         if self.request_id not in request_id:
             raise ValueError(f"its documents are those of request {self.request_id}")
         if self.prompts and (prompt is None or digest(prompt) not in self.prompts):
             raise ValueError("its prompt is not the one over its documents")
+        if self.method and len(self.spans) != len(self.prompts):
+            raise ValueError("its documents have no places in its prompt")
+
+    def spans_in(self, prompt: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Where the documents are in one of its prompts, which `check` has let pass."""
+        return self.spans[self.prompts.index(digest(prompt))]
 
 
 def digest(prompt: Sequence[int]) -> str:

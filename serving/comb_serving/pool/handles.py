@@ -19,8 +19,11 @@ def pack(handles: Sequence[PoolHandle]) -> list[int]:
     return [number for handle in handles for number in (handle.tokens, len(handle.blocks), *handle.blocks)]
 
 
-def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int) -> list[PoolHandle]:
+def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int, more: int = 0) -> list[PoolHandle]:
     """The handles of `pack`.
+
+    Args:
+        more: what is kept of every document behind its tokens takes as much room as so many tokens.
 
     Raises:
         ValueError: for anything that isn't such a list, or names blocks or lengths that don't fit the pool.
@@ -29,7 +32,7 @@ def unpack(numbers: Sequence[int], *, num_blocks: int, block_size: int) -> list[
     while at < len(numbers):
         tokens, count = [*numbers[at : at + 2], -1][:2]
         blocks = tuple(numbers[at + 2 : at + 2 + count]) if count > 0 else ()
-        if tokens < 1 or count != -(-tokens // block_size) or len(blocks) != count:
+        if tokens < 1 or count != -(-(tokens + more) // block_size) or len(blocks) != count:
             raise ValueError(
                 f"documents: {tokens} tokens in {count} blocks of {block_size} at place {at} of {len(numbers)}"
             )

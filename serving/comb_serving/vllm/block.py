@@ -132,11 +132,12 @@ def check_divisible(config: CombEncoderConfig, ranks: int) -> None:
         )
 
 
-def _mix(hidden: Tensor, residual: Tensor, name: str) -> None:
+# torch.Tensor in full: torch reads the op's annotations in the module of vLLM's decorator, which knows no other name
+def _mix(hidden: torch.Tensor, residual: torch.Tensor, name: str) -> None:
     get_forward_context().no_compile_layers[name].mix_(hidden, residual)
 
 
-def _mix_fake(hidden: Tensor, residual: Tensor, name: str) -> None:
+def _mix_fake(hidden: torch.Tensor, residual: torch.Tensor, name: str) -> None:
     return None
 
 

@@ -43,12 +43,16 @@ class CheckedScheduler(SchedulerClass):
     def add_request(self, request: Any) -> None:
         """Takes a request; a wrong one is made to compute one token that nobody sees, over nothing that is shared."""
         try:
-            check_request(request)
+            self.admit(request)
         except ValueError as error:
             logger.warning("request %s is refused: %s", request.request_id, error)
-            _neutralise(request)
+            neutralise(request)
             self._refused = {request.request_id, *(self._refused & self.requests.keys())}
         super().add_request(request)
+
+    def admit(self, request: Any) -> None:
+        """Raises ValueError for a request that is to be refused."""
+        check_request(request)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """What clients get of a step."""
@@ -72,7 +76,8 @@ def check_request(request: Any) -> None:
         raise ValueError("its documents were lost inside vLLM")
 
 
-def _neutralise(request: Any) -> None:
+def neutralise(request: Any) -> None:
+    """Makes a refused request one that computes a token over nothing that is shared."""
     request.cache_salt, request.block_hashes = secrets.token_hex(16), []
     request.update_block_hashes()
     if request.sampling_params is not None:

@@ -21,6 +21,11 @@ NEEDED = {
 }
 
 
+def is_tested(version: str) -> bool:
+    """Whether comb was tested with this vLLM."""
+    return any(version == one or version.startswith(f"{one}.") for one in TESTED)
+
+
 def check_version(version: str, needed: dict[str, tuple[str, ...]] = NEEDED) -> None:
     """Warns about a vLLM that comb was not tested with.
 
@@ -36,5 +41,5 @@ def check_version(version: str, needed: dict[str, tuple[str, ...]] = NEEDED) -> 
         missing = [name for name in names if not hasattr(found, name)]
         if missing:
             raise ImportError(f"vLLM {version} has no {module}.{missing[0]}, which comb needs: install vLLM {tested}")
-    if not any(version == one or version.startswith(f"{one}.") for one in TESTED):
+    if not is_tested(version):
         logger.warning("comb was tested with vLLM %s, this is %s: check answers before you rely on it", tested, version)

@@ -1,11 +1,10 @@
-"""/v1/comb: whether documents are encoded, asked and set while the server runs, and what of the pool the asker has.
+"""/v1/comb: how documents are linked, asked and set while the server runs, and what of the pool the asker has.
 
 Not beside vLLM's own /sleep and /wake_up: those exist in its development mode only and ask for no key.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from comb_serving.api.body import parse_object
@@ -14,8 +13,6 @@ from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.api.routes import SWITCH
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import authorized
-
-logger = logging.getLogger(__name__)
 
 
 def check_key(options: ServeOptions, method: str, authorization: str | None) -> None:
@@ -27,7 +24,7 @@ def check_key(options: ServeOptions, method: str, authorization: str | None) -> 
     admin = options.admin_hash is not None and authorized(authorization, (options.admin_hash,))
     if method == "POST":
         if options.admin_hash is None:
-            raise RequestError(403, "start the server with COMB_ADMIN_KEY or --comb-admin-key to switch the encoder")
+            raise RequestError(403, "start the server with COMB_ADMIN_KEY or --comb-admin-key to switch it")
         if not admin:
             raise RequestError(401, "Unauthorized: send the admin key as 'Authorization: Bearer ...'")
     elif method != "GET":
@@ -46,20 +43,10 @@ def answer(preprocessor: Preprocessor, method: str, raw: bytes, tenant: str) -> 
     """The state, after the change that a POST asks for, and who asks; requests under way end as they began.
 
     Raises:
-        RequestError: 400, or 409 if the server was started with the encoder off.
+        RequestError: 400, or 409 if the server was started with nothing linked.
     """
+    choice = preprocessor.choice
     if method == "POST":
-        _switch(preprocessor, parse_object(raw))
-    state = {"object": "comb", "encoder": preprocessor.linking, "switchable": preprocessor.manager is not None}
+        choice.switch(parse_object(raw))
+    state = {"object": "comb", **choice.about(choice.current), "switchable": choice.switchable}
     return {**state, "quota": preprocessor.quota(tenant)}
-
-
-def _switch(preprocessor: Preprocessor, body: dict[str, Any]) -> None:
-    wanted = body.get("encoder")
-    if set(body) != {"encoder"} or not isinstance(wanted, bool):
-        raise RequestError(400, 'the body is {"encoder": true} or {"encoder": false}', param="encoder")
-    if wanted and preprocessor.manager is None:
-        raise RequestError(409, "the server was started with --encoder off, so it has neither pool nor encoder")
-    if preprocessor.enabled != wanted:
-        logger.warning("the encoder was switched %s", "on" if wanted else "off")
-    preprocessor.enabled = wanted

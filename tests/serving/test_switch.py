@@ -47,7 +47,7 @@ async def test_only_the_admin_key_switches(api_keys: tuple[str, ...]) -> None:
     server = Server(admin_hash=ADMIN, key_hashes=api_keys)
     for key, status in (("user", 401), (None, 401), ("admin", 200)):
         assert (await server.client(key).post(SWITCH, {"encoder": False})).status == status
-        assert server.app.preprocessor().linking == (status != 200)
+        assert server.app.front().preprocessor.linking == (status != 200)
     assert (await server.client("admin").send("GET", SWITCH)).status == 200
     assert (await server.client("user").send("GET", SWITCH)).status == 200
     assert (await server.client("other").send("GET", SWITCH)).status == (401 if api_keys else 200)
@@ -56,14 +56,14 @@ async def test_only_the_admin_key_switches(api_keys: tuple[str, ...]) -> None:
     without = Server(key_hashes=api_keys)
     for key in ("user", "admin", None):
         assert (await without.client(key).post(SWITCH, {"encoder": False})).status == 403
-    assert without.app.preprocessor().linking
+    assert without.app.front().preprocessor.linking
 
 
 @pytest.mark.parametrize("body", [{}, {"encoder": 1}, {"encoder": True, "more": 1}, [], b"{"])
 async def test_bad_bodies_change_nothing(body: object) -> None:
     server = Server(admin_hash=ADMIN)
     assert (await server.client("admin").post(SWITCH, body)).status == 400
-    assert server.app.preprocessor().linking
+    assert server.app.front().preprocessor.linking
     assert (await server.client("admin").send("DELETE", SWITCH)).status == 405
 
 

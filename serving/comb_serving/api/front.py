@@ -1,0 +1,130 @@
+"""What of a server is there as long as it runs: preprocessor, manager, who fills the pool, and the check at start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from comb.documents.document import PromptBuilder
+from comb_serving.api.audit import Audit
+from comb_serving.api.choice import choice_of
+from comb_serving.api.linking_check import check_linking
+from comb_serving.api.preprocessor import Preprocessor, tokenizer_of
+from comb_serving.api.self_check import check_engine
+from comb_serving.config.logs import configure
+from comb_serving.config.options import ServeOptions, instance_dir, pool_path
+from comb_serving.encoding.compiler import EngineCompiler
+from comb_serving.encoding.protocol import EncoderError, Encoders
+from comb_serving.encoding.supervisor import EncoderProcesses
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.reports import ReportReceiver
+from comb_serving.manager.manager import PICManager
+from comb_serving.pool.pool import PoolLayout, manifest_of
+
+ServedEncoders: TypeAlias = EncoderProcesses | EngineCompiler
+
+
+@dataclass
+class ServerFront:
+    """Everything in front of vLLM's engine but the requests themselves.
+
+    Args:
+        encoders: who fills the pool; None where there is none.
+        reports: of the engine, about prompts with documents linked in them; None for an adapter.
+        audit: None if nothing is to be compared.
+    """
+
+    options: ServeOptions
+    secret: bytes
+    preprocessor: Preprocessor
+    encoders: ServedEncoders | None = None
+    reports: ReportReceiver | None = None
+    audit: Audit | None = None
+
+    @classmethod
+    def start(cls, options: ServeOptions, secret: bytes) -> ServerFront:
+        """What the options ask for; shown on /metrics. Raises ValueError if vLLM's worker has made no pool."""
+        configure(options.log_format, "front")
+        manager = encoders = reports = None
+        if options.has_pool:
+            folder = instance_dir()
+            manager = manager_of(options, folder, secret)
+            encoders = cast(ServedEncoders, manager.encoders)
+            reports = None if options.method is None else ReportReceiver(folder)
+        builder = PromptBuilder(tokenizer_of(options))
+        preprocessor = Preprocessor(builder, manager, choice_of(options), options.max_documents)
+        audit = Audit(options.audit, preprocessor, secret) if options.audit else None
+        front = cls(options, secret, preprocessor, encoders, reports, audit)
+        front._show_metrics()
+        return front
+
+    def _show_metrics(self) -> None:
+        from prometheus_client import REGISTRY  # comes with vLLM
+
+        from comb_serving.api.metrics import CombCollector
+
+        REGISTRY.register(CombCollector(self.preprocessor, self.encoders, self.options))
+
+    async def check(self, engine: Any) -> None:
+        """Waits for encoders, and has documents read on the way that requests take. Raises if they aren't."""
+        if self.encoders is None:
+            return
+        while True:
+            try:
+                await self.encoders.identity()
+                break
+            except EncoderError:  # said in the log; tried again there
+                await asyncio.sleep(1)
+        if isinstance(self.encoders, EngineCompiler):
+            self.encoders.client = engine
+            await check_linking(self.preprocessor, engine, self.secret, self.reports)
+        else:
+            await check_engine(self.preprocessor, engine, self.secret, self.options.checkpoint)
+
+    def fault(self) -> str | None:
+        """Why documents can't be had, and won't be soon."""
+        needed = self.encoders is not None and self.preprocessor.linking
+        return self.encoders.fault() if self.encoders is not None and needed else None
+
+    async def stop(self) -> None:
+        """Ends encoder processes, and what is under way."""
+        if self.encoders is not None:
+            await self.encoders.stop()
+        if self.reports is not None:
+            self.reports.close()
+        if self.audit is not None:
+            self.audit.stop()
+
+
+def manager_of(options: ServeOptions, folder: Path, secret: bytes) -> PICManager:
+    """The manager of an instance's pool; an adapter's encoder processes are started.
+
+    Raises:
+        ValueError: if vLLM's worker has made no pool.
+    """
+    encoders: Encoders
+    layout: Any
+    try:
+        if options.method is None:
+            layout = PoolLayout(**json.loads(manifest_of(pool_path(folder, 0)).read_text()))
+            encoders = EncoderProcesses(dict(os.environ), count=options.encoders, start_seconds=options.start_seconds)
+            encoders.start()
+        else:
+            layout = LinkingLayout.read(folder)
+            method = LinkMethod.parse(options.method)
+            encoders = EngineCompiler(layout, method, secret, keeps=bool(options.tiers()))
+    except FileNotFoundError as error:
+        made_of = "an adapter" if options.method is None else "a plain model that vLLM can link documents in"
+        raise ValueError(f"vLLM has made no pool in {folder}: does {options.checkpoint} hold {made_of}?") from error
+    return PICManager(
+        layout,
+        encoders,
+        wait_seconds=options.wait_seconds,
+        held_share=options.tenant_share,
+        pinned_share=options.pinned_share,
+    )

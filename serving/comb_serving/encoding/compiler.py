@@ -1,0 +1,217 @@
+"""vLLM itself as what compiles documents of plain models: a request of its own for each, whose prompt is the document.
+
+Its answer, one token that nobody reads, says that keys and values are in the pool (`comb_serving.vllm.linking`). What
+the workers have kept beyond the pool comes back from there instead, if all of them still have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.pool.capability import COMPILE, KEY, Capability, digest
+from comb_serving.pool.handles import PoolHandle, pack
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class DocumentPrompt:
+    """A document as vLLM gets it.
+
+    Args:
+        salt: of the prefix cache: the document's key, which names its tenant too, so that only the same tenant's same
+            document ever finds what is left of an earlier one there.
+        token: the signed `Capability`.
+        handle: where it goes.
+    """
+
+    prompt: list[int]
+    salt: str
+    token: str
+    handle: PoolHandle
+
+    @property
+    def where(self) -> tuple[str, int, list[int]]:
+        """What the workers' `comb_fetch` takes."""
+        return self.salt, self.handle.tokens, list(self.handle.blocks)
+
+    @property
+    def parameters(self) -> Any:
+        """vLLM's `SamplingParams`."""
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, extra_args={KEY: self.token}
+        )
+
+
+class DocumentCompiler:
+    """What asking over HTTP and in process have in common.
+
+    Args:
+        layout: of the engine's pool.
+        method: how documents are compiled.
+        secret: of the instance.
+        keeps: whether the workers keep documents beyond the pool.
+
+    Attributes:
+        kept_bytes: that they keep, by tier, as they last said.
+
+    Raises:
+        ValueError: for a method with dummy tokens, and a model that has none.
+    """
+
+    def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes, *, keeps: bool = False) -> None:
+        if method.dummies and layout.dummy is None:
+            raise ValueError(
+                f"{method.name} compiles documents behind {method.dummies} BOS or EOS tokens, and the model has "
+                "neither: choose --method legolink:16"
+            )
+        self.layout, self.method, self._secret, self._keeps = layout, method, secret, keeps
+        self.kept_bytes: dict[str, int] = {}
+
+    def _note_kept(self, ranks: Sequence[dict[str, int]]) -> None:
+        self.kept_bytes = {tier: sum(rank.get(tier, 0) for rank in ranks) for tier in ("host", "disk")}
+
+    async def identity(self) -> EncoderIdentity:
+        """Of vLLM's model and its pool."""
+        layout, method = self.layout, self.method
+        longest = layout.max_document_tokens - method.dummies
+        return EncoderIdentity(layout.fingerprint, layout.dtype, longest, layout.vocab_size, method.compiled)
+
+    def request(self, key: str, token_ids: Sequence[int], handle: PoolHandle, request_id: str) -> DocumentPrompt:
+        """One document; `request_id` is empty where the engine alone chooses it."""
+        dummies = self.method.dummies
+        prompt = [*([self.layout.dummy or 0] * dummies), *token_ids]
+        spans = (((dummies, len(token_ids)),),)
+        said = Capability(request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, spans)
+        return DocumentPrompt(prompt, key, said.sign(self._secret), handle)
+
+
+class EngineCompiler(DocumentCompiler):
+    """Beside vLLM's server: what is asked for at one time is in one batch of the engine's.
+
+    Attributes:
+        client: vLLM's of its engine; None until the server has it.
+    """
+
+    client: Any = None
+
+    def fault(self) -> str | None:
+        """None: as long as vLLM answers at all, it compiles."""
+        return None
+
+    async def stop(self) -> None:
+        """Nothing of its own runs."""
+
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
+        """Asks for one document; a request that no longer wants it changes nothing for others that do."""
+        return asyncio.get_running_loop().create_task(self._compile(key, token_ids, handle))
+
+    async def _compile(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> Encoded:
+        from vllm.inputs import tokens_input
+
+        start, name = time.monotonic(), f"comb-document-{key[:32]}"
+        request = self.request(key, token_ids, handle, name)
+        prompt = tokens_input(request.prompt, cache_salt=request.salt)
+        tier: str | None = None
+        try:
+            if self._keeps:
+                tier = tier_of(await self.client.collective_rpc("comb_fetch", args=request.where))
+                self._note_kept(await self.client.collective_rpc("comb_kept"))
+            if tier is None:
+                outputs = [output async for output in self.client.generate(prompt, request.parameters, name)]
+                tier = compiled(outputs[-1])
+        except EncoderError:
+            raise
+        except Exception as error:
+            raise EncoderError(f"vLLM did not compile it: {type(error).__name__}: {error}"[:1000]) from error
+        return Encoded(tier, time.monotonic() - start)
+
+
+class LocalCompiler(DocumentCompiler):
+    """For an engine in the hands of one thread: documents wait until that thread, in `run`, has time for them.
+
+    Args:
+        generate: a batch of requests -> vLLM's outputs, in order.
+        ask_workers: a method of the workers and its arguments -> what each of them returns.
+    """
+
+    def __init__(
+        self,
+        layout: LinkingLayout,
+        method: LinkMethod,
+        secret: bytes,
+        generate: Callable[[list[DocumentPrompt]], Sequence[Any]],
+        ask_workers: Callable[..., Sequence[Any]] | None = None,
+    ) -> None:
+        super().__init__(layout, method, secret, keeps=ask_workers is not None)
+        self._generate, self._ask_workers = generate, ask_workers
+        self._waiting: queue.SimpleQueue[tuple[DocumentPrompt, asyncio.Future[Encoded]] | None] = queue.SimpleQueue()
+
+    def submit(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> asyncio.Future[Encoded]:
+        """Asks for one document, from the manager's loop."""
+        future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+        self._waiting.put((self.request(key, token_ids, handle, ""), future))
+        return future
+
+    def run(self, work: Future[Result]) -> Result:
+        """The result of what runs in the manager's loop; compiles here what it asks for meanwhile."""
+        work.add_done_callback(lambda _: self._waiting.put(None))
+        while not work.done():
+            first = self._waiting.get()
+            if first is not None:
+                # what is asked for together comes together
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), first[1].get_loop()).result()
+                more = [self._waiting.get() for _ in range(self._waiting.qsize())]
+                self._compile([first, *filter(None, more)])
+        return work.result()
+
+    def _compile(self, batch: Sequence[tuple[DocumentPrompt, asyncio.Future[Encoded]]]) -> None:
+        start, error = time.monotonic(), None
+        tiers: list[str | None] = [None] * len(batch)
+        outputs: Iterator[Any] = iter(())
+        try:
+            tiers = [self._fetch(request) for request, _ in batch]
+            missing = [request for (request, _), tier in zip(batch, tiers, strict=True) if tier is None]
+            outputs = iter(self._generate(missing) if missing else ())
+        except Exception as found:
+            error = EncoderError(f"vLLM did not compile it: {type(found).__name__}: {found}"[:1000])
+        seconds = (time.monotonic() - start) / len(batch)
+        for (_, future), tier in zip(batch, tiers, strict=True):
+            answer = tier or error or next(outputs)
+            future.get_loop().call_soon_threadsafe(_settle, future, answer, seconds)
+
+    def _fetch(self, request: DocumentPrompt) -> str | None:
+        return None if self._ask_workers is None else tier_of(self._ask_workers("comb_fetch", request.where))
+
+
+def tier_of(found: Sequence[str | None]) -> str | None:
+    """The tier from which a document has come, if it has come to every rank; the lowest one."""
+    return None if not found or None in found else min(filter(None, found))  # "disk" before "host"
+
+
+def compiled(output: Any) -> str:
+    """The tier of a document that vLLM has answered for. Raises EncoderError if it isn't in the pool."""
+    reason = output.outputs[0].finish_reason if output.outputs else None
+    if reason != "length":
+        raise EncoderError(f"vLLM did not compile it: the request ended with {reason!r}")
+    return "compiled"
+
+
+def _settle(future: asyncio.Future[Encoded], answer: Any, seconds: float) -> None:
+    try:
+        if isinstance(answer, EncoderError):
+            raise answer
+        future.set_result(Encoded(answer if isinstance(answer, str) else compiled(answer), seconds))
+    except EncoderError as error:
+        future.set_exception(error)

@@ -1,0 +1,69 @@
+"""What the engine tells the front about its pool of compiled documents, in a file beside the instance's secret."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from comb.cache.atomic import write_temporary
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.plan import LinkPlan, Range, plan
+
+MANIFEST = "linking.json"
+
+
+@dataclass(frozen=True)
+class LinkingLayout:
+    """The pool of one rank, and the model that its documents are compiled by.
+
+    Args:
+        num_blocks, block_size: blocks, and tokens in each; document handles name them.
+        bytes_per_token: over all layers.
+        fingerprint: of the model's weights; part of every document's key.
+        dtype: of keys and values.
+        max_document_tokens: longest document that the engine can compile.
+        vocab_size: ids are below.
+        dummy: the token in front of documents where a method wants some; None if the model has neither BOS nor EOS.
+        state_rows: behind a document's tokens, what it does to the states of linear layers takes as much as so many.
+        columns: that the convolutions of linear layers look back.
+    """
+
+    num_blocks: int
+    block_size: int
+    bytes_per_token: int
+    fingerprint: str
+    dtype: str
+    max_document_tokens: int
+    vocab_size: int
+    dummy: int | None = None
+    state_rows: int = 0
+    columns: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of one rank's whole pool."""
+        return self.num_blocks * self.block_size * self.bytes_per_token
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a document of so many tokens takes."""
+        return -(-(tokens + self.state_rows) // self.block_size)
+
+    def seams(self, method: LinkMethod) -> Range:
+        """Tokens at either end of documents that a method computes again, never fewer than convolutions look back."""
+        return max(method.seam_tokens, self.columns), method.tail_tokens or 0
+
+    def plan(self, method: LinkMethod, length: int, spans: Sequence[Range]) -> LinkPlan:
+        """Of a prompt: see `plan.plan`."""
+        seam, tail = self.seams(method)
+        return plan(length, spans, seam, method.dummies, tail if method.states else None)
+
+    def write(self, folder: Path) -> None:
+        """Into an instance's folder, whole or not at all."""
+        write_temporary(folder, json.dumps(asdict(self)).encode()).rename(folder / MANIFEST)
+
+    @classmethod
+    def read(cls, folder: Path) -> LinkingLayout:
+        """Raises FileNotFoundError while the engine has made no pool."""
+        return cls(**json.loads((folder / MANIFEST).read_text()))

@@ -1,0 +1,156 @@
+"""Keys and values in and out of vLLM's cache, for whatever attention backend has it.
+
+What a backend writes, its own writer writes here too. Where it puts things is found out once: numbers are written into
+scratch blocks through that writer and looked for. So packing, head order and strides of no backend are assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+from comb_serving.vllm.linking.scans import StateLayer, is_linear, state_layer
+
+_DIGIT = 128  # numbers that every dtype of a cache holds exactly
+
+
+@dataclass(frozen=True)
+class TokenShape:
+    """What a layer caches of a token.
+
+    Args:
+        parts: shapes of the tensors that its writer takes: keys and values [heads, dim], or MLA's latent [rank] and
+            rotary keys [1, dim].
+        rotated: which of them holds keys with rotary positions.
+    """
+
+    parts: tuple[tuple[int, ...], tuple[int, ...]]
+    rotated: int
+
+    @property
+    def width(self) -> int:
+        """Numbers per token."""
+        return sum(math.prod(part) for part in self.parts)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of [T, width] as the two parts [T, *part]."""
+        first, second = rows.split([math.prod(part) for part in self.parts], dim=-1)
+        return first.unflatten(-1, self.parts[0]), second.unflatten(-1, self.parts[1])
+
+
+def cached_layers(vllm_config: Any, *, states: bool = False) -> dict[str, Any]:
+    """Attention layers with a cache of their own, by name, in the model's order.
+
+    Args:
+        states: whether linear layers are linked too (`linear_layers`).
+
+    Raises:
+        ValueError: if there is none, or one of a kind that isn't known here.
+    """
+    known = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name, layer in known.items():
+        if not isinstance(layer, Attention | MLAAttention):
+            if states and is_linear(layer):
+                continue
+            if is_linear(layer):
+                raise ValueError(
+                    f"naive and legolink link attention layers, and {name} is a {type(layer).__name__}, which keeps "
+                    "a state: use --method hypic:8"
+                )
+            if hasattr(layer, "get_kv_cache_spec") and layer.get_kv_cache_spec(vllm_config) is not None:
+                raise ValueError(f"documents are linked in attention layers; {name} is a {type(layer).__name__}")
+        elif getattr(layer, "kv_sharing_target_layer_name", None) is None:
+            found[name] = layer
+    if not found:
+        raise ValueError("this model has no attention layer with a KV cache: there is nothing to link")
+    return found
+
+
+def linear_layers(vllm_config: Any) -> dict[str, StateLayer]:
+    """Layers that keep a state, by name, in the model's order.
+
+    Raises:
+        ValueError: if there is none, or one whose states can't be linked.
+    """
+    known = vllm_config.compilation_config.static_forward_context
+    found = {name: state_layer(name, layer) for name, layer in known.items() if is_linear(layer)}
+    if not found:
+        raise ValueError("hypic is for hybrid models, and this one has no linear layers: use --method legolink:16")
+    return found
+
+
+def token_shape(layer: Any) -> TokenShape:
+    """What a layer caches of a token."""
+    if isinstance(layer, MLAAttention):
+        return TokenShape(((layer.kv_lora_rank,), (1, layer.qk_rope_head_dim)), rotated=1)
+    values = getattr(layer, "head_size_v", layer.head_size)
+    return TokenShape(((layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, values)), rotated=0)
+
+
+def write(layer: Any, first: Tensor, second: Tensor, slots: Tensor, cache: Tensor | None = None) -> None:
+    """Writes tokens [T, *part] to slots [T] of a layer's cache (or of scratch blocks like it)."""
+    cache = layer.kv_cache if cache is None else cache
+    first, second = first.contiguous(), second.contiguous()
+    if isinstance(layer, MLAAttention):
+        layer.impl.do_kv_cache_update(first, second, cache, slots, layer.kv_cache_dtype, layer._k_scale)
+    else:
+        layer.impl.do_kv_cache_update(layer, first, second, cache, slots)
+
+
+class CacheReader:
+    """Reads tokens out of layers' caches; layers whose caches look alike share what was found out.
+
+    Args:
+        block_size: tokens in a block of the cache.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._places: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
+
+    def read(self, layer: Any, slots: Tensor) -> Tensor:
+        """Tokens [T, width] of the slots [T]."""
+        cache, (places, extent) = layer.kv_cache, self._places_of(layer)
+        blocks = cache.as_strided((cache.shape[0], extent), (cache.stride(0), 1))
+        rows: Tensor = blocks[(slots // self.block_size)[:, None], places[slots % self.block_size]]
+        return rows
+
+    def _places_of(self, layer: Any) -> tuple[Tensor, int]:
+        """Where in a block's memory each number of a token lies [block_size, width], and how far they reach.
+
+        Raises:
+            ValueError: if the backend doesn't keep what it is given, as with a quantised cache.
+        """
+        cache, shape = layer.kv_cache, token_shape(layer)
+        alike = (type(layer.impl), tuple(cache.shape[1:]), cache.stride(), cache.dtype, shape)
+        if alike not in self._places:
+            places = self._find(layer, cache, shape)
+            self._places[alike] = places, int(places.max()) + 1  # a GPU is waited for here, and not at every read
+        return self._places[alike]
+
+    def _find(self, layer: Any, cache: Tensor, shape: TokenShape) -> Tensor:
+        count = self.block_size * shape.width
+        numbers = torch.arange(1, count + 1, device=cache.device).view(self.block_size, shape.width)
+        slots = torch.arange(self.block_size, 2 * self.block_size, device=cache.device)
+        size = cache.stride(0)
+        found = torch.zeros(size, dtype=torch.long, device=cache.device)
+        scale = 1
+        while scale <= count:  # digit by digit
+            memory = torch.zeros(2 * size, dtype=cache.dtype, device=cache.device)
+            scratch = memory.as_strided((2, *cache.shape[1:]), cache.stride())
+            write(layer, *shape.split((numbers // scale % _DIGIT).to(cache.dtype)), slots, scratch)
+            found += memory[size:].long() * scale
+            scale *= _DIGIT
+        places = found.nonzero().flatten()
+        if len(places) != count or not torch.equal(found[places].sort().values, numbers.flatten()):
+            raise ValueError(f"{type(layer.impl).__name__} doesn't keep keys and values as it gets them")
+        order = torch.empty(count, dtype=torch.long, device=cache.device)
+        order[found[places] - 1] = places
+        return order.view(self.block_size, shape.width)

@@ -1,0 +1,185 @@
+"""The KV connector: in the scheduler it says what comes from the pool, in the worker it copies that.
+
+vLLM makes one object for each side; they share only `LinkingMetadata`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from comb_serving.config.options import instance_dir
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.plan import LinkPlan, Range
+from comb_serving.linking.reports import LinkReport, ReportSender
+from comb_serving.vllm.linking.commands import (
+    Blocks,
+    CaptureCommand,
+    ComposeCommand,
+    LinkingMetadata,
+    LoadCommand,
+    SaveCommand,
+)
+from comb_serving.vllm.linking.links import RequestLink, link_of
+from comb_serving.vllm.linking.pool import DocumentPool
+from comb_serving.vllm.linking.setup import check_groups, method_of
+
+
+@dataclass
+class SeamJob:
+    """A request whose seams are still to be computed.
+
+    Args:
+        blocks: of the request.
+        ranges: of its prompt, that are left.
+        interiors: with linear layers, whose state can't be ahead of itself: what is put between its seams, by where
+            it ends. Each has to be there before the tokens behind it are computed, and so there is one seam in a step.
+    """
+
+    request: Any
+    blocks: Blocks
+    ranges: list[Range]
+    interiors: dict[int, ComposeCommand]
+
+    @property
+    def tokens(self) -> int:
+        """That are left."""
+        return sum(end - start for start, end in self.ranges)
+
+
+class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
+    """Both sides; the scheduler's has `links`, `jobs` and no pool, the worker's a pool and nothing else."""
+
+    pool: DocumentPool | None = None  # the worker brings it (`worker.LinkingWorker`)
+    requests: dict[str, Any]  # the scheduler's
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.started: LinkMethod = method_of(vllm_config)
+        check_groups(kv_cache_config, self.started)
+        if role == KVConnectorRole.SCHEDULER:
+            self.layout = LinkingLayout.read(instance_dir())
+            self.reports = ReportSender(instance_dir())
+        self.links: dict[str, RequestLink] = {}
+        self.jobs: dict[str, SeamJob] = {}
+        self._matched: dict[str, tuple[int, LinkPlan]] = {}
+        self._loads: list[LoadCommand] = []
+        self.behind_seams: dict[str, ComposeCommand] = {}  # by request: what is between its last seam and its query
+
+    # ---- in the scheduler ----
+
+    def admit(self, request: Any) -> RequestLink | None:
+        """Notes what a new request links or compiles. Raises ValueError if that can't be."""
+        link = link_of(request, self.layout, self.started)
+        if link is not None:
+            self.links[request.request_id] = link
+        return link
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Everything in front of the query comes from elsewhere; with seams, only after steps of their own."""
+        link = self.links.get(request.request_id)
+        if link is None or link.method is None or request.skip_reading_prefix_cache:
+            return 0, False
+        left = link.plan.behind(num_computed_tokens)
+        self._matched[request.request_id] = num_computed_tokens, left
+        if num_computed_tokens >= link.plan.query:
+            return 0, False
+        return link.plan.query - num_computed_tokens, bool(left.seams)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Now it has its blocks."""
+        matched = self._matched.pop(request.request_id, None)
+        if matched is None:  # a second call, behind its seams
+            return
+        link, (head, left) = self.links[request.request_id], matched
+        loads = left.loads if num_external_tokens else ()
+        linked = sum(load.end - load.start for load in loads)
+        if not request.num_preemptions:
+            report = LinkReport(head, linked, link.length - head - linked)
+            self.reports.send(link.report, report)
+        if not num_external_tokens:
+            return
+        ids = blocks.get_block_ids()
+        assert link.method is not None
+        interiors = {}
+        for load in loads:
+            handle = link.handles[load.document]
+            self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, link.method.dummies))
+            if link.method.states:
+                interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids)
+        if left.seams:
+            self.jobs[request.request_id] = SeamJob(request, ids, list(left.seams), interiors)
+
+    def chunk(self, name: str, computed: int, count: int) -> int:
+        """Of `count` tokens, how many a request may compute in a step: one that captures states stops at both ends.
+
+        Never one alone in between, which is computed as if decoded, where no scan is heard; 0: it waits for more room.
+        """
+        link = self.links.get(name)
+        if link is None or link.interior is None or computed >= link.interior[1]:
+            return count
+        head, end = link.interior
+        if computed < head:
+            return min(count, head - computed)
+        count = min(count, end - computed)
+        if end - computed - count == 1:
+            count -= 1
+        return count if count > 1 else 0
+
+    def build_connector_meta(self, scheduler_output: Any) -> LinkingMetadata:
+        """Loads of requests that were admitted in this step, and documents whose last token it computes."""
+        loads, self._loads = self._loads, []
+        composes, self.behind_seams = list(self.behind_seams.values()), {}
+        captures, saves = [], []
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            link = self.links.get(name)
+            if link is None or link.method is not None:
+                continue
+            blocks = scheduler_output.kv_connector_block_state.resolve_block_ids(name)
+            blocks, end = tuple(map(list, blocks)), self.requests[name].num_computed_tokens + count
+            if link.interior is not None and link.interior[0] <= end and end - count < link.interior[1]:
+                begins, ends = end == link.interior[0], end == link.interior[1]
+                captures.append(CaptureCommand(link.handles[0], blocks, begins, ends))
+            if end >= link.length:
+                saves.append(SaveCommand(link.key, link.handles[0], link.spans[0][0], blocks, link.interior is None))
+        return LinkingMetadata(loads, composes, captures, saves)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """None: blocks are to be treated like those of any other request."""
+        return ()
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets a request; its blocks are free at once, as everything that writes to them is a step of the engine."""
+        for found in (self.links, self.jobs, self._matched, self.behind_seams):
+            found.pop(request.request_id, None)
+        return False, None
+
+    # ---- in the worker ----
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Nothing to do before the worker has brought the pool."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Documents go into the blocks of requests."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, LinkingMetadata)
+        if self.pool is not None:  # there is none while vLLM tries its model
+            self.pool.before_step(metadata)
+
+    def wait_for_save(self) -> None:
+        """What was computed goes into the pool."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, LinkingMetadata)
+        if self.pool is not None:
+            self.pool.after_step(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers were loaded before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """All layers are saved behind the step."""

@@ -1,0 +1,92 @@
+"""What a request of the engine wants linked, read from its `Capability` once and kept beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.plan import LinkPlan, Range, interior
+from comb_serving.linking.reports import name_of
+from comb_serving.pool.capability import COMPILE, KEY
+from comb_serving.pool.handles import PoolHandle, unpack
+from comb_serving.vllm.pool import capability_of
+
+
+@dataclass
+class RequestLink:
+    """The documents of one request.
+
+    Args:
+        report: name of its report to the front.
+        method: None for a request that compiles the one document that its prompt is.
+        spans: where its documents are in the prompt, (start, tokens).
+        handles: where they are in the pool.
+        length: of the prompt.
+        layout: of the pool.
+        key: of the document of a request that compiles it, which is its salt in the prefix cache.
+        interior: of that document, whose states are to be captured; None where there are none.
+    """
+
+    report: str
+    method: LinkMethod | None
+    spans: tuple[tuple[int, int], ...]
+    handles: list[PoolHandle]
+    length: int
+    layout: LinkingLayout
+    key: str = ""
+    interior: Range | None = None
+
+    @cached_property
+    def plan(self) -> LinkPlan:
+        """Of the whole prompt."""
+        if self.method is None:
+            return LinkPlan((), (), 0)
+        return self.layout.plan(self.method, self.length, self.spans)
+
+    def hash_extra(self, start: int, end: int) -> tuple[Any, ...]:
+        """What belongs to the hash of tokens [start, end): how its documents are linked; nothing where there are none.
+
+        Which documents these are, their tokens say, which are in the hash anyway; it is chained, so that all behind a
+        document is apart from what plain prompts have.
+        """
+        if self.method is None:
+            return ()
+        touched = [(begin - start, tokens) for begin, tokens in self.spans if begin < end and begin + tokens > start]
+        return ("comb", self.method.compiled, self.method.seam_tokens, *touched) if touched else ()
+
+
+def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> RequestLink | None:
+    """Of a request that `check_request` has let pass; None without documents to link.
+
+    Args:
+        started: the engine's method, which all documents are compiled for.
+
+    Raises:
+        ValueError: if its documents don't fit its prompt, its method or the pool.
+    """
+    parameters = request.sampling_params
+    token = None if parameters is None else (parameters.extra_args or {}).get(KEY)
+    if token is None or request.lora_request is not None:
+        return None  # documents are compiled without a LoRA; with one, the prompt is computed whole
+    capability, prompt = capability_of(token), request.prompt_token_ids
+    if not capability.method:
+        return None
+    spans = capability.spans_in(prompt)
+    room = {"num_blocks": layout.num_blocks, "block_size": layout.block_size, "more": layout.state_rows}
+    handles = unpack(capability.documents, **room)
+    if [handle.tokens for handle in handles] != [tokens for _, tokens in spans]:
+        raise ValueError(f"{len(handles)} documents of {sum(h.tokens for h in handles)} tokens don't fit {spans}")
+    method = None if capability.method == COMPILE else LinkMethod.parse(capability.method)
+    if method is not None and started.states and method.compiled != started.compiled:
+        raise ValueError(f"documents here are compiled for {started.name}, and not for {method.name}")
+    link = RequestLink(name_of(token), method, spans, handles, len(prompt), layout, capability.salt)
+    if method is None:
+        if len(spans) != 1 or sum(spans[0]) != link.length:
+            raise ValueError("a document is compiled at the end of its own prompt")
+        if started.states:
+            link.interior = interior(link.length, *layout.seams(started))
+    _ = link.plan  # spans that don't fit are found here
+    return link

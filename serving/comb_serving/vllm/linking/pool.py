@@ -1,0 +1,214 @@
+"""A rank's pool of compiled documents: what its layers had in vLLM's cache, token by token, in blocks.
+
+Behind a document's tokens is what it does to the states of linear layers, as bytes in as many rows as that takes.
+Which block holds which document is known to the manager in front alone (`comb_serving.manager`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comb_serving.pool.handles import PoolHandle
+from comb_serving.vllm.linking.cache_access import CacheReader, cached_layers, linear_layers, token_shape, write
+from comb_serving.vllm.linking.commands import Blocks, LinkingMetadata, LoadCommand, SaveCommand
+from comb_serving.vllm.linking.positions import KeyPositions, find_positions
+from comb_serving.vllm.linking.setup import method_of
+from comb_serving.vllm.linking.states import DocumentStates
+from comb_serving.vllm.linking.tiers import KeptDocuments
+
+logger = logging.getLogger(__name__)
+
+
+class DocumentPool:
+    """Made when the model is loaded, before vLLM measures what memory is left for its cache.
+
+    Args:
+        layers: attention layers with a cache, by name.
+        states: of its linear layers; None where there are none.
+        num_blocks, block_size: blocks of the pool, and tokens in each.
+        kept: where documents are kept that have left it.
+
+    Attributes:
+        rows: [slots, width of all layers], a token's in the order of the layers.
+
+    Raises:
+        OSError: if there is no room for it.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, Any],
+        positions: KeyPositions,
+        states: DocumentStates | None = None,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: KeptDocuments | None = None,
+    ) -> None:
+        self.layers, self.positions, self.states = layers, positions, states
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+        self.columns: dict[str, slice] = {}  # of each layer
+        width = 0
+        for name, layer in layers.items():
+            self.columns[name] = slice(width, width := width + token_shape(layer).width)
+        try:
+            self.rows = torch.empty(num_blocks * block_size, width, dtype=dtype, device=device)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            raise OSError(
+                f"no room for a pool of {num_blocks} blocks of {block_size} tokens on {device}: make "
+                f"--comb-pool-bytes smaller ({error})"
+            ) from error
+        self.kept = kept
+        self._places: dict[str, tuple[int, int]] = {}  # of each layer: its cache group, and tokens in a block of it
+        self._readers: dict[int, CacheReader] = {}  # by tokens in a block
+
+    @classmethod
+    def for_model(cls, model: Any, vllm_config: Any, *, total_bytes: int, ranks: int, block_size: int) -> DocumentPool:
+        """The pool of one of `ranks` ranks, when all pools together may take `total_bytes`.
+
+        Raises:
+            ValueError: for a model whose documents can't be moved, or if not even one block fits.
+        """
+        linear = method_of(vllm_config).states
+        layers = cached_layers(vllm_config, states=linear)
+        states = DocumentStates(linear_layers(vllm_config)) if linear else None
+        dtype = vllm_config.model_config.dtype
+        positions = find_positions(model, layers, vllm_config)
+        width = sum(token_shape(layer).width for layer in layers.values())
+        size = width * dtype.itemsize * block_size * ranks
+        if total_bytes < size:
+            raise ValueError(f"a pool of {total_bytes} bytes is less than one block of {block_size} tokens, {size}")
+        device, blocks = next(model.parameters()).device, total_bytes // size
+        pool = cls(layers, positions, states, num_blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+        if pool.state_rows >= blocks * block_size:
+            raise ValueError(
+                f"a pool of {total_bytes} bytes doesn't hold the states of one document, "
+                f"{pool.state_rows * pool.bytes_per_token * ranks}: make --comb-pool-bytes larger"
+            )
+        return pool
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Over all layers of this rank."""
+        return self.rows.shape[1] * self.rows.element_size()
+
+    @property
+    def state_rows(self) -> int:
+        """Rows behind the tokens of each document."""
+        return 0 if self.states is None else -(-self.states.nbytes // self.bytes_per_token)
+
+    def attach(self, groups: Sequence[Any]) -> None:
+        """vLLM's cache is there, in these groups of layers: finds out where it keeps what, so that a backend that
+        can't be read ends the start."""
+        numbers = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+        for name, layer in self.layers.items():
+            size = groups[numbers[name]].kv_cache_spec.block_size
+            self._places[name] = numbers[name], size
+            self._readers.setdefault(size, CacheReader(size))
+            self._readers[size].read(layer, torch.zeros(1, dtype=torch.long, device=self.device))
+        if self.states is not None:
+            self.states.attach(numbers)
+
+    def close(self) -> None:
+        """Documents on their way to the disk get there."""
+        if self.kept is not None:
+            self.kept.close()
+            self.kept = None
+        if self.states is not None:
+            self.states.close()
+
+    @torch.inference_mode()
+    def before_step(self, metadata: LinkingMetadata) -> None:
+        """Documents go into the blocks of requests."""
+        if metadata.loads:
+            self.load(metadata.loads)
+        if self.states is not None:
+            for compose in metadata.composes:
+                self.states.compose(compose, self._read_states(compose.handle))
+            self.states.listen(metadata.captures)
+
+    @torch.inference_mode()
+    def after_step(self, metadata: LinkingMetadata) -> None:
+        """What was computed of documents goes into the pool."""
+        for capture in metadata.captures:
+            assert self.states is not None
+            memory = self._read_states(capture.handle)
+            self.states.capture(capture, memory)
+            self._write_states(capture.handle, memory)
+        for save in metadata.saves:
+            self.save(save)
+
+    def save(self, command: SaveCommand) -> None:
+        """Copies a compiled document out of vLLM's cache."""
+        start, tokens = command.start, command.handle.tokens
+        target = self._slots(command.handle, 0, tokens)
+        for name, layer in self.layers.items():
+            source = self._cache_slots(name, command.blocks, start, start + tokens)
+            self.rows[target, self.columns[name]] = self._readers[self._places[name][1]].read(layer, source)
+        if command.stateless and self.states is not None:
+            self.rows[self._slots(command.handle, tokens, self.state_rows)] = 0
+        if self.kept is not None:
+            self.kept.keep(command.key, self.rows[self._slots(command.handle, 0, tokens + self.state_rows)])
+
+    @torch.inference_mode()
+    def fetch(self, key: str, handle: PoolHandle) -> str | None:
+        """Copies a document into the pool from the tier that still has it; None if none has, or what it has is of no
+        use."""
+        found = None if self.kept is None else self.kept.fetch(key)
+        rows = handle.tokens + self.state_rows
+        if found is None or found[0].shape != (rows, self.rows.shape[1]):
+            return None
+        self.rows[self._slots(handle, 0, rows)] = found[0].to(self.device)
+        if self.states is not None and (damage := self.states.damaged(self._read_states(handle))):
+            logger.warning("document %s is compiled again: %s", key[:12], damage)
+            return None
+        return found[1]
+
+    @torch.inference_mode()
+    def load(self, commands: Sequence[LoadCommand]) -> None:
+        """Copies documents into vLLM's cache, keys re-rotated to where they stand now; one write for each layer."""
+        sources, compiled, linked = [], [], []
+        for load in commands:
+            tokens = load.end - load.start
+            sources.append(self._slots(load.handle, load.offset, tokens))
+            begin = load.compiled + load.offset
+            compiled.append(torch.arange(begin, begin + tokens, device=self.device))
+            linked.append(torch.arange(load.start, load.end, device=self.device))
+        source, targets = torch.cat(sources), {}
+        turn = self.positions.rerotation(torch.cat(compiled), torch.cat(linked))
+        for name, layer in self.layers.items():
+            if (place := self._places[name]) not in targets:  # layers of a group have the same
+                slots = [self._cache_slots(name, load.blocks, load.start, load.end) for load in commands]
+                targets[place] = torch.cat(slots)
+            shape = token_shape(layer)
+            parts = shape.split(self.rows[source, self.columns[name]])  # of a copy
+            turn.apply(parts[shape.rotated], self.positions.layers[name])
+            write(layer, parts[0], parts[1], targets[place])
+
+    def _read_states(self, handle: PoolHandle) -> Tensor:
+        """A copy of a document's bytes behind its tokens."""
+        assert self.states is not None
+        rows = self.rows[self._slots(handle, handle.tokens, self.state_rows)]
+        return rows.view(torch.uint8).flatten()[: self.states.nbytes]
+
+    def _write_states(self, handle: PoolHandle, memory: Tensor) -> None:
+        rows = torch.zeros(self.state_rows * self.bytes_per_token, dtype=torch.uint8, device=self.device)
+        rows[: len(memory)] = memory
+        target = self._slots(handle, handle.tokens, self.state_rows)
+        self.rows[target] = rows.view(self.rows.dtype).view(self.state_rows, -1)
+
+    def _slots(self, handle: PoolHandle, offset: int, tokens: int) -> Tensor:
+        places = torch.arange(offset, offset + tokens, device=self.device)
+        blocks = torch.tensor(handle.blocks, device=self.device)
+        return blocks[places // self.block_size] * self.block_size + places % self.block_size
+
+    def _cache_slots(self, name: str, blocks: Blocks, start: int, end: int) -> Tensor:
+        (group, size), places = self._places[name], torch.arange(start, end, device=self.device)
+        return torch.tensor(blocks[group], device=self.device)[places // size] * size + places % size

@@ -1,0 +1,169 @@
+"""How cached keys depend on positions, found out from vLLM's own modules: each layer is asked, none is believed.
+
+The model is run for one token at several positions, with attention that returns nothing: so all that differs from row
+to row comes from positions. What reaches a layer's cache either is the same everywhere, or the cosines and sines of
+one of the model's rotary modules must take the key of one position to those of all others. Everything else is refused:
+positions that are added to embeddings, frequencies that change with the length of the prompt, and what nobody has
+thought of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+from comb.linking.rotation import Rerotation, Rotation
+from comb_serving.vllm.linking.cache_access import token_shape
+from comb_serving.vllm.linking.scans import is_linear
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the largest key
+_STEADY = ("default", "linear", "llama3", "yarn")  # transformers' kinds that don't depend on the length of a prompt
+
+
+@dataclass(frozen=True)
+class KeyPositions:
+    """Rotary tables of a model, and which of them each layer's keys are rotated by.
+
+    Args:
+        tables: cosines and sines [positions, m] of each, float32, as vLLM computes them.
+        layers: by name; None where keys have no positions.
+    """
+
+    tables: tuple[tuple[Tensor, Tensor], ...]
+    layers: dict[str, Rotation | None]
+
+    def rerotation(self, compiled: Tensor, linked: Tensor) -> Rerotation:
+        """What takes keys [T, heads, dim] from positions [T] to positions [T], in every table."""
+        return Rerotation(tuple(_between(cos, sin, compiled, linked) for cos, sin in self.tables))
+
+
+def _between(cos: Tensor, sin: Tensor, compiled: Tensor, linked: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, 1, m] of the angles between positions; a factor on both (YaRN's) falls out."""
+    (c, s), (c2, s2) = ((cos[at, None].double(), sin[at, None].double()) for at in (compiled, linked))
+    size = c * c + s * s
+    return ((c * c2 + s * s2) / size).float(), ((s2 * c - c2 * s) / size).float()
+
+
+def find_positions(model: nn.Module, layers: dict[str, Any], vllm_config: Any) -> KeyPositions:
+    """Asks each layer.
+
+    Raises:
+        ValueError: for a layer whose keys can't be taken to another position.
+    """
+    last = vllm_config.model_config.max_model_len - 1
+    device = next(model.parameters()).device
+    positions = torch.tensor(sorted({0, 1, min(2, last), last // 3, last}), device=device)
+    keys = _keys(model, layers, positions, vllm_config)
+    tables: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        if (table := _table(module, last + 1, device)) is not None:
+            tables[module] = table
+    order = list(tables)
+    rotations = {name: _rotation(name, found, positions, list(tables.values())) for name, found in keys.items()}
+    return KeyPositions(tuple(tables[module] for module in order), rotations)
+
+
+@torch.inference_mode()
+def _keys(model: nn.Module, layers: dict[str, Any], positions: Tensor, vllm_config: Any) -> dict[str, Tensor]:
+    """The part of each layer's cache that may hold positions [P, heads, dim], for one token at P positions."""
+    caught: dict[str, tuple[Tensor, Tensor]] = {}
+    everywhere = [(name, layer) for name, layer in vllm_config.compilation_config.static_forward_context.items()
+                  if isinstance(layer, Attention | MLAAttention)]  # fmt: skip
+    linear = [layer for layer in vllm_config.compilation_config.static_forward_context.values() if is_linear(layer)]
+    for name, layer in everywhere:
+        layer.forward = partial(_catch, name, layer, caught)  # on this object alone, in front of its class's
+    for layer in linear:
+        layer.forward = _nothing
+    try:
+        with set_forward_context(None, vllm_config, num_tokens=len(positions), skip_compiled=True):
+            model(input_ids=torch.ones_like(positions, dtype=torch.int32), positions=positions)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} can't be asked for its keys: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for layer in [*(layer for _, layer in everywhere), *linear]:
+            del layer.forward
+    found = {}
+    for name, layer in layers.items():
+        if name not in caught:
+            raise ValueError(f"{name}: {type(model).__name__} doesn't bring keys to its cache")
+        shape = token_shape(layer)
+        parts = [part.reshape(len(positions), *size) for part, size in zip(caught[name], shape.parts, strict=True)]
+        other = parts[1 - shape.rotated].float()
+        if (other - other[:1]).abs().max() > _bound(parts[1 - shape.rotated]):
+            raise ValueError(f"{name}: what is cached beside keys depends on positions, so a document can't be moved")
+        found[name] = parts[shape.rotated]
+    return found
+
+
+def _catch(
+    name: str, layer: Any, caught: dict[str, tuple[Tensor, Tensor]], query: Tensor, first: Tensor, second: Tensor,
+    output_shape: Any = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """In place of an attention layer: keeps what goes into the cache, and adds nothing to any row."""
+    caught[name] = first, second
+    if output_shape is None:
+        output_shape = (len(query), layer.num_heads * getattr(layer, "head_size_v", layer.head_size))
+    return query.new_zeros(output_shape)
+
+
+def _nothing(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """In place of a linear layer: tokens that follow each other in a sequence would leave traces in each other."""
+    return torch.zeros_like(hidden_states)
+
+
+def _bound(keys: Tensor) -> float:
+    return TOLERANCE[keys.dtype] * float(keys.abs().max())
+
+
+def _rotation(name: str, keys: Tensor, positions: Tensor, tables: Sequence[tuple[Tensor, Tensor]]) -> Rotation | None:
+    """By which table the key of each position is taken to all others; None if keys have no positions."""
+    bound, keys = _bound(keys), keys.float()
+    if (keys - keys[:1]).abs().max() <= bound:
+        return None
+    pairs = [(a, b) for a in range(len(positions)) for b in range(len(positions)) if a != b]
+    sources, targets = (torch.tensor(side, device=keys.device) for side in zip(*pairs, strict=True))
+    for source, table in enumerate(tables):
+        turn = Rerotation((_between(*table, positions[sources], positions[targets]),))
+        for start in sorted({0, keys.shape[-1] - 2 * table[0].shape[1]}):
+            for interleaved in (False, True) if start >= 0 else ():
+                rotation = Rotation(0, start, interleaved)
+                if (turn.apply(keys[sources].clone(), rotation) - keys[targets]).abs().max() <= bound:
+                    return Rotation(source, start, interleaved)
+    raise ValueError(
+        f"{name}: no rotary embedding of the model explains how its keys change with positions; where positions are "
+        "added to embeddings, a document can't be moved"
+    )
+
+
+def _table(module: nn.Module, count: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines [count, m] of a rotary module, vLLM's or transformers'; None for any other module."""
+    rounded = getattr(module, "cos_sin_cache", None)
+    if isinstance(rounded, Tensor):
+        if rounded.ndim != 2 or len(rounded) < count:
+            return None
+        # in float32 where its own are rounded to the model's dtype
+        compute = getattr(module, "_compute_cos_sin_cache", None)
+        exact = rounded if compute is None or rounded.dtype == torch.float32 else compute()
+        cos, sin = (exact if exact.shape == rounded.shape else rounded).to(device, torch.float32).chunk(2, dim=-1)
+        return cos.contiguous(), sin.contiguous()
+    if not isinstance(getattr(module, "inv_freq", None), Tensor) or getattr(module, "rope_type", "") not in _STEADY:
+        return None
+    try:
+        found = module(torch.zeros(1, device=device), torch.arange(count, device=device)[None])
+        cos, sin = (part[0].float() for part in found)
+    except (TypeError, ValueError, KeyError, AttributeError):  # with arguments of its own: nothing known here
+        return None
+    half = cos.shape[-1] // 2
+    if torch.equal(cos[:, :half], cos[:, half:]):
+        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
+    return cos[:, ::2].contiguous(), sin[:, ::2].contiguous()

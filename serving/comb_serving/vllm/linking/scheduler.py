@@ -1,0 +1,137 @@
+"""vLLM's scheduler with documents: what is linked waits for its seams, which are rows of a step like any others.
+
+A seam's row is announced to the worker as a new request with the blocks of the request that it belongs to. Its prompt
+is that of the request up to one token behind the seam, so that nothing is sampled from it, and with the next step the
+worker is told that it has ended. To this scheduler it doesn't exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob
+from comb_serving.vllm.linking.links import RequestLink
+from comb_serving.vllm.scheduler import CheckedScheduler
+
+SEAM = "comb-seam-"
+
+
+def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
+    """In place of a ``--scheduler-cls``: the one that vLLM would take for this configuration, with linking."""
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    made: Scheduler = type(f"Linking{base.__name__}", (LinkingScheduler, base), {})(vllm_config=vllm_config, **options)
+    return made
+
+
+class LinkingScheduler(CheckedScheduler):
+    """Comes first among the bases."""
+
+    connector: LinkingConnector
+    max_num_scheduled_tokens: int
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.connector.requests = self.requests
+        self._hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+        self._numbers = itertools.count()
+
+    def admit(self, request: Any) -> None:
+        """Beside the check of all requests: what it links, and under which hashes its blocks are kept."""
+        super().admit(request)
+        link = self.connector.admit(request)
+        if link is not None and link.method is not None and request._block_hasher is not None:
+            request._block_hasher = self._hasher(link)
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def _hasher(self, link: RequestLink) -> Callable[[Any], list[Any]]:
+        """Blocks in front of the first document keep the hashes of plain prompts, and are shared with them; what has
+        approximate keys and values never has an exact prompt's hash."""
+
+        def hasher(request: Any) -> list[Any]:
+            size, known = self.hash_block_size, list(request.block_hashes)
+            for start in range(len(known) * size, request.num_tokens - size + 1, size):
+                plain, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
+                extra = (*(plain or ()), *link.hash_extra(start, start + size))
+                tokens = request.all_token_ids[start : start + size]
+                known.append(hash_block_tokens(self._hash, known[-1] if known else None, tokens, extra or None))
+            return known[len(request.block_hashes) :]
+
+        return hasher
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """A step of vLLM's, and the seams that it has room for."""
+        limit = self.max_num_scheduled_tokens
+        waiting = sum(job.tokens for job in self.connector.jobs.values())
+        self.max_num_scheduled_tokens = limit - min(waiting, limit // 2)  # who links doesn't starve
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = limit
+        self._add_seams(output, limit - output.total_num_scheduled_tokens)
+        if output.kv_connector_metadata.before_step:
+            output.has_sync_kv_loads = True  # for requests that wait for seams too
+        return output
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """The one place where vLLM asks for a chunk's end; here steps also end where states are captured."""
+        count: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return self.connector.chunk(request.request_id, num_computed_tokens, count)
+
+    def _add_seams(self, output: SchedulerOutput, tokens: int) -> None:
+        """Rows for the seams of waiting requests, first come, first served, as far as tokens and rows allow."""
+        rows = self.max_num_running_reqs - len(self.running)
+        for name, job in list(self.connector.jobs.items()):
+            while job.ranges and tokens > 0 and rows > 0:
+                start, end = job.ranges.pop(0)
+                if (interior := job.interiors.pop(start, None)) is not None:
+                    output.kv_connector_metadata.composes.append(interior)
+                count = min(end - start, tokens)
+                row = self._row(job, start, start + count)
+                output.scheduled_new_reqs.append(row)
+                output.num_scheduled_tokens[row.req_id] = count
+                output.total_num_scheduled_tokens += count
+                self.finished_req_ids.add(row.req_id)  # told with the next step
+                tokens, rows = tokens - count, rows - 1
+                if start + count < end:
+                    job.ranges.insert(0, (start + count, end))
+                if job.interiors:
+                    break
+            if not job.ranges:
+                if job.interiors:  # it comes before the request's own first step
+                    (self.connector.behind_seams[name],) = job.interiors.values()
+                del self.connector.jobs[name]
+                self.finished_recving_kv_req_ids.add(name)  # its own first step comes behind this one
+
+    def _row(self, job: SeamJob, start: int, end: int) -> NewRequestData:
+        tokens = job.request.prompt_token_ids[: end + 1]
+        return NewRequestData(
+            req_id=f"{SEAM}{next(self._numbers)}",
+            prompt_token_ids=tokens,
+            mm_features=[],
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
+            pooling_params=None,
+            block_ids=job.blocks,
+            num_computed_tokens=start,
+            lora_request=job.request.lora_request,
+            prefill_token_ids=tokens if self.use_v2_model_runner else None,
+        )
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
+        """Who leaves before its seams are computed gives its blocks back at once: no step will write to them."""
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
+        names = list(self.requests) if names is None else list(names)
+        for name in names:
+            if self.connector.jobs.pop(name, None) is not None:
+                self.finished_recving_kv_req_ids.add(name)
+        found: list[Any] = super().finish_requests(names, finished_status)
+        return found

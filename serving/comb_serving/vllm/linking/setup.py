@@ -1,0 +1,94 @@
+"""vLLM's options for linking, and what it can't be combined with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.vllm.versions import TESTED, is_tested
+
+CONNECTOR = "LinkingConnector"
+CONNECTOR_MODULE = "comb_serving.vllm.linking.connector"
+SCHEDULER = "comb_serving.vllm.linking.scheduler.make_scheduler"
+WORKER = "comb_serving.vllm.linking.worker.LinkingWorker"
+
+LEAST_TOKENS = 8  # in a step: interiors are never computed token by token
+
+
+def engine_options(method: LinkMethod) -> dict[str, Any]:
+    """Arguments of vLLM's engine; without vLLM installed they can be had too."""
+    transfer = {
+        "kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both",
+        "kv_connector_extra_config": {"method": method.name},
+    }  # fmt: skip
+    options = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER, "worker_cls": WORKER}
+    if method.states:
+        # with it vLLM keeps states at the ends of blocks, where linked ones would be found by plain prompts
+        return {**options, "enable_prefix_caching": False}
+    # layers with a sliding window keep all tokens beside those without: seams attend to blocks that would be gone
+    return {**options, "disable_hybrid_kv_cache_manager": True}
+
+
+def method_of(vllm_config: Any) -> LinkMethod:
+    """The method that an engine was started with."""
+    return LinkMethod.parse(vllm_config.kv_transfer_config.get_from_extra_config("method", "naive"))
+
+
+def check_version(version: str) -> None:
+    """Raises ImportError for a vLLM whose scheduler nobody has tried: its interface may change with every version."""
+    if not is_tested(version):
+        tested = ", ".join(f"{one}.x" for one in TESTED)
+        raise ImportError(f"linking without training was tested with vLLM {tested}, this is {version}: install that")
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raises ValueError for what linked documents don't work with."""
+    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
+    for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size",
+                 "prefill_context_parallel_size"):  # fmt: skip
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(f"documents are linked with {name} 1, not {getattr(parallel, name)}")
+    if parallel.enable_dbo:
+        raise ValueError("documents are linked without enable_dbo: halves of a batch would not see each other's seams")
+    if vllm_config.speculative_config is not None:
+        raise ValueError("documents are linked without speculative decoding, which has not been tried with them")
+    if not cache.cache_dtype.startswith(("auto", "float", "bfloat")):
+        raise ValueError(f"documents are linked in a KV cache of the model's own dtype, not kv_cache_dtype "
+                         f"{cache.cache_dtype}: leave it at auto")  # fmt: skip
+    if model.is_encoder_decoder or model.is_multimodal_model or model.runner_type != "generate":
+        raise ValueError("documents are linked in models that generate text from text alone")
+    if vllm_config.lora_config is not None:
+        raise ValueError("documents are linked without LoRA: each document would have other keys under each of them")
+    if model.enable_sleep_mode:
+        raise ValueError("documents are linked without sleep mode: the pool would not sleep with the cache")
+
+
+def check_states(vllm_config: Any) -> None:
+    """Raises ValueError for what the states of linear layers aren't linked with."""
+    if vllm_config.cache_config.enable_prefix_caching or vllm_config.cache_config.mamba_cache_mode != "none":
+        raise ValueError("hypic links states without vLLM's prefix cache: leave --enable-prefix-caching away")
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise ValueError("hypic links states with tensor_parallel_size 1: more has not been tried")
+    if (tokens := vllm_config.scheduler_config.max_num_batched_tokens) < LEAST_TOKENS:
+        raise ValueError(f"hypic links states with max_num_batched_tokens of at least {LEAST_TOKENS}, not {tokens}")
+
+
+def check_groups(kv_cache_config: Any, method: LinkMethod) -> None:
+    """Raises ValueError unless every layer keeps keys and values of all tokens; with linear layers, or one state."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+
+    if method.states:
+        odd = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups
+               if not isinstance(group.kv_cache_spec, FullAttentionSpec | MLAAttentionSpec | MambaSpec)}  # fmt: skip
+        if odd:
+            raise ValueError(f"hypic links full attention and linear layers, not {', '.join(sorted(odd))}")
+        return
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups})
+    if not all(isinstance(group.kv_cache_spec, FullAttentionSpec | MLAAttentionSpec)
+               for group in kv_cache_config.kv_cache_groups):  # fmt: skip
+        raise ValueError(
+            f"documents are linked in models whose layers all keep the whole prompt, not with {', '.join(kinds)}: "
+            "behind a sliding window, or in a recurrent state, there is nothing to write them to"
+        )
+    if len(kinds) > 1 or len(kv_cache_config.kv_cache_groups) > 1:
+        raise ValueError(f"documents are linked in models with one kind of KV cache, not {', '.join(kinds)}")

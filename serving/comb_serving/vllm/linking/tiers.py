@@ -1,0 +1,139 @@
+"""Documents beyond their time in a rank's pool: in host memory, and in files that outlive the server.
+
+A document that was compiled is copied there behind the engine's back, and copied back instead of being compiled again.
+Whatever goes wrong with it here (no room, a damaged file, a full disk) means that it is compiled again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor
+
+from comb.cache.picache import PICache, register_kind
+from comb.cache.store import PICacheStore
+
+logger = logging.getLogger(__name__)
+
+_WAITING = 64  # documents on their way down; more are let go, rather than that the engine waits
+
+
+@register_kind
+@dataclass(frozen=True, eq=False, repr=False)
+class PoolRowsPICache(PICache):
+    """What a rank's layers cache of a document's tokens, one layer behind the other: [tokens, width of all layers]."""
+
+    rows: Tensor
+    kind: ClassVar[str] = "pool-rows"
+
+    def __post_init__(self) -> None:
+        if self.rows.ndim != 2 or not len(self.rows):
+            raise ValueError(f"PoolRowsPICache expects rows [tokens >= 1, width], got {list(self.rows.shape)}")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.rows)
+
+
+class _NotKeptError(KeyError):
+    """No tier has the document."""
+
+
+class KeptDocuments:
+    """One rank's lower tiers.
+
+    Args:
+        host_bytes: budget of this rank in memory.
+        disk_path: folder of this rank alone; None: no such tier.
+        disk_bytes: budget there; None: unbounded.
+        largest_bytes: of one document, which always finds room on its way to the disk.
+
+    Raises:
+        ValueError: for a folder that can't be used.
+    """
+
+    def __init__(self, host_bytes: int, disk_path: Path | None, disk_bytes: int | None, largest_bytes: int) -> None:
+        self._store = PICacheStore(
+            device="cpu",
+            device_bytes=max(host_bytes, 0 if disk_path is None else largest_bytes),
+            disk_path=disk_path,
+            disk_bytes=disk_bytes,
+        )
+        self._flushes = disk_path is not None
+        self._queue: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._work, name="comb-kept-documents", daemon=True)
+        self._thread.start()
+
+    def keep(self, key: str, rows: Tensor) -> None:
+        """Takes a document [tokens, width], which nobody changes afterwards; never waits."""
+        try:
+            self._queue.put_nowait((key, rows))
+        except queue.Full:
+            logger.warning("document %s is not kept: %d wait already", key[:12], _WAITING)
+
+    def fetch(self, key: str) -> tuple[Tensor, str] | None:
+        """A document's rows on the host, and the tier that had it ("host" or "disk"); None if none has."""
+
+        def compile(_: Sequence[int]) -> Sequence[PICache]:
+            raise _NotKeptError(key)
+
+        try:
+            with self._store.acquire([key], compile) as found:
+                picache, tier = found[0].picache, found[0].tier
+        except _NotKeptError:
+            return None
+        except Exception as error:
+            logger.warning("document %s is compiled again: %s", key[:12], error)
+            return None
+        if not isinstance(picache, PoolRowsPICache):
+            return None
+        return picache.rows, "host" if tier == "device" else "disk"  # the store's uppermost tier is host memory
+
+    def nbytes(self) -> dict[str, int]:
+        """What is kept, by tier."""
+        tiers = self._store.stats().tiers
+        return {name: tiers[tier].bytes for name, tier in (("host", "device"), ("disk", "disk")) if tier in tiers}
+
+    def close(self) -> None:
+        """Ends when all that waits is kept."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._try(item[0], partial(self._admit, *item))
+            item = None  # the rows may be a GPU's
+            if self._flushes and self._queue.empty():
+                self._try("", self._store.flush)
+        if self._flushes:
+            self._try("", self._store.flush)
+
+    def _admit(self, key: str, rows: Tensor) -> None:
+        picache = PoolRowsPICache(key, rows.to("cpu", copy=True))
+        self._store.acquire([key], lambda _: [picache]).release()
+
+    def _try(self, key: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            logger.warning("documents are not kept (%s): %s: %s", key[:12] or "disk", type(error).__name__, error)
+
+
+def kept_documents(
+    *, host_bytes: int, disk_path: str | None, disk_bytes: int | None, rank: int, ranks: int, largest_bytes: int
+) -> KeptDocuments | None:
+    """The lower tiers of one of `ranks` ranks, which share the budgets; None without any."""
+    if not host_bytes and disk_path is None:
+        return None
+    folder = None if disk_path is None else Path(disk_path) / f"rank-{rank}-of-{ranks}"
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    share = None if disk_bytes is None else disk_bytes // ranks
+    return KeptDocuments(host_bytes // ranks, folder, share, largest_bytes)

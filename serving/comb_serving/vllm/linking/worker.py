@@ -1,0 +1,110 @@
+"""The worker with a pool of documents: vLLM's own for the platform, which makes the pool when it has the model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import vllm
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from comb.backbones.discovery import start_token_id
+from comb.backbones.identity import weights_fingerprint
+from comb_serving.config.options import DISK_BYTES, DISK_PATH, HOST_BYTES, POOL_BLOCK, POOL_BYTES, instance_dir
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.pool.handles import PoolHandle
+from comb_serving.vllm.linking.connector import LinkingConnector
+from comb_serving.vllm.linking.pool import DocumentPool
+from comb_serving.vllm.linking.setup import check_engine, check_states, check_version, method_of
+from comb_serving.vllm.linking.tiers import kept_documents
+from comb_serving.vllm.pool import total_bytes
+
+
+class PoolWorker:
+    """The part that doesn't depend on the platform; comes first among the bases."""
+
+    model_runner: Any
+    vllm_config: Any
+    comb_pool: DocumentPool
+
+    def load_model(self, **options: Any) -> None:
+        """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
+        check_version(vllm.__version__)
+        check_engine(self.vllm_config)
+        if method_of(self.vllm_config).states:
+            check_states(self.vllm_config)
+        super().load_model(**options)  # type: ignore[misc]
+        model, ranks = self.model_runner.get_model(), get_tensor_model_parallel_world_size()
+        folder, device = instance_dir(), next(model.parameters()).device
+        self.comb_pool = DocumentPool.for_model(
+            model,
+            self.vllm_config,
+            total_bytes=total_bytes(os.environ[POOL_BYTES], device, folder, ranks),
+            ranks=ranks,
+            block_size=int(os.environ.get(POOL_BLOCK, "16")),
+        )
+        disk_bytes = os.environ.get(DISK_BYTES)
+        self.comb_pool.kept = kept_documents(
+            host_bytes=int(os.environ.get(HOST_BYTES, "0")),
+            disk_path=os.environ.get(DISK_PATH),
+            disk_bytes=None if disk_bytes is None else int(disk_bytes),
+            rank=get_tensor_model_parallel_rank(),
+            ranks=ranks,
+            largest_bytes=self.comb_pool.bytes_per_token
+            * (self.vllm_config.model_config.max_model_len + self.comb_pool.state_rows),
+        )
+        if get_tensor_model_parallel_rank() == 0:
+            self._layout(model).write(folder)
+
+    def _layout(self, model: Any) -> LinkingLayout:
+        config, pool = self.vllm_config.model_config, self.comb_pool
+        return LinkingLayout(
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            bytes_per_token=pool.bytes_per_token,
+            fingerprint=weights_fingerprint(model),
+            dtype=str(config.dtype).removeprefix("torch."),
+            max_document_tokens=config.max_model_len - 1,  # one token has to be sampled, if nobody sees it
+            vocab_size=config.get_vocab_size(),
+            dummy=start_token_id(config.hf_text_config),
+            state_rows=pool.state_rows,
+            columns=0 if pool.states is None else pool.states.columns,
+        )
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """vLLM's cache is made: from now on there is something to copy from and to."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, LinkingConnector)
+        self.comb_pool.attach(kv_cache_config.kv_cache_groups)
+        connector.pool = self.comb_pool
+
+    def comb_fetch(self, key: str, tokens: int, blocks: list[int]) -> str | None:
+        """Asked by the front: the tier from which a document has come into the pool; None if it must be compiled."""
+        return self.comb_pool.fetch(key, PoolHandle(tokens, tuple(blocks)))
+
+    def comb_kept(self) -> dict[str, int]:
+        """Asked by the front: bytes of documents that have left the pool, by tier."""
+        return {} if self.comb_pool.kept is None else self.comb_pool.kept.nbytes()
+
+    def shutdown(self) -> None:
+        """Documents on their way to the disk get there."""
+        if (pool := getattr(self, "comb_pool", None)) is not None:
+            pool.close()
+        super().shutdown()  # type: ignore[misc]
+
+
+def __getattr__(name: str) -> Any:
+    """``LinkingWorker``: for the platform that vLLM runs on, which isn't asked before the worker is made."""
+    if name != "LinkingWorker":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker as Base
+    else:
+        from vllm.v1.worker.gpu_worker import Worker as Base
+    made = type(name, (PoolWorker, Base), {"__module__": __name__})
+    globals()[name] = made
+    return made

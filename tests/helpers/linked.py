@@ -1,0 +1,205 @@
+"""A plain model on vLLM with linking, the library's methods over the same model, and prompts with documents in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+from comb import methods
+from comb_serving.config.instance import read_secret
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.reports import LinkReport, ReportReceiver, name_of
+from comb_serving.pool.capability import COMPILE, KEY, Capability, digest
+from comb_serving.pool.handles import PoolHandle, pack
+from comb_serving.vllm.linking.setup import engine_options
+from tests.helpers.engines import answer, engine, greedy, instance
+from tests.helpers.families import BASE
+
+HEAD = [7, 8, 9, 10, 11, 12, 13]
+
+
+@dataclass(frozen=True)
+class LinkedPrompt:
+    """``head + document + gap + document + ... + tail``, its documents by name."""
+
+    names: str
+    head: tuple[int, ...] = tuple(HEAD)
+    gaps: tuple[tuple[int, ...], ...] = ()
+    tail: tuple[int, ...] = (20, 21, 22, 23)
+
+    def built(self, documents: dict[str, list[int]]) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        """Token ids, and where documents are in them."""
+        ids, spans = list(self.head), []
+        for gap, name in zip(((), *self.gaps, *[()] * len(self.names)), self.names, strict=False):
+            ids += gap
+            spans.append((len(ids), len(documents[name])))
+            ids += documents[name]
+        return [*ids, *self.tail], tuple(spans)
+
+
+@dataclass
+class LinkedEngine:
+    """An engine, its pool's blocks, and what the library says."""
+
+    llm: Any
+    model: Any
+    folder: Path
+    documents: dict[str, list[int]]
+    handles: dict[str, PoolHandle] = field(default_factory=dict)
+    reports: list[LinkReport | None] = field(default_factory=list)
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.layout = LinkingLayout.read(self.folder)
+        self.secret = read_secret(self.folder)
+        self.receiver = ReportReceiver(self.folder)
+        self._number = itertools.count()
+        self._free = list(range(self.layout.num_blocks))[::-2]  # they lie scattered
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine's, which runs in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def signed(self, method: str, prompt: Any, spans: Any, handles: Sequence[PoolHandle], /, **stated: Any) -> str:
+        """A capability; `stated`: what it says otherwise."""
+        means = {
+            "request_id": "", "salt": "", "documents": tuple(pack(handles)), "prompts": (digest(prompt),),
+            "method": method, "spans": (spans,), **stated,
+        }  # fmt: skip
+        return Capability(**means).sign(self.secret)
+
+    def compiling(self, name: str, dummies: int = 0, salt: str = "") -> tuple[Any, Any]:
+        """vLLM's prompt and parameters that compile a document for methods with so many dummies.
+
+        `salt`: under which it is kept beyond the pool.
+        """
+        ids = self.documents[name]
+        handle = PoolHandle(len(ids), tuple(self._free.pop() for _ in range(self.layout.blocks_for(len(ids)))))
+        self.handles[f"{name}{dummies}"] = handle
+        prompt = [*([self.layout.dummy] * dummies), *ids]
+        token = self.signed(COMPILE, prompt, ((dummies, len(ids)),), [handle], salt=salt)
+        own = {"cache_salt": salt} if salt else {}
+        return {"prompt_token_ids": prompt, **own}, greedy(1, {KEY: token})
+
+    def request(self, prompt: LinkedPrompt, method: str, tokens: int = 8, /, **stated: Any) -> tuple[Any, Any]:
+        """vLLM's prompt and parameters; compiles what isn't there yet."""
+        ids, spans = prompt.built(self.documents)
+        parsed = LinkMethod.parse(method)
+        if parsed.full:
+            return {"prompt_token_ids": ids}, greedy(tokens)
+        missing = [name for name in dict.fromkeys(prompt.names) if f"{name}{parsed.dummies}" not in self.handles]
+        if missing:
+            requests = [self.compiling(name, parsed.dummies) for name in missing]
+            self.llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
+        handles = [self.handles[f"{name}{parsed.dummies}"] for name in prompt.names]
+        token = self.signed(parsed.name, ids, spans, handles, **stated)
+        return {"prompt_token_ids": ids}, greedy(tokens, {KEY: token})
+
+    def ask(self, requests: Sequence[tuple[LinkedPrompt, str]], tokens: int = 8) -> list[Any]:
+        """(token ids, log-probabilities of them) per (prompt, method)."""
+        given = [self.request(*each, tokens) for each in requests]
+        scheduler = self.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*arguments, **options)
+
+        scheduler._preempt_request = counted
+        outputs = self.llm.generate(*map(list, zip(*given, strict=True)), use_tqdm=False)
+        scheduler._preempt_request = preempt
+        names = [(parameters.extra_args or {}).get(KEY) for _, parameters in given]
+        self.reports = [None if name is None else self.receiver.take(name_of(name)) for name in names]
+        return [answer(output) for output in outputs]
+
+    def reference(self, prompt: LinkedPrompt, method: str, tokens: int = 8) -> tuple[list[int], list[float]]:
+        """What the library says."""
+        return library_answer(self.model, self.documents, prompt, method, tokens)
+
+
+def library_answer(
+    model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8
+) -> tuple[list[int], list[float]]:
+    """The library's greedy answer by the method of the same name: token ids and their log-probabilities."""
+    made = methods.create(method, model)
+    segments = [documents[name] for name in prompt.names]
+    gaps = [list(gap) for gap in prompt.gaps]
+    gaps += [[]] * (len(segments) - 1 - len(gaps))
+    state = made.link(made.compile(segments), list(prompt.tail), head_ids=list(prompt.head), gaps=gaps)
+    ids, logits = state.generate_with_logits(max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0)
+    logs = logits.float().log_softmax(-1)
+    return list(ids), [log[token].item() for log, token in zip(logs, ids, strict=True)]
+
+
+def three_documents(vocab_size: int) -> dict[str, list[int]]:
+    """Documents A, B and C: blocks filled in part, filled, and many."""
+    draw = torch.Generator().manual_seed(11)
+    sizes = {"A": 13, "B": 8, "C": 30}
+    return {name: torch.randint(5, vocab_size, (size,), generator=draw).tolist() for name, size in sizes.items()}
+
+
+PROMPTS = [
+    LinkedPrompt("ABC"),
+    LinkedPrompt("CAB", gaps=((30, 31), ())),
+    LinkedPrompt("BB", head=()),  # the same document twice, and nothing in front
+    LinkedPrompt("C", head=(), tail=(5,)),  # exact
+    LinkedPrompt("CBA", gaps=((40,), (41, 42, 43))),
+    LinkedPrompt("AC", tail=tuple(range(50, 90))),
+]
+# vLLM's CPU attention knows head sizes from 32 on
+WIDE = {**BASE, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def plain_model(folder: Path, config: Any, std: float = 0.2) -> Any:
+    """A random model, saved in `folder`, whose attention looks at things."""
+    torch.manual_seed(0)
+    made = tf.AutoModelForCausalLM.from_config(config)
+    for parameter in made.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    made.save_pretrained(folder)
+    return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def plain_llama(folder: Path) -> Any:
+    """A Llama with grouped heads."""
+    return plain_model(folder, tf.LlamaConfig(**WIDE))
+
+
+def check_nothing_is_left(scheduler: Any) -> None:
+    """No block, request, link or job."""
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+    assert not scheduler.requests
+    connector = scheduler.connector
+    left = connector.links, connector.jobs, connector._matched, connector._loads, connector.behind_seams
+    assert not any(left)
+
+
+@contextmanager
+def linked_engine(model: Any, method: str = "naive", **options: Any) -> Iterator[LinkedEngine]:
+    """A model served with linking from where it was saved."""
+    ours = engine_options(LinkMethod.parse(method))
+    with instance(2**23) as place, engine(model.name_or_path, **ours, **options) as llm:
+        found = LinkedEngine(llm, model, place, three_documents(model.config.get_text_config().vocab_size))
+        try:
+            yield found
+        finally:
+            found.receiver.close()
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    """Of log-probabilities; infinite where the tokens differ."""
+    (ids, logs), (other_ids, other_logs) = one, other
+    if ids != other_ids:
+        return float("inf")
+    return max(abs(a - b) for a, b in zip(logs, other_logs, strict=True))

@@ -1,0 +1,52 @@
+"""What the library says to prompts that a server has linked documents in, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from comb import methods
+from comb.documents.document import Document, Prompt, PromptBuilder
+from comb_training.nano import CHECKPOINT
+
+Texts = Sequence[str | Document]
+
+
+@dataclass
+class PlainLibrary:
+    """The nano backbone, its prompts, and greedy answers to them by the library's own methods."""
+
+    folder: Any = CHECKPOINT
+
+    @cached_property
+    def model(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+    @cached_property
+    def builder(self) -> PromptBuilder:
+        return PromptBuilder(AutoTokenizer.from_pretrained(self.folder))
+
+    def chat(self, messages: Any, texts: Texts = ()) -> Prompt:
+        return self.builder.build(messages, [self.builder.segment(text) for text in texts])
+
+    def completion(self, text: str, texts: Texts = ()) -> Prompt:
+        return self.builder.complete(text, [self.builder.segment(each) for each in texts])
+
+    def logs(self, prompt: Prompt, method: str, tokens: int) -> list[float]:
+        """Log-probabilities of the tokens of a greedy answer that no end stops."""
+        made = methods.create(method, self.model)
+        gaps = [list(gap) for gap in prompt.gaps] or None
+        state = made.link(
+            made.compile([list(segment) for segment in prompt.segments]), list(prompt.tail),
+            head_ids=list(prompt.head), gaps=gaps,
+        )  # fmt: skip
+        ids, logits = state.generate_with_logits(
+            max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0
+        )
+        logs = logits.float().log_softmax(-1)
+        return [log[token].item() for log, token in zip(logs, ids, strict=True)]

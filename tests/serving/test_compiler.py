@@ -1,0 +1,178 @@
+"""vLLM as what compiles documents of plain models, with an engine that does as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from comb_serving.encoding.compiler import DocumentPrompt, EngineCompiler, LocalCompiler
+from comb_serving.encoding.protocol import EncoderError
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.manager.leases import WantedDocument
+from comb_serving.manager.manager import PICManager
+from comb_serving.pool.capability import COMPILE, Capability
+from comb_serving.pool.handles import PoolHandle, pack
+from tests.helpers.fakes import until
+
+LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096, dummy=1)
+SECRET = b"of the instance"
+HANDLE = PoolHandle(3, (5,))
+NAIVE = LinkMethod("naive")
+
+
+def ended(reason: str = "length") -> Any:
+    return SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
+
+
+class Client:
+    """Answers when `gate` opens."""
+
+    def __init__(self, reason: str = "length", error: Exception | None = None) -> None:
+        self.reason, self.error, self.gate = reason, error, asyncio.Event()
+        self.tiers: list[str | None] = []
+        self.asked: list[Any] = []
+        self.gone = 0
+
+    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((prompt, parameters, request_id))
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.gone += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        yield ended(self.reason)
+
+    async def collective_rpc(self, name: str, args: Any = ()) -> list[Any]:
+        if name == "comb_kept":
+            return [{"host": 3, "disk": 4}, {"host": 5}]
+        assert name == "comb_fetch"
+        self.asked.append(args)
+        return self.tiers
+
+
+def compiler(client: Client, method: LinkMethod = NAIVE) -> EngineCompiler:
+    made = EngineCompiler(LAYOUT, method, SECRET)
+    made.client = client
+    return made
+
+
+@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0:2"])
+async def test_a_document_is_a_request_of_its_own(method: str) -> None:
+    pytest.importorskip("vllm")
+    client, wanted = Client(), LinkMethod.parse(method)
+    made = compiler(client, wanted)
+    identity = await made.identity()
+    assert (identity.method, identity.max_document_tokens) == (wanted.compiled, 63 - wanted.dummies)
+    client.gate.set()
+    found = await made.submit("key", [7, 8, 9], HANDLE)
+    assert found.tier == "compiled"
+    ((prompt, parameters, name),) = client.asked
+    ids = [1] * wanted.dummies + [7, 8, 9]
+    assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == (ids, "key")
+    assert (parameters.max_tokens, parameters.ignore_eos) == (1, True)
+    said = Capability.verify(parameters.extra_args["comb_docs"], SECRET)
+    said.check(f"{name}-x", "key", ids)
+    assert (said.method, said.documents) == (COMPILE, tuple(pack([HANDLE])))
+    assert said.spans_in(ids) == ((wanted.dummies, 3),)
+
+
+def test_a_model_without_dummy_tokens() -> None:
+    with pytest.raises(ValueError, match="has neither: choose --method legolink:16"):
+        EngineCompiler(LinkingLayout(8, 16, 24, "model", "float32", 63, 4096), LinkMethod.parse("legolink-0"), SECRET)
+
+
+@pytest.mark.parametrize("client", [Client(reason="error"), Client(reason="abort"), Client(error=OSError("dead"))])
+async def test_what_goes_wrong_is_an_error_and_leaves_nothing(client: Client) -> None:
+    pytest.importorskip("vllm")
+    client.gate = asyncio.Event()
+    client.gate.set()
+    manager = PICManager(LAYOUT, compiler(client))
+    with pytest.raises(EncoderError, match="vLLM did not compile it"):
+        await manager.acquire([WantedDocument("key", (7, 8, 9))])
+    assert not manager.pool.entries
+    manager.check_integrity()
+
+
+async def test_documents_of_one_request_come_at_once_and_outlive_it() -> None:
+    pytest.importorskip("vllm")
+    client = Client()
+    manager = PICManager(LAYOUT, compiler(client))
+    wanted = [WantedDocument(f"key{place}", (7, place)) for place in range(3)]
+    first, second = [asyncio.create_task(manager.acquire(wanted)) for _ in range(2)]
+    await until(lambda: len(client.asked) == 3)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert client.gone == 0
+    client.gate.set()
+    lease = await second
+    assert [document.state for document in lease.documents] == ["hit"] * 3
+    assert len(client.asked) == 3
+    lease.release()
+    assert (manager.references, manager.counters.documents["compiled"]) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "found"),
+    [(["host"], "host"), (["disk", "host"], "disk"), (["host", None], "compiled"), ([None], "compiled")],
+)
+async def test_what_every_worker_has_kept_comes_back(tiers: list[str | None], found: str) -> None:
+    pytest.importorskip("vllm")
+    client = Client()
+    client.tiers = tiers
+    client.gate.set()
+    made = EngineCompiler(LAYOUT, NAIVE, SECRET, keeps=True)
+    made.client = client
+    assert (await made.submit("key", [7, 8, 9], HANDLE)).tier == found
+    assert client.asked[0] == ("key", 3, [5])
+    assert len(client.asked) == (2 if found == "compiled" else 1)
+    assert made.kept_bytes == {"host": 8, "disk": 4}
+
+
+def in_a_thread() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_in_process_documents_are_compiled_by_the_thread_that_waits(fails: bool) -> None:
+    batches: list[list[DocumentPrompt]] = []
+
+    def generate(requests: list[DocumentPrompt]) -> list[Any]:
+        assert threading.current_thread() is threading.main_thread()
+        batches.append(requests)
+        if fails:
+            raise RuntimeError("dead")
+        return [ended() for _ in requests]
+
+    asked: list[Any] = []
+
+    def ask_workers(name: str, arguments: Any) -> list[Any]:
+        asked.append((name, *arguments))
+        return ["host" if arguments[0] == "key20" else None]
+
+    made = LocalCompiler(LAYOUT, NAIVE, SECRET, generate, ask_workers)
+    manager, loop = PICManager(LAYOUT, made), in_a_thread()
+    for turn in range(3):
+        wanted = [WantedDocument(f"key{turn}{place}", (7, place)) for place in range(2)]
+        found = asyncio.run_coroutine_threadsafe(manager.acquire(wanted), loop)
+        if fails:
+            with pytest.raises(EncoderError, match="RuntimeError: dead"):
+                made.run(found)
+        else:
+            lease = made.run(found)
+            tiers = [document.tier for document in lease.documents]
+            assert tiers == (["host", "compiled"] if turn == 2 else ["compiled"] * 2)
+            loop.call_soon_threadsafe(lease.release)
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert len(asked) == 6
+    assert {request.salt for request in batches[0]} == {"key00", "key01"}
+    loop.call_soon_threadsafe(loop.stop)

@@ -1,0 +1,136 @@
+"""What front and engine of a plain model have in common: methods, plans, capabilities, reports, the layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.plan import check_spans, plan
+from comb_serving.linking.reports import LinkReport, ReportReceiver, ReportSender
+from comb_serving.pool.capability import COMPILE, Capability, digest
+
+SECRET = b"secret"
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "seam", "dummies", "compiled"),
+    [
+        ("naive", "naive", 0, 0, "alone"),
+        ("legolink", "legolink:16", 16, 0, "alone"),
+        ("legolink:k=4", "legolink:4", 4, 0, "alone"),
+        ("legolink:0", "legolink:0", 0, 0, "alone"),
+        ("legolink-0", "legolink-0:4", 0, 4, "dummies:4"),
+        ("full", "full", 0, 0, "alone"),
+    ],
+)
+def test_methods_have_one_name_each(spec: str, name: str, seam: int, dummies: int, compiled: str) -> None:
+    method = LinkMethod.parse(spec)
+    assert (method.name, method.seam_tokens, method.dummies, method.compiled) == (name, seam, dummies, compiled)
+    assert LinkMethod.parse(method.name) == method
+
+
+@pytest.mark.parametrize("spec", ["cacheblend:0.1", "legolink:-1", "legolink:x", "naive:rotate=false", "legolink-0:0",
+                                  "legolink-0:token=3", "nothing", "full:1", ""])  # fmt: skip
+def test_other_methods_are_refused_by_name(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"naive|method"):
+        LinkMethod.parse(spec)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    spans, position = [], 0
+    for gap, tokens in draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7)), min_size=1, max_size=5)):
+        spans.append((position + gap, tokens))
+        position += gap + tokens
+    return position + draw(st.integers(0, 3)), spans
+
+
+def token_by_token(length: int, spans: list[tuple[int, int]], seam_tokens: int, dummies: int) -> list[str]:
+    """The plan as a word for each token: "load", "seam" or "query"; the plain way to say what `plan` computes."""
+    words = ["seam"] * length
+    for start, tokens in spans:
+        for offset in range(tokens):
+            again = offset < seam_tokens and not (start == 0 and not dummies)
+            if not again and start + offset < length - 1:
+                words[start + offset] = "load"
+    end = min(spans[-1][0] + spans[-1][1], length - 1) if "load" in words else 0
+    return [word if place < end else "query" for place, word in enumerate(words)]
+
+
+@given(prompts(), st.integers(0, 9), st.sampled_from([0, 4]), st.integers(0, 40))
+def test_a_plan_says_of_every_token_what_the_plain_way_says(
+    prompt: tuple[int, list[tuple[int, int]]], seam: int, dummies: int, known: int
+) -> None:
+    length, spans = prompt
+    found = plan(length, spans, seam, dummies)
+    words = token_by_token(length, spans, seam, dummies)
+    for left, least in ((found, 0), (found.behind(known), known)):
+        said = ["query" if place >= found.query else "?" for place in range(length)]
+        for load in left.loads:
+            start, tokens = spans[load.document]
+            assert load.start - start == load.offset
+            assert load.end <= start + tokens
+            said[load.start : load.end] = ["load"] * (load.end - load.start)
+        for start, end in left.seams:
+            assert start < end
+            said[start:end] = ["seam"] * (end - start)
+        assert said[least:] == words[least:]
+    assert length == 1 or words[-1] == "query"  # something has to be sampled from
+
+
+@pytest.mark.parametrize("spans", [[(0, 3), (2, 2)], [(0, 0)], [(4, 7)], [(-1, 2)], [(5, 1), (0, 2)]])
+def test_spans_that_overlap_or_leave_the_prompt_are_refused(spans: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="a document at"):
+        check_spans(10, spans)
+
+
+def test_a_capability_holds_method_and_places_and_is_good_for_its_prompt_alone() -> None:
+    prompt, other = [1, 2, 3, 4], [5, 6, 7]
+    spans = (((0, 2), (2, 1)), ((1, 2), (3, 1)))
+    stated = Capability("", "tenant", (2, 1, 5), (digest(other), digest(prompt)), "naive", spans)
+    token = stated.sign(SECRET)
+    found = Capability.verify(token, SECRET)
+    assert found == stated
+    found.check("any", "tenant", prompt)
+    assert found.spans_in(prompt) == ((1, 2), (3, 1))
+    with pytest.raises(ValueError, match="prompt"):
+        found.check("any", "tenant", [1, 2, 3])
+    with pytest.raises(ValueError, match="salt"):
+        found.check("any", "other", prompt)
+    with pytest.raises(ValueError, match="signed"):
+        Capability.verify(token.replace("naive", "other"), SECRET)
+    Capability("", "", (), (digest(prompt),), COMPILE, (((0, 4),),)).check("x", None, prompt)
+    with pytest.raises(
+        ValueError, match="salt"
+    ):  # a trained encoder's documents aren't in the prompt: the salt says so
+        Capability("", "tenant", (2, 1, 5), (digest(prompt),)).check("x", "tenant", prompt)
+
+
+def test_reports_arrive_once_and_are_dropped_rather_than_waited_for(tmp_path: Path) -> None:
+    sender = ReportSender(tmp_path)
+    sender.send("lost", LinkReport(1, 2, 3))  # nobody listens yet
+    receiver = ReportReceiver(tmp_path)
+    sender.send("a", LinkReport(1, 2, 3))
+    sender.send("b", LinkReport(4, 5, 6))
+    assert receiver.take("b") == LinkReport(4, 5, 6)
+    assert receiver.take("a") == LinkReport(1, 2, 3)
+    assert receiver.take("a") is receiver.take("lost") is None
+    for number in range(10_000):  # more than a socket holds, and nobody reads
+        sender.send(str(number), LinkReport(0, 0, 0))
+    assert receiver.take("0") is not None
+    receiver.close()
+    sender.send("late", LinkReport(1, 2, 3))
+
+
+def test_the_layout_goes_through_its_file(tmp_path: Path) -> None:
+    layout = LinkingLayout(10, 16, 2048, "print", "float32", 255, 128, dummy=1)
+    with pytest.raises(FileNotFoundError):
+        LinkingLayout.read(tmp_path)
+    layout.write(tmp_path)
+    assert LinkingLayout.read(tmp_path) == layout
+    assert (layout.nbytes, layout.blocks_for(17)) == (10 * 16 * 2048, 2)

@@ -1,0 +1,156 @@
+"""Linking inside a real vLLM, against the library's methods and against vLLM without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from comb_serving.pool.capability import KEY
+from tests.helpers.engines import answer, engine, greedy
+from tests.helpers.linked import (
+    PROMPTS,
+    LinkedEngine,
+    LinkedPrompt,
+    check_nothing_is_left,
+    largest_difference,
+    linked_engine,
+    plain_llama,
+    three_documents,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
+
+METHODS = ["naive", "legolink:1", "legolink:4", "legolink:16", "legolink-0"]
+EXACT = 2e-5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return plain_llama(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any) -> list[Any]:
+    """What vLLM without linking says to the same prompts, each asked alone."""
+    documents = three_documents(model.config.vocab_size)
+    with engine(model.name_or_path, enable_prefix_caching=False) as llm:
+        prompts = [{"prompt_token_ids": prompt.built(documents)[0]} for prompt in PROMPTS]
+        return [answer(llm.generate([prompt], greedy(8), use_tqdm=False)[0]) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def linked(model: Any, alone: list[Any]) -> Iterator[LinkedEngine]:  # one engine at a time in a process
+    with linked_engine(model) as found:
+        yield found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_are_those_of_the_library(linked: LinkedEngine, method: str) -> None:
+    found = linked.ask([(prompt, method) for prompt in PROMPTS])
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        assert largest_difference(one, linked.reference(prompt, method)) < EXACT
+    # the control: linking isn't full recompute
+    full = [linked.reference(prompt, "full") for prompt in PROMPTS]
+    apart = [largest_difference(one, other) > 100 * EXACT for one, other in zip(found, full, strict=True)]
+    # exact are documents computed again whole, and those that nothing stands in front of, unless they had dummies
+    assert apart == [True, True, method != "legolink:16", method == "legolink-0", True, True]
+
+
+def test_a_seam_as_long_as_its_document_is_plain_prefill_to_the_bit(linked: LinkedEngine, alone: list[Any]) -> None:
+    assert linked.ask([(PROMPTS[3], "naive")]) == [alone[3]]
+    whole = [linked.ask([(prompt, "legolink:64")])[0] for prompt in PROMPTS]
+    for one, other in zip(whole, alone, strict=True):
+        assert largest_difference(one, other) < EXACT
+    assert whole[:2] == alone[:2]  # one seam: the same rows of the same step
+
+
+def test_reports_say_what_was_computed(linked: LinkedEngine) -> None:
+    linked.llm.reset_prefix_cache()
+    linked.ask([(PROMPTS[0], "legolink:4")])
+    (report,) = linked.reports
+    assert report is not None
+    assert (report.head_tokens, report.linked_tokens, report.computed_tokens) == (0, 13 + 8 + 30 - 12, 7 + 12 + 4)
+    linked.ask([(PROMPTS[0], "legolink:4")])
+    (again,) = linked.reports
+    assert again is not None
+    assert again.head_tokens == 32  # the same prompt once more: from the prefix cache, whole blocks of it
+    assert again.head_tokens + again.linked_tokens + again.computed_tokens == 62
+
+
+def test_a_batch_is_what_each_is_alone_and_plain_rows_are_vllms_own(linked: LinkedEngine, alone: list[Any]) -> None:
+    methods = ["naive", "full", "legolink:4", "full", "legolink-0", "legolink:16"]
+    asked = list(zip(PROMPTS, methods, strict=True))
+    each = []
+    for one in asked:
+        linked.llm.reset_prefix_cache()
+        each += linked.ask([one])
+    linked.llm.reset_prefix_cache()
+    together = linked.ask(asked)
+    assert [together[1], together[3]] == [each[1], each[3]] == [alone[1], alone[3]]
+    for one, other in zip(together, each, strict=True):
+        assert largest_difference(one, other) < EXACT
+
+
+@pytest.mark.parametrize("method", ["naive", "legolink:4", "legolink-0"])
+def test_linked_keys_never_answer_for_plain_prompts(linked: LinkedEngine, alone: list[Any], method: str) -> None:
+    """Twins: the same tokens, linked first, then plain, then linked again; blocks are small enough to be shared."""
+    linked.llm.reset_prefix_cache()
+    first = linked.ask([(prompt, method) for prompt in PROMPTS])
+    plain = [linked.ask([(prompt, "full")])[0] for prompt in PROMPTS]
+    for one, other in zip(plain, alone, strict=True):
+        assert largest_difference(one, other) < EXACT
+    again = [linked.ask([(prompt, method)])[0] for prompt in PROMPTS]
+    for one, other in zip(again, first, strict=True):
+        assert largest_difference(one, other) < EXACT
+
+
+def test_the_head_is_shared_with_plain_prompts_and_between_methods(linked: LinkedEngine) -> None:
+    linked.llm.reset_prefix_cache()
+    head = tuple(range(10, 80))  # two blocks of 32, and some
+    linked.ask([(LinkedPrompt("A", head=head), "full")])
+    for method in ("naive", "legolink:4", "legolink-0"):
+        linked.ask([(LinkedPrompt("BC", head=head), method)])
+        (report,) = linked.reports
+        assert report is not None
+        assert report.head_tokens == 64
+
+
+def test_statements_that_dont_fit_end_in_an_error_and_touch_nobody(linked: LinkedEngine) -> None:
+    plain, others = PROMPTS[1], [(PROMPTS[0], "naive")]
+    expected = linked.ask(others)
+    wrong: list[dict[str, Any]] = [
+        {"spans": (((7, 13), (20, 8)),)},  # a document too few
+        {"spans": (((7, 13), (20, 8), (28, 31)),)},  # longer than in the pool
+        {"spans": (((7, 13), (18, 8), (28, 30)),)},  # overlapping
+        {"salt": "other"},
+        {"prompts": ("0" * 32,)},
+        {"documents": (13, 4, 0, 1, 2, 9999, 8, 2, 4, 5, 30, 8, *range(8))},
+        {"method": "cacheblend:0.1"},
+    ]
+    for stated in wrong:
+        prompt, parameters = linked.request(PROMPTS[0], "naive", **stated)
+        good = linked.request(*others[0])
+        outputs = linked.llm.generate([prompt, good[0]], [parameters, good[1]], use_tqdm=False)
+        assert outputs[0].outputs[0].finish_reason == "error"
+        assert largest_difference(answer(outputs[1]), expected[0]) < EXACT
+    forged = linked.request(PROMPTS[0], "naive")
+    forged[1].extra_args[KEY] = forged[1].extra_args[KEY].replace("naive", "legolink:4")
+    (output,) = linked.llm.generate([forged[0]], [forged[1]], use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert linked.ask([(plain, "full")])[0][0]
+
+
+def test_nothing_is_left_after_hundreds_of_requests(linked: LinkedEngine) -> None:
+    for turn in range(20):
+        linked.ask([(prompt, METHODS[(turn + at) % 5]) for at, prompt in enumerate(PROMPTS)], 2)
+    check_nothing_is_left(linked.scheduler)
+
+
+def test_several_samples_of_one_prompt_are_linked_each(linked: LinkedEngine) -> None:
+    prompt, parameters = linked.request(PROMPTS[0], "legolink:4")
+    parameters.n, parameters.temperature, parameters.top_k = 3, 1.0, 1
+    (output,) = linked.llm.generate([prompt], [parameters], use_tqdm=False)
+    expected = linked.reference(PROMPTS[0], "legolink:4")[0]
+    assert [list(one.token_ids) for one in output.outputs] == [expected] * 3

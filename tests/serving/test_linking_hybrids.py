@@ -1,0 +1,297 @@
+"""Hybrids linked inside a real vLLM, against the library's hypic; and the algebra without an engine."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from comb.hybrid.families.scalar import recurrence
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_serving.linking.plan import plan
+from comb_serving.pool.handles import PoolHandle, pack, unpack
+from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model
+from tests.helpers.served import TEXTS, serve
+from tests.helpers.tiny_engine import TEMPLATE, make_tokenizer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
+
+NOISE = {"float32": 1e-4, "bfloat16": 0.08}  # of logits, relative: plain vLLM against transformers in float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), [("falcon_h1", "float32"), ("qwen3_next", "bfloat16")])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("hypic:8", {}), ("hypic:4", {"max_num_batched_tokens": 16, "max_num_seqs": 3}), ("hypic:0", {})],
+    ids=["as it comes", "chunks", "no seams"],
+)
+def test_a_hybrid_is_linked_as_in_the_library(
+    family: str, dtype: str, method: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(family, tmp_path)
+    said = ask_hybrid(tmp_path, method, dtype=dtype, **options)
+    bound = NOISE[dtype]
+    full = [library(model, "full", prompt) for prompt in PROMPTS]
+    expected = [library(model, method, prompt) for prompt in PROMPTS]
+
+    def furthest(found: list[Any], wanted: list[Tensor]) -> float:
+        return max(error(*pair) for pair in zip(found, wanted, strict=True))
+
+    assert furthest(said["plain"], full) < bound
+    assert furthest(said["linked"], expected) < bound
+    # a batch of plain and linked rows; then again, when requests have left at every moment of theirs
+    for found in (said["together"], said["afterwards"]):
+        assert furthest(found[::2], expected) < bound
+        assert furthest(found[1::2], full) < bound
+    # controls: linking isn't full recompute, but for one document at the start; and transitions matter
+    for number, prompt in enumerate(PROMPTS):
+        assert (error(said["linked"][number], full[number]) > bound) == (len(prompt.names) > 1)
+        assert error(said["without transitions"][number], expected[number]) > 3 * bound
+    layout = LinkingLayout(1, 16, 1, "", dtype, 1, 1, columns=3)
+    for prompt, (linked, computed) in zip(PROMPTS, said["reports"], strict=True):
+        ids, spans = prompt.built(documents())
+        loads = layout.plan(LinkMethod.parse(method), len(ids), spans).loads
+        assert linked == sum(load.end - load.start for load in loads)
+        assert linked + computed == len(ids)
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_served(tmp_path: Path) -> None:
+    """It is healthy only when it has linked two documents where that must change nothing (`api.linking_check`)."""
+    model = tmp_path / "model"
+    tiny_model("falcon_h1", model, vocab_size=259)
+    make_tokenizer(template=TEMPLATE).save_pretrained(model)
+    with serve(model, tmp_path, "--method", "hypic:4") as server:
+        found = [server.chat(TEXTS) for _ in range(2)]
+        status, full = server.chat(TEXTS, comb={"method": "full"})
+        assert [each[0] for each in found] == [status] * 2 == [200, 200]
+        reports = [body["comb"] for _, body in found]
+        assert {report["method"] for report in reports} == {"hypic:4"}
+        for report, state in zip(reports, ("compiled", "hit"), strict=True):
+            assert {document["state"] for document in report["documents"]} == {state}
+            assert report["linked_tokens"] == sum(document["tokens"] - 8 for document in report["documents"])
+            assert report["head_tokens"] == 0
+        assert found[0][1]["choices"] == found[1][1]["choices"] != full["choices"]
+        refused, error = server.chat(TEXTS, comb={"method": "legolink:4"})
+        assert refused == 400
+        assert "ask for hypic:4 or full" in error["error"]["message"]
+        server.wait_until_idle()
+
+
+@pytest.mark.parametrize(("spec", "name", "width"), [("hypic", "hypic:8", 8), ("hypic:w=4", "hypic:4", 4)])
+def test_documents_of_other_seams_are_other_documents(spec: str, name: str, width: int) -> None:
+    method = LinkMethod.parse(spec)
+    assert (method.name, method.compiled, method.seam_tokens, method.tail_tokens) == (name, name, width, width)
+    assert method.states
+    assert not LinkMethod.parse("legolink:8").states
+    for wrong in ("hypic:-1", "hypic:head=4", "hypic:mode=addition"):
+        with pytest.raises(ValueError, match="hypic"):
+            LinkMethod.parse(wrong)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=4), st.integers(0, 3),
+       st.integers(3, 8), st.integers(0, 8))  # fmt: skip
+def test_interiors_are_loaded_whole_or_not_at_all(
+    parts: list[tuple[int, int]], behind: int, head: int, tail: int
+) -> None:
+    spans, position = [], 0
+    for gap, tokens in parts:
+        spans.append((position + gap, tokens))
+        position += gap + tokens
+    length = position + behind
+    found = plan(length, spans, head, 0, tail)
+    whole = [(start + head, start + tokens - tail) for start, tokens in spans if head + tail + 1 < tokens]
+    assert [(load.start, load.end) for load in found.loads] == [each for each in whole if each[1] < length]
+    # in front of each interior there is a seam, and together they are all that is in front of the request
+    assert [end for _, end in found.seams] == [load.start for load in found.loads]
+    assert [start for start, _ in found.seams] == [0, *(load.end for load in found.loads)][: len(found.seams)]
+    assert found.query == (found.loads[-1].end if found.loads else 0)
+    assert all(load.offset == head for load in found.loads)
+
+
+def test_states_take_blocks_behind_the_tokens_of_a_document() -> None:
+    layout = LinkingLayout(64, 4, 8, "", "float32", 100, 100, state_rows=10, columns=3)
+    assert [layout.blocks_for(tokens) for tokens in (1, 2, 3)] == [3, 3, 4]
+    assert layout.seams(LinkMethod.parse("hypic:0")) == (3, 0)
+    numbers = pack([PoolHandle(3, (1, 2, 3, 4))])
+    assert unpack(numbers, num_blocks=64, block_size=4, more=10)[0].tokens == 3
+    with pytest.raises(ValueError, match="3 tokens in 4 blocks"):
+        unpack(numbers, num_blocks=64, block_size=4)
+
+
+@settings(deadline=None)  # vLLM's modules are imported in it
+@given(st.integers(3, 8), st.integers(2, 40), st.integers(0, 8), st.lists(st.integers(1, 12), max_size=80))
+def test_steps_end_at_both_ends_of_an_interior(head: int, inside: int, tail: int, rooms: list[int]) -> None:
+    """Whatever room each step has; and none computes one token of it alone."""
+    pytest.importorskip("vllm")
+    from comb_serving.vllm.linking.connector import LinkingConnector
+
+    border, length = head + inside, head + inside + tail
+    scheduler: Any = SimpleNamespace(links={"compiling": SimpleNamespace(interior=(head, border))})
+    ends, computed = [0], 0
+    for room in [*rooms, *[8] * length]:  # in the end there is room
+        if computed < length:
+            computed += LinkingConnector.chunk(scheduler, "compiling", computed, min(room, length - computed))
+            ends.append(computed)
+    assert computed == length
+    assert {head, border} <= set(ends)
+    assert not any(end - start == 1 for start, end in itertools.pairwise(ends) if head <= start < border)
+    assert LinkingConnector.chunk(scheduler, "another", 0, 99) == 99
+
+
+class _Mamba:
+    """A linear layer as vLLM has it, with two slots of its cache."""
+
+    def __init__(self) -> None:
+        self.kv_cache = torch.randn(2, 3, 7), torch.randn(2, 4, 6, 5)
+        self.mamba_type = SimpleNamespace(name="MAMBA2")
+
+    def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None: ...
+
+    def get_state_shape(self) -> Any:
+        return (3, 7), (4, 6, 5)
+
+    def get_state_dtype(self) -> Any:
+        return torch.float32, torch.float32
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_states_are_captured_chunk_by_chunk_and_composed(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the loop over tokens; with an interior that is shorter than the convolution, and one that isn't."""
+    pytest.importorskip("vllm")
+    from comb.hybrid.families.scalar import of_gates
+    from comb_serving.vllm.linking.commands import CaptureCommand, ComposeCommand
+    from comb_serving.vllm.linking.scans import StateLayer, state_layer
+    from comb_serving.vllm.linking.states import DocumentStates
+
+    monkeypatch.setattr("comb_serving.vllm.linking.scans._channels_first", lambda: False)
+    mamba: Any = _Mamba()
+    layer: StateLayer = state_layer("layer", mamba)
+    states = DocumentStates({"layer": layer})
+    states.attach({"layer": 0})
+    listener: Any = states._listener
+    memory = torch.full((states.nbytes,), 255, dtype=torch.uint8)
+    handle, blocks = PoolHandle(tokens + 3, (0,)), ([1],)
+    gates, keys = -torch.rand(tokens, 4), torch.randn(tokens, 4, 6)
+    values, raw = torch.randn(tokens, 4, 5), torch.randn(tokens, 7)
+    columns, state = mamba.kv_cache[0][1], mamba.kv_cache[1][1]
+    states.capture(CaptureCommand(handle, blocks, True, False), memory)
+    first = tokens // 2
+    for start, end in ((0, first), (first, tokens)):
+        if start == end:
+            continue
+        command = CaptureCommand(handle, blocks, False, end == tokens)
+        states.listen([command])
+        assert listener.wanted == {1: 0}
+        cut = slice(start, end)
+        state.copy_(recurrence(gates[cut], keys[cut], values[cut], state))
+        columns.copy_(torch.cat([columns, raw[cut]])[-3:])
+        listener.heard["layer", 1] = of_gates(gates[cut])
+        states.capture(command, memory)
+    assert states.damaged(memory) == ""
+    before, others = torch.randn(4, 6, 5), torch.randn(3, 7)
+    mamba.kv_cache[1][0], mamba.kv_cache[0][0] = before, others
+    states.compose(ComposeCommand(handle, tokens, ([0],)), memory)
+    torch.testing.assert_close(mamba.kv_cache[1][0], recurrence(gates, keys, values, before), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mamba.kv_cache[0][0], torch.cat([others, raw])[-3:])
+    with pytest.raises(RuntimeError, match="layer has computed tokens of a document, and its scan was not heard"):
+        states.capture(CaptureCommand(handle, blocks, False, True), memory)
+    memory[:4] = torch.tensor([float("nan")]).view(torch.uint8)
+    assert "NaN" in states.damaged(memory)
+    states.close()
+    assert "conv_ssm_forward" not in vars(mamba)
+
+
+def test_other_linear_layers_are_refused_by_name() -> None:
+    pytest.importorskip("vllm")
+    from comb_serving.vllm.linking.scans import state_layer
+
+    for kind in ("MAMBA1", "SHORT_CONV", "LINEAR", "GDN_ATTN"):
+        layer = SimpleNamespace(mamba_type=SimpleNamespace(name=kind))
+        with pytest.raises(ValueError, match=rf"layers\.0\.mixer is a SimpleNamespace \({kind}\)"):
+            state_layer("layers.0.mixer", layer)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [("cache_config", "enable_prefix_caching", True), ("cache_config", "mamba_cache_mode", "align"),
+     ("parallel_config", "tensor_parallel_size", 2), ("scheduler_config", "max_num_batched_tokens", 7)],
+)  # fmt: skip
+def test_engines_that_cant_link_states_are_refused(part: str, name: str, value: Any) -> None:
+    pytest.importorskip("vllm")
+    from comb_serving.vllm.linking.setup import check_states
+
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(enable_prefix_caching=False, mamba_cache_mode="none"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+    )
+    check_states(config)
+    setattr(getattr(config, part), name, value)
+    with pytest.raises(ValueError, match="hypic links states with"):
+        check_states(config)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_dense_transition_is_heard_from_vllms_scan(width: int) -> None:
+    """Against the product of single tokens; its inputs are in bfloat16."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    pytest.importorskip("vllm._C")
+    from comb.hybrid.families.dense import of_gates
+    from comb_serving.vllm.linking.scans import DenseLayer
+
+    torch.manual_seed(0)
+    heads, tokens, half = 4, 37, torch.bfloat16
+    shapes = SimpleNamespace(
+        get_state_shape=lambda: ((3, 9), (heads, width, width)), get_state_dtype=lambda: (half, torch.float32)
+    )
+    given: dict[str, Any] = {name: torch.randn(1, tokens, 2, width).to(half) for name in ("query", "key")}
+    given["value"] = torch.randn(1, tokens, heads, width).to(half)
+    given |= {"g": -0.1 * torch.rand(1, tokens, heads), "beta": torch.rand(1, tokens, heads).to(half)}
+    given |= {"initial_state": torch.zeros(2, heads, width, width), "output_final_state": True, "head_first": False}
+    given |= {"cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32), "use_qk_l2norm_in_kernel": True}
+    given["initial_state_indices"] = torch.ones(1, dtype=torch.int32)
+    layer = DenseLayer(shapes)
+    parts = [layer.run_cpu(ops.chunk_gated_delta_rule_cpu, given, *cut) for cut in ((0, 17), (17, tokens), (0, tokens))]
+    keys = torch.nn.functional.normalize(given["key"][0].float(), dim=-1).repeat_interleave(2, dim=1)
+    expected = of_gates(given["g"][0], given["beta"][0].float(), keys).tensor
+    for found in (parts[2], parts[1].after(parts[0])):
+        assert (found.tensor - expected).norm() / expected.norm() < 1e-2
+    assert (parts[0].after(parts[1]).tensor - expected).norm() / expected.norm() > 5e-2  # the other way
+    assert not given["initial_state"].any()
+
+
+def test_a_dense_transition_is_heard_from_a_scan_as_gpus_have_it() -> None:
+    """Without a GPU: a plain twin of its scan, with states [V, K], and fewer value channels than key channels."""
+    pytest.importorskip("vllm")
+    from comb.hybrid.families.dense import of_gates
+    from comb.hybrid.families.dense import recurrence as dense_recurrence
+    from comb_serving.vllm.linking.scans import DenseLayer
+
+    def scan(*, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, **_: Any) -> Any:
+        state = dense_recurrence(g[0], beta[0], k[0], v[0], initial_state[0].transpose(-1, -2))
+        return q, state.transpose(-1, -2)[None]
+
+    heads, tokens, keys, values = 2, 9, 6, 4
+    layer = DenseLayer(
+        SimpleNamespace(
+            get_state_shape=lambda: ((3, 9), (heads, values, keys)), get_state_dtype=lambda: (torch.float32,) * 2
+        )
+    )
+    key = torch.nn.functional.normalize(torch.randn(1, tokens, heads, keys), dim=-1)
+    given = {
+        "q": key, "k": key, "v": torch.randn(1, tokens, heads, values), "g": -torch.rand(1, tokens, heads),
+        "beta": torch.rand(1, tokens, heads), "initial_state": torch.randn(3, heads, values, keys),
+        "cu_seqlens": torch.tensor([0, tokens]),
+    }  # fmt: skip
+    found = layer.run_gpu(scan, given, 2, tokens).tensor
+    torch.testing.assert_close(found, of_gates(given["g"][0, 2:], given["beta"][0, 2:], key[0, 2:]).tensor)

@@ -1,0 +1,78 @@
+"""However vLLM makes its steps, what it says to prompts with linked documents is what the library says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.linked import PROMPTS, check_nothing_is_left, largest_difference, linked_engine, plain_llama
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
+
+METHODS = ["naive", "legolink:4", "full"]
+EXACT = 2e-5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return plain_llama(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 32, "max_num_seqs": 2, "enable_chunked_prefill": True},
+        {"max_num_batched_tokens": 256, "max_num_seqs": 1},
+        {"num_gpu_blocks_override": 9},  # not all requests at once: some are preempted
+        {"enforce_eager": False},
+        {"async_scheduling": True},
+    ],
+    ids=["chunks", "one row", "preemption", "compiled", "async"],
+)
+def test_answers_are_the_same_however_steps_are_made(model: Any, options: dict[str, Any]) -> None:
+    asked = [(prompt, method) for method in METHODS for prompt in PROMPTS]
+    with linked_engine(model, **options) as linked:
+        found = linked.ask(asked, 40)
+        if "num_gpu_blocks_override" in options:
+            assert linked.preemptions > 0
+        check_nothing_is_left(linked.scheduler)
+        for one, each in zip(found, asked, strict=True):
+            assert largest_difference(one, linked.reference(*each, 40)) < 3 * EXACT
+
+
+def test_two_ranks_link_each_its_own_heads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    asked = [(prompt, method) for method in METHODS for prompt in PROMPTS]
+    with linked_engine(model, tensor_parallel_size=2) as linked:
+        for one, each in zip(linked.ask(asked), asked, strict=True):
+            assert largest_difference(one, linked.reference(*each)) < EXACT
+
+
+def test_in_half_precision_answers_are_near(model: Any) -> None:
+    """A first token's log-probability: within bfloat16 of the library's, and much nearer than full recompute's."""
+    with linked_engine(model, dtype="bfloat16") as linked:
+        for prompt in PROMPTS[:2]:
+            found, wanted, full = (linked.ask([(prompt, "legolink:4")])[0], *(
+                linked.reference(prompt, method) for method in ("legolink:4", "full")))  # fmt: skip
+            assert found[0][0] == wanted[0][0]
+            assert found[1][0] == pytest.approx(wanted[1][0], abs=0.15)
+            assert full[0][0] != wanted[0][0] or abs(full[1][0] - wanted[1][0]) > 0.3
+
+
+def test_who_leaves_leaves_nothing_and_disturbs_nobody(model: Any) -> None:
+    with linked_engine(model, max_num_batched_tokens=16, max_num_seqs=3) as other:
+        driver = other.llm.llm_engine
+        other.ask([(prompt, "naive") for prompt in PROMPTS], 1)  # all compiled
+        for steps in range(8):  # waiting, in the middle of its seams, at its query, while it answers
+            name = f"leaving-{steps}"
+            driver.add_request(name, *other.request(PROMPTS[4], "legolink:16", 20))
+            for _ in range(steps):
+                driver.step()
+            driver.abort_request([name])
+            while driver.has_unfinished_requests():
+                driver.step()
+        driver.step()
+        check_nothing_is_left(other.scheduler)
+        for asked in ((PROMPTS[0], "legolink:4"), (PROMPTS[1], "full")):
+            assert largest_difference(other.ask([asked])[0], other.reference(*asked)) < EXACT

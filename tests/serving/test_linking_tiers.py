@@ -1,0 +1,110 @@
+"""Documents of plain models beyond the pool: kept behind the engine's back, fetched, or compiled again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comb_serving.config.options import DISK_PATH, HOST_BYTES
+from comb_serving.pool.handles import PoolHandle
+from comb_serving.vllm.linking.tiers import KeptDocuments, kept_documents
+from tests.helpers.engines import SMALL, greedy
+from tests.helpers.linked import PROMPTS, LinkedEngine, largest_difference, linked_engine, plain_llama
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
+
+ROWS = torch.arange(12.0).view(4, 3)
+
+
+def test_what_is_kept_in_memory_is_found_and_the_oldest_goes_first() -> None:
+    kept = KeptDocuments(2 * ROWS.nbytes, None, None, ROWS.nbytes)
+    for number in range(3):
+        kept.keep(f"key-{number}", ROWS + number)
+    kept.close()
+    assert kept.fetch("key-0") is None
+    for number in (1, 2):
+        found = kept.fetch(f"key-{number}")
+        assert found is not None
+        assert torch.equal(found[0], ROWS + number)
+        assert found[1] == "host"
+    assert kept.nbytes() == {"host": 2 * ROWS.nbytes}
+
+
+def test_files_outlive_the_server_and_damaged_ones_are_no_document(tmp_path: Path) -> None:
+    first = KeptDocuments(0, tmp_path, None, ROWS.nbytes)
+    first.keep("one", ROWS)
+    first.keep("other", ROWS)
+    first.close()
+    again = KeptDocuments(0, tmp_path, None, ROWS.nbytes)
+    assert again.fetch("unknown") is None
+    for name in ("one", "other"):
+        found = again.fetch(name)
+        assert found is not None
+        assert torch.equal(found[0], ROWS)
+        assert found[1] == "disk"
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        content = bytearray(file.read_bytes())
+        content[-5:-4] = bytes([content[-5] ^ 1]) if len(content) > ROWS.nbytes else content[-5:-4]
+        file.write_bytes(content)
+    damaged = KeptDocuments(0, tmp_path, None, ROWS.nbytes)
+    assert damaged.fetch("one") is damaged.fetch("other") is None
+
+
+def test_ranks_share_budgets_and_not_folders(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"disk_bytes": None, "ranks": 2, "largest_bytes": ROWS.nbytes}
+    assert kept_documents(host_bytes=0, disk_path=None, rank=0, **values) is None
+    one, other = (kept_documents(host_bytes=0, disk_path=str(tmp_path), rank=rank, **values) for rank in range(2))
+    assert one is not None
+    assert other is not None
+    one.keep("key", ROWS)
+    one.close()
+    assert other.fetch("key") is None
+
+
+@pytest.mark.slow
+def test_a_document_comes_back_from_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain_llama(tmp_path / "model")
+    monkeypatch.setenv(HOST_BYTES, str(2**20))
+    monkeypatch.setenv(DISK_PATH, str(tmp_path / "kept"))
+
+    def fetched(linked: LinkedEngine, tier: str) -> None:
+        """All documents at other places of the pool, without having been compiled."""
+        for name, tokens in linked.documents.items():
+            handle = PoolHandle(len(tokens), tuple(linked._free.pop() for _ in range(-(-len(tokens) // 4))))
+            linked.handles[f"{name}0"] = handle
+            assert linked.llm.collective_rpc("comb_fetch", args=(name, handle.tokens, list(handle.blocks))) == [tier]
+            assert linked.llm.collective_rpc("comb_fetch", args=(name, 3, list(handle.blocks))) == [None]
+        for prompt in PROMPTS[:3]:
+            (found,) = linked.ask([(prompt, "legolink:4")])
+            assert largest_difference(found, linked.reference(prompt, "legolink:4")) < 2e-5
+
+    with linked_engine(model) as linked:
+        requests = [linked.compiling(name, salt=name) for name in linked.documents]
+        linked.llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
+        while linked.llm.collective_rpc("comb_kept")[0].get("disk", 0) == 0:
+            pass
+        fetched(linked, "host")
+    monkeypatch.setenv(HOST_BYTES, "0")
+    with linked_engine(model) as linked:
+        fetched(linked, "disk")
+
+
+@pytest.mark.slow
+def test_an_offline_engine_finds_the_documents_of_the_one_before(tmp_path: Path) -> None:
+    from comb_serving import LLM
+
+    options = {**SMALL, "method": "legolink:4", "disk_path": str(tmp_path), "pool_bytes": 2**20, "pool_block": 4}
+
+    def asked() -> tuple[str, str, str]:
+        with LLM("nano", **options) as llm:
+            (output,) = llm.generate("A question", greedy(4), documents=["Some text that is kept."])
+            (again,) = llm.generate("A question", greedy(4), documents=["Some text that is kept."])
+        (first,), (second,) = output.comb["documents"], again.comb["documents"]
+        assert list(output.outputs[0].token_ids) == list(again.outputs[0].token_ids)
+        return first["state"], first.get("tier"), second["tier"]
+
+    assert asked() == ("compiled", None, "pool")
+    assert asked() == ("hit", "disk", "pool")

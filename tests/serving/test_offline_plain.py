@@ -1,0 +1,89 @@
+"""`comb_serving.LLM(model, method=...)`: a plain model in process, against the library's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb_serving import LLM
+from comb_training.nano import CHECKPOINT
+from tests.helpers.engines import SMALL
+from tests.helpers.plain import PlainLibrary
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
+
+METHOD = "legolink:4"
+QUESTION = [{"role": "user", "content": "Where is Ada?"}]
+TEXTS = ["Ada went to the garden.", "Bob is in the kitchen.", "Then Ada took the red ball."]
+LISTS = [TEXTS, TEXTS[::-1], TEXTS[:1], []]
+
+
+@pytest.fixture(scope="module")
+def library() -> PlainLibrary:
+    return PlainLibrary()
+
+
+@pytest.fixture(scope="module")
+def llm(plugin: None) -> Iterator[LLM]:
+    with LLM(CHECKPOINT, method=METHOD, pool_bytes=2**18, pool_block=4, **SMALL) as found:
+        yield found
+
+
+def ask(llm: LLM, lists: Any, **more: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    return llm.chat([QUESTION] * len(lists), parameters, documents=lists, use_tqdm=False, **more)
+
+
+def logs(answer: Any) -> list[float]:
+    (found,) = answer.outputs
+    return [step[token].logprob for step, token in zip(found.logprobs, found.token_ids, strict=True)]
+
+
+def states(answer: Any) -> list[str]:
+    return [document["state"] for document in answer.comb["documents"]]
+
+
+@pytest.mark.parametrize("method", [None, "naive", "full"])
+def test_answers_are_the_librarys(llm: LLM, library: PlainLibrary, method: str | None) -> None:
+    for answer, texts in zip(ask(llm, LISTS, method=method), LISTS, strict=True):
+        used = method or METHOD if texts else "full"
+        expected = library.logs(library.chat(QUESTION, texts), used, 8)
+        assert logs(answer) == pytest.approx(expected, abs=1e-4)
+        assert answer.comb["method"] == (method or METHOD)
+        assert ("linked_tokens" in answer.comb) == (used != "full")
+    manager = llm.preprocessor.manager
+    assert manager is not None
+    manager.check_integrity()
+
+
+def test_what_has_no_place_is_computed_whole(llm: LLM, library: PlainLibrary) -> None:
+    manager = llm.preprocessor.manager
+    assert manager is not None
+    room = manager.layout.num_blocks * manager.layout.block_size
+    llm.add_document({"id": "large", "token_ids": [7] * min(200, room - 8)}, pin=True)
+    try:
+        many = [f"{text} It was {day}." for text in TEXTS for day in ("Monday", "Friday", "Sunday")]
+        (answer,) = ask(llm, [many])
+        if states(answer)[0] == "inlined":
+            assert answer.comb["method"] == "full"
+        expected = library.logs(library.chat(QUESTION, many), answer.comb["method"], 8)
+        assert logs(answer) == pytest.approx(expected, abs=1e-4)
+    finally:
+        llm.remove_document("large")
+    assert states(ask(llm, [TEXTS])[0])[0] in ("hit", "compiled")
+
+
+def test_options_that_do_not_fit(tmp_path: Path, nano_adapter: Path) -> None:
+    for checkpoint, options, message in (
+        (CHECKPOINT, {}, "link documents in a plain model"),
+        (nano_adapter, {"method": "naive"}, "is a COMB adapter"),
+        (CHECKPOINT, {"method": "cacheblend"}, "vLLM links documents with"),
+        (CHECKPOINT, {"method": "naive", "encoder": False}, "encoder is for adapters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(checkpoint, **options)

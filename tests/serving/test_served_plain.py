@@ -1,0 +1,224 @@
+"""`comb serve MODEL --method legolink:4`: a plain model over HTTP, against the library's own methods."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+
+from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from comb_training.nano import CHECKPOINT
+from tests.helpers.plain import PlainLibrary
+from tests.helpers.served import QUESTION, TEXTS, Served, logprobs, serve, states, text_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+METHOD = "legolink:4"
+METHODS = [METHOD, "naive", "legolink:9", "full"]
+MORE = [*TEXTS, "Cy sleeps in the hall and dreams of the red ball.", "The garden is behind the kitchen."]
+CLOSE = 1e-4  # of log-probabilities
+
+
+@pytest.fixture(scope="module")
+def plain(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(CHECKPOINT, tmp_path_factory.mktemp("p"), "--method", METHOD, "--audit", "0.2", pool="512KiB") as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def library() -> PlainLibrary:
+    return PlainLibrary()
+
+
+def chat(server: Served, texts: Any = TEXTS, method: str | None = None, key: str = "alice", **more: Any) -> Any:
+    comb = {} if method is None else {"comb": {"method": method}}
+    return server.chat(texts, key, max_tokens=8, ignore_eos=True, **comb, **more)
+
+
+def complete(server: Served, prompt: Any, texts: Any, method: str = METHOD, **more: Any) -> Any:
+    body = {
+        "model": "nano", "prompt": prompt, "documents": texts, "comb": {"method": method}, "temperature": 0,
+        "max_tokens": 8, "ignore_eos": True, "logprobs": 0,
+    }  # fmt: skip
+    return server.request("POST", COMPLETIONS, {**body, **more})
+
+
+def rows(answer: Any) -> list[list[float]]:
+    """Log-probabilities of each choice of a completion."""
+    assert answer[0] == 200, answer[1]
+    return [choice["logprobs"]["token_logprobs"] for choice in answer[1]["choices"]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_are_the_librarys(plain: Served, library: PlainLibrary, method: str) -> None:
+    for texts in (TEXTS, MORE[::-1], TEXTS[:1], [TEXTS[0], TEXTS[0]]):
+        found = chat(plain, texts, method)
+        assert logprobs(found) == pytest.approx(library.logs(library.chat(QUESTION, texts), method, 8), abs=CLOSE)
+        assert found[1]["comb"]["method"] == method
+    prompts = ["Where is Ada?", "Who has the ball?"]
+    expected = [library.logs(library.completion(prompt, TEXTS), method, 8) for prompt in prompts]
+    for found, wanted in zip(rows(complete(plain, prompts, TEXTS, method)), expected, strict=True):
+        assert found == pytest.approx(wanted, abs=CLOSE)
+    plain.wait_until_idle()
+
+
+def test_methods_differ_and_the_report_says_what_was_computed(plain: Served, library: PlainLibrary) -> None:
+    linked, naive, full = [chat(plain, MORE, method) for method in (METHOD, "naive", "full")]
+    assert logprobs(linked) != pytest.approx(logprobs(full), abs=1e-3)
+    assert logprobs(naive) != pytest.approx(logprobs(linked), abs=1e-3)
+    prompt = library.chat(QUESTION, MORE)
+    for found, seam in ((linked, 4), (naive, 0)):
+        comb = found[1]["comb"]
+        tokens = {name: comb[f"{name}_tokens"] for name in ("head", "linked", "computed")}
+        assert sum(tokens.values()) == found[1]["usage"]["prompt_tokens"] == len(prompt.flat)
+        if not tokens["head"]:  # the same question again takes all from the prefix cache
+            assert tokens["linked"] == sum(len(segment) - seam for segment in prompt.segments)
+    again = chat(plain, MORE, METHOD)
+    assert logprobs(again) == pytest.approx(logprobs(linked), abs=1e-5)
+    assert again[1]["comb"]["head_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2, "temperature": 1.0, "seed": 3},
+        {"logprobs": 3},
+        {"structured_outputs": {"choice": ["garden", "kitchen"]}, "ignore_eos": False},
+        {"stop": ["e"], "ignore_eos": False},
+        {"min_tokens": 2, "presence_penalty": 1.0},
+    ],
+)
+def test_where_linking_is_exact_every_field_gives_what_plain_vllm_gives(plain: Served, more: dict[str, Any]) -> None:
+    """One document at position zero: nothing stands in front of it, so its keys and values are those of the prompt."""
+    prompt = f"Where is Ada, if {random.random()}?"
+    found, full = [complete(plain, prompt, MORE[3:4], method, **more) for method in (METHOD, "full")]
+    for one, other in zip(rows(found), rows(full), strict=True):
+        assert one == pytest.approx(other, abs=CLOSE)
+    for one, other in zip(found[1]["choices"], full[1]["choices"], strict=True):
+        assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
+    assert found[1]["comb"]["linked_tokens"] > 0 or found[1]["comb"]["head_tokens"] > 0
+    assert found[1]["usage"]["prompt_tokens"] == full[1]["usage"]["prompt_tokens"]
+
+
+def test_the_other_apis_and_streams_say_the_same(plain: Served) -> None:
+    whole = text_of(plain.chat(MORE, max_tokens=8))
+    status, stream = plain.chat(MORE, max_tokens=8, stream=True)
+    assert status == 200
+    events = [json.loads(line[5:]) for line in stream.splitlines() if line.startswith("data:") and "[DONE]" not in line]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == whole
+    comb = events[0]["comb"]
+    assert comb["method"] == METHOD
+    assert comb["head_tokens"] + comb["linked_tokens"] > 0
+    body = {"model": "nano", "temperature": 0, "documents": MORE}
+    _, found = plain.request("POST", RESPONSES, {**body, "input": QUESTION, "max_output_tokens": 8})
+    assert "".join(part["text"] for item in found["output"] for part in item["content"]) == whole
+    _, found = plain.request("POST", MESSAGES, {**body, "messages": QUESTION, "max_tokens": 8})
+    assert found["content"][0]["text"] == whole
+    assert found["comb"]["method"] == METHOD
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    assert states(plain.chat(MORE, tools=tools, tool_choice="none")) == ["pool"] * len(MORE)
+
+
+def test_registered_documents_stand_in_messages(plain: Served, library: PlainLibrary) -> None:
+    text = "Dan lives under the stairs."
+    status, made = plain.request("POST", "/v1/documents", {"text": text, "id": "dan", "pin": True})
+    assert (status, made["state"], made["cached"]) == (200, "compiled", True)
+    parts = [{"type": "text", "text": "Say "}, {"type": "document", "id": "dan"}, {"type": "text", "text": "who?"}]
+    messages = [{"role": "user", "content": parts}]
+    found = chat(plain, TEXTS, messages=messages)
+    assert states(found)[-1] == "pool"
+    segments = [library.builder.segment(each) for each in TEXTS]
+    prompt = library.builder.build(messages, segments, {"dan": [library.builder.segment(text)]})
+    assert logprobs(found) == pytest.approx(library.logs(prompt, METHOD, 8), abs=CLOSE)
+    assert plain.request("GET", "/v1/documents/dan", key="bob")[0] == 404
+    assert chat(plain, [{"id": "dan"}], key="bob")[0] == 404
+    assert plain.request("DELETE", "/v1/documents/dan")[1]["deleted"]
+    timed = {"text": "Eve leaves soon.", "id": "eve", "ttl_s": 0.5}
+    assert plain.request("POST", "/v1/documents", timed)[1]["cached"]
+    time.sleep(0.7)
+    assert chat(plain, [{"id": "eve"}])[0] == 404
+    quota = plain.request("GET", "/v1/comb")[1]["quota"]
+    assert quota["bytes"] == {"used": 0, "limit": quota["bytes"]["limit"]}
+
+
+def test_tenants_share_nothing(plain: Served) -> None:
+    text = f"A secret: {random.random()}."
+    assert [states(chat(plain, [text], key=key)) for key in ("alice", "bob", "alice")] == [
+        ["compiled"], ["compiled"], ["pool"],
+    ]  # fmt: skip
+    assert [chat(plain, [text], key=key)[1]["comb"]["head_tokens"] > 0 for key in ("alice", "bob")] == [True, True]
+
+
+def test_the_method_is_switched(plain: Served) -> None:
+    assert plain.request("POST", "/v1/comb", {"method": "naive"})[0] == 401
+    try:
+        assert plain.request("POST", "/v1/comb", {"method": "full"}, key="boss")[1]["method"] == "full"
+        assert states(chat(plain)) == ["inlined"] * 3
+    finally:
+        assert plain.request("POST", "/v1/comb", {"method": METHOD}, key="boss")[0] == 200
+    assert chat(plain)[1]["comb"]["method"] == METHOD
+
+
+def test_what_cannot_be_is_said(plain: Served) -> None:
+    long = " ".join(["long"] * 2000)
+    for body, words in (
+        ({"documents": [long]}, "a document has"),
+        ({"documents": [long[:1500]] * 4}, "context length"),
+        ({"documents": TEXTS, "comb": {"method": "legolink-0"}}, "ask for naive, legolink:k or full"),
+        ({"documents": TEXTS, "comb": {"encoder": False}}, "plain model"),
+        ({"documents": TEXTS, "vllm_xargs": {"comb_docs": "x"}}, "is not a field of requests"),
+    ):
+        status, found = plain.request("POST", CHAT, {"model": "nano", "messages": QUESTION, **body})
+        assert (status, words in found["error"]["message"]) == (400, True), found
+    assert plain.request("GET", "/health")[0] == 200
+    plain.wait_until_idle()
+
+
+def test_eight_clients_of_two_tenants_get_no_wrong_answer(plain: Served, library: PlainLibrary) -> None:
+    """The pool has room for a part of the documents; what finds none is computed whole, and says so."""
+    texts = [f"{text} It was {day}." for text in MORE for day in ("Monday", "Friday")]
+
+    @cache
+    def expected(names: tuple[int, ...], method: str) -> list[float]:
+        return library.logs(library.chat(QUESTION, [texts[name] for name in names]), method, 8)
+
+    draw = random.Random(5)
+    cases = [
+        (tuple(draw.sample(range(len(texts)), draw.randint(0, 4))), draw.choice(METHODS), draw.choice(["alice", "bob"]))
+        for _ in range(500)
+    ]
+
+    def ask(case: tuple[tuple[int, ...], str, str]) -> Any:
+        names, method, key = case
+        return chat(plain, [texts[name] for name in names], method if names else None, key)
+
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(ask, cases))
+    wrong, methods = [], []
+    for (names, method, _), answer in zip(cases, answers, strict=True):
+        used = answer[1]["comb"]["method"] if names else "full"
+        methods.append(used)
+        error = max(abs(a - b) for a, b in zip(logprobs(answer), expected(names, used), strict=True))
+        if error > CLOSE or used not in (method, "full"):
+            wrong.append((names, method, used, error))
+    assert not wrong
+    assert set(methods) == set(METHODS)
+    assert plain.metric("comb:evictions_total") > 0
+    assert plain.metric("comb:audit_tokens_total") > 0
+    plain.wait_until_idle()
+
+
+def test_clients_that_leave_free_everything(plain: Served) -> None:
+    body = {"model": "nano", "messages": QUESTION, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    for wait in (0.0, 0.02, 0.1, 0.5):
+        with plain.asking({**body, "documents": [f"{random.random()}", *TEXTS]}):
+            time.sleep(wait)
+    plain.wait_until_idle()
+    assert states(chat(plain))[0] in ("pool", "compiled")
