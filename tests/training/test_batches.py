@@ -9,7 +9,7 @@ import torch
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, Prompt, PromptBuilder
-from comb_training.data.batches import IGNORED, Collator, TrainingExample, fit_documents, tokenize
+from comb_training.data.batches import IGNORED, Collator, TrainingExample, fit_documents, join_questions, tokenize
 from tests.helpers.training import byte_tokenizer
 
 
@@ -42,6 +42,18 @@ def test_tokenize_drops_long_queries_and_what_has_no_documents_and_counts_them(b
     kept = tokenize(rows, builder, counts, max_query_tokens=20)
     assert len(kept) == counts.kept == 1
     assert dict(counts.dropped) == {"query and answer of more than 20 tokens": 1, "no documents": 1}
+
+
+def test_questions_over_the_same_documents_share_a_row(builder: PromptBuilder) -> None:
+    plain = replace(builder, head="H ", stop='"\n')
+    rows = [example([text], f'Q{n} "', f"a{n}", id=str(n)) for n, text in enumerate("xxxxyx")]
+    joined = join_questions(rows, 3, plain.stop)
+    assert [(row.id, row.documents[0].text) for row in joined] == [("0", "x"), ("3", "x"), ("4", "y"), ("5", "x")]
+    [first, *_] = tokenize(joined, plain, Counts())
+    decode = plain.tokenizer.decode
+    assert decode(first.prompt.query) == 'H Q0 "'
+    assert decode(first.target) == 'a0"\n\nQ1 "a1"\n\nQ2 "a2"<end>'  # as a head's examples are written
+    assert join_questions(rows, 1, plain.stop) == rows
 
 
 def test_documents_are_cut_once_and_counted(builder: PromptBuilder) -> None:

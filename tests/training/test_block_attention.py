@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 from transformers.cache_utils import DynamicCache
 
 from comb import Prompt, methods
+from comb.linking.blocks import block_mask
 from comb.methods.base import LinkRequest
 from comb_training.config import TrainConfig, config_from_dict
 from comb_training.data.batches import TrainingExample
-from comb_training.models.block import BlockAttentionModel, BlockCollator, block_mask, segment_numbers
+from comb_training.models.block import BlockAttentionModel
 from comb_training.models.lora import add_lora
+from comb_training.models.rows import RowCollator, segment_numbers
 from comb_training.train import run_training
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.trainer import CombTrainer
@@ -55,7 +57,7 @@ def test_training_computes_what_method_block_links(make: Any) -> None:
     """And not what a causal mask computes."""
     model = make()
     trained = BlockAttentionModel(model)
-    batch = BlockCollator(0)([TrainingExample(PROMPT, (30, 31))])
+    batch = RowCollator(0)([TrainingExample(PROMPT, (30, 31))])
     batch.pop("labels")
     method = methods.get("block")(model)
     picaches = method.compile(PROMPT.segments)
@@ -74,7 +76,7 @@ def test_the_loss_does_not_depend_on_the_batch() -> None:
     def losses(groups: list[list[TrainingExample]]) -> list[float]:
         found = []
         for group in groups:
-            batch = BlockCollator(0)(group)
+            batch = RowCollator(0)(group)
             labels = batch.pop("labels")
             found += [float(target_loss(model(**batch), labels, 1))]
         return found

@@ -216,6 +216,20 @@ def test_the_held_out_loss_is_the_mean_over_its_target_tokens(tmp_path: Path) ->
         trainer(comb_model(), tmp_path, eval_steps=2)
 
 
+def test_the_share_of_the_divergence_that_is_closed_is_logged(tmp_path: Path) -> None:
+    """The teacher's rows have the documents in them, and are longer than the model's."""
+    settings = {"steps": 2, "batch_size": 4, "eval_steps": 2, "kl_weight": 1.0, "ce_weight": 0.0}
+    run = CombTrainer(
+        comb_model(gate=0.5), TrainConfig(**settings, output_dir=str(tmp_path)), examples(), TOKENIZER,
+        heldout=examples(11), progress=False,
+    )  # fmt: skip
+    run.train()
+    [(_, closed)], [(_, kl)], [(_, none)] = (run.logged(f"eval_{name}") for name in ("closed", "kl", "kl_none"))
+    assert none > 0
+    assert kl > 0
+    assert closed == pytest.approx(1 - kl / none)
+
+
 def test_schedule_warms_up_and_cools_down() -> None:
     schedule = LearningRateSchedule(100, None, warmup=0.1, final=0.02)
     factors = [schedule(step) for step in range(101)]

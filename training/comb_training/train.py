@@ -1,4 +1,4 @@
-"""One training run from one configuration: backbone -> data -> answers -> train -> adapter folder.
+"""One training run from one configuration: backbone -> data -> answers -> train -> adapter folder; stages repeat that.
 
 The folder holds the adapter and the tokenizer (a normal Hugging Face checkpoint), ``training.json`` (how it was made:
 argv, versions, commit, configuration, counts, losses) and ``loss.png``.
@@ -6,6 +6,7 @@ argv, versions, commit, configuration, counts, losses) and ``loss.png``.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -36,11 +37,11 @@ from comb_training.models.lora import unload
 from comb_training.trainer import distributed
 from comb_training.trainer.heldout import heldout_answers
 from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
+from comb_training.trainer.stages import TRAINING_JSON, RunStage, joined, run_stages, starting_point
 from comb_training.trainer.trainer import CombTrainer
 
 logger = logging.getLogger(__name__)
 
-TRAINING_JSON = "training.json"
 LOSS_PLOT = "loss.png"
 
 
@@ -53,7 +54,9 @@ class TrainResult:
         record: what training.json holds. Of its values ``losses`` and ``heldout_losses`` are (step, mean loss per
             target token), ``heldout_em`` and ``heldout_f1`` (step, mean in 0..1), as `train.eval_steps` and
             `train.eval_answers` asked for them; ``seconds`` is of optimisation, ``answer_seconds`` of answering before.
-        counts, statistics: what happened to the data's rows, and how long the examples trained on are.
+            With stages it is that of `comb_training.trainer.stages.joined`.
+        counts, statistics: what happened to the data's rows, and how long the examples trained on are; of the last
+            stage, as is `teacher`.
         teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
         terminated: a signal ended the run before its time; the last checkpoint is where to go on.
     """
@@ -75,17 +78,46 @@ def run_training(
     progress: bool = True,
     prepared: Callable[[PreparedRun], None] | None = None,
 ) -> TrainResult:
-    """Trains as `config` says and writes the adapter folder.
+    """Trains as `config` says, stage after stage, and writes the adapter folder.
 
     Args:
         prepared: called on the first process when the data is read, before anything is answered or trained.
-        resume: a ``checkpoint-N`` folder of an earlier run of the same configuration (see train.save_steps).
+        resume: a ``checkpoint-N`` folder of an earlier run of the same configuration (see train.save_steps), or
+            ``auto`` for the newest.
 
     Raises:
-        ValueError: as `prepare` does.
+        ValueError: as `prepare` does, and for a checkpoint that isn't there.
         TrainingDivergedError: if the loss becomes NaN or infinite.
     """
+    stages = run_stages(config)
+    start = starting_point(stages, resume)
+    checkpoint, records = start.checkpoint, list(start.records)
+    for number in range(start.stage, len(stages)):
+        stage = stages[number] if number == 0 else stages[number].after(stages[number - 1])
+        result = _run_stage(stage, checkpoint, progress, prepared)
+        checkpoint = None
+        records.append(result.record)
+        if result.terminated:
+            break
+        if number < len(stages) - 1:
+            distributed.barrier()  # the next stage loads what the first rank has written
+            result.model = None
+            gc.collect()  # or two stages' models would be in memory: trainer and model refer to each other
+    if stages[-1].name:
+        result.record = joined(config, stages, records)
+        if not result.terminated and distributed.is_main():
+            _write_record(config, result.record, result.output_dir)
+    distributed.leave()
+    return result
+
+
+def _run_stage(
+    stage: RunStage, resume: Path | None, progress: bool, prepared: Callable[[PreparedRun], None] | None
+) -> TrainResult:
+    """One training: the whole of a run without stages."""
+    config = stage.config
     run = prepare(config, resume=resume)
+    run.stage = stage.name
     logger.info("data: %s", run.counts)
     if prepared is not None and distributed.is_main():
         prepared(run)
@@ -140,21 +172,25 @@ def run_training(
             unload(model)
             result.model = training_method(config.train.method).answering(model)
         if distributed.is_main():
-            write_json(folder / TRAINING_JSON, record)
-            _plot(record, folder / LOSS_PLOT, title=f"{config.model.backbone}: {config.data.label}")
-            refresh_card(folder)  # it tells what training.json says
-    distributed.leave()
+            _write_record(config, record, folder)
     # while it is set, transformers loads every model in parts (ZeRO-3), over ranks that are gone now
     unset_hf_deepspeed_config()
     return result
 
 
-def _plot(record: dict[str, Any], path: Path, *, title: str) -> None:
+def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
+    """training.json, the plot of its losses, and the card, which tells what it says."""
+    write_json(folder / TRAINING_JSON, record)
     scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"], "KL closed": record["heldout_closed"]}
     try:
-        plot_training(record["losses"], path, heldout=record["heldout_losses"], scores=scores, title=title)
+        plot_training(
+            record["losses"], folder / LOSS_PLOT, heldout=record["heldout_losses"], scores=scores,
+            title=f"{config.model.backbone}: {config.data.label}",
+            stages=[(stage["name"], stage["first_step"]) for stage in record.get("stages", ())],
+        )  # fmt: skip
     except ImportError:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
+    refresh_card(folder)
 
 
 def _heldout(run: PreparedRun) -> dict[str, Any]:

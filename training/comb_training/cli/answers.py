@@ -34,6 +34,7 @@ def answers(
     from comb_training.answers import answer_prepared, choose_engine
     from comb_training.config import load_config, override
     from comb_training.trainer.prepare import prepare
+    from comb_training.trainer.stages import run_stages
 
     settings = load_config(config, overrides or [])
     chosen = choose_engine(engine)
@@ -42,8 +43,9 @@ def answers(
     if chosen == "vllm":  # the GPU is vLLM's; the weights are loaded here to tell what the answers belong to
         settings = override(settings, ["model.device=cpu"])
     options = dict(engine_option(item) for item in vllm or [])
-    run = prepare(settings)
-    _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)
+    for stage in run_stages(settings):
+        run = prepare(stage.config)
+        _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)
 
 
 def engine_option(item: str) -> tuple[str, Any]:

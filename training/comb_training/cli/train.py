@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +12,10 @@ from rich.markup import escape
 from comb_training.cli.evaluate import show_evaluation
 
 if TYPE_CHECKING:
-    from comb_training.config import Config
     from comb_training.plan import Plan
     from comb_training.trainer.prepare import PreparedRun
 
 console = Console()
-logger = logging.getLogger(__name__)
 
 TERMINATED = 143
 """Exit status of a run that SIGTERM ended, as shells give it: a scheduler must not take it for done."""
@@ -46,21 +43,26 @@ def train(
     settings = load_config(config, overrides or [])
     if dry_run:
         from comb_training.plan import plan
+        from comb_training.trainer.stages import run_stages
 
-        _show_plan(plan(settings))
+        for stage in run_stages(settings):
+            _show_plan(plan(stage.config), stage.name)
         return
-    result = run_training(settings, resume=_checkpoint(resume, settings), prepared=_show_data)
+    result = run_training(settings, resume=resume, prepared=_show_data)
     if not distributed.is_main():
         raise typer.Exit(TERMINATED if result.terminated else 0)
     if settings.train.answers == "on_policy":  # answering drops examples, too
         console.print(f"data, answered: {escape(str(result.counts))}")
     if result.teacher is not None:
         console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
-    record, losses = result.record, result.record["losses"]
-    if losses:
-        console.print(
-            f"loss {losses[0][1]:.4f} -> {losses[-1][1]:.4f} in {record['steps']} steps, {record['seconds']:.0f} s"
-        )
+    record = result.record
+    one = {**record, "name": "", "losses": [loss for _, loss in record["losses"]]}
+    for part in record.get("stages", [one]):
+        if losses := part["losses"]:
+            console.print(
+                f"{part['name']}{': ' * bool(part['name'])}loss {losses[0]:.4f} -> {losses[-1]:.4f} in {part['steps']} "
+                f"steps, {part['seconds']:.0f} s"
+            )
     if result.terminated:
         console.print(
             f"stopped by SIGTERM after step {record['steps']}; the checkpoint is in "
@@ -75,24 +77,7 @@ def train(
         show_evaluation(model, result.tokenizer, settings, result.output_dir / "results.json")
 
 
-def _checkpoint(resume: str | None, settings: Config) -> Path | None:
-    """The checkpoint to go on from; None to start. Raises ValueError if the one asked for is not there."""
-    if resume is None:
-        return None
-    from comb_training.trainer.checkpoints import checkpoints
-
-    folder = Path(settings.train.output_dir)
-    if resume == "auto":
-        found = checkpoints(folder)
-        if not found:
-            logger.warning("--resume auto: no checkpoint-N in %s, the run starts from the beginning", folder)
-        return found[-1] if found else None
-    if not Path(resume).is_dir():
-        raise ValueError(f"there is no checkpoint folder {resume!r} to resume from")
-    return Path(resume)
-
-
-def _show_plan(run: Plan) -> None:
+def _show_plan(run: Plan, stage: str) -> None:
     import yaml
     from rich.syntax import Syntax
 
@@ -101,6 +86,8 @@ def _show_plan(run: Plan) -> None:
 
     if not distributed.is_main():
         return
+    if stage:
+        console.rule(f"stage {stage}")
     console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
     for block in blocks(run):
         console.print(block)
@@ -110,5 +97,7 @@ def _show_data(run: PreparedRun) -> None:
     """What became of the rows, and how long the examples are."""
     from comb_training.data.token_statistics import data_table
 
+    if run.stage:
+        console.rule(f"stage {run.stage}")
     console.print(f"data: {escape(str(run.counts))}")
     console.print(data_table(run.statistics, run.sets))

@@ -96,6 +96,9 @@ class DataConfig:
     """How a document is written, with {text} and {title}; null is the title, if there is one, and the text."""
     query_template: str = "{query}"
     """How a question is written; {query} is replaced."""
+    questions_per_row: AtLeastOne = 1
+    """Questions over the same documents that a row of training asks one after the other, at most: the later ones and
+    their answers are learned from like the first answer. Above 1 it needs `head` and train.answers=gold."""
     head: str | None = None
     """Plain text in front of the documents, examples say, for a model that answers best so; there is no chat template
     then. As in a file of evaluation sets (configs/evaluation.yaml)."""
@@ -114,6 +117,11 @@ class DataConfig:
         return ", ".join(dict.fromkeys(entry.dataset for entry in self.mixture)) or self.dataset
 
     def __post_init__(self) -> None:
+        if self.questions_per_row > 1 and self.head is None:
+            raise ValueError(
+                "data.questions_per_row joins questions as plain text: give data.head ('' for none), as without one "
+                "the tokenizer's chat template writes them"
+            )
         if not self.mixture:
             if self.dataset == MIXTURE:
                 raise ValueError(f"data.dataset={MIXTURE} needs data.mixture: a list of sets, each with a dataset")

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from comb_training.config.data import DataConfig, MixtureEntry
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
+from comb_training.config.stage import StageConfig
 from comb_training.config.train import TrainConfig
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
@@ -138,7 +139,9 @@ def _describe(mistake: Any) -> str:
 
 def _hint(key: str, section: Sequence[Any], name: str) -> str:
     """What was meant instead of `key` in `section`."""
-    kind = MixtureEntry if "mixture" in section else SECTIONS[section[0]] if section else Config
+    inner = {"mixture": MixtureEntry, "stages": StageConfig}
+    kinds = [kind for place, kind in inner.items() if place in section]
+    kind = kinds[0] if kinds else SECTIONS[section[0]] if section else Config
     known = [field.name for field in fields(kind)]
     close = [name.removesuffix(key) + match for match in difflib.get_close_matches(key, known, n=1)]
     # a right key in the wrong section is the other common slip

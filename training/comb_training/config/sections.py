@@ -15,7 +15,7 @@ from comb_training.config.types import KNOWN_KEYS, AtLeastOne, AtLeastZero, Item
 
 @dataclass(frozen=True, config=KNOWN_KEYS)
 class ModelConfig:
-    """The backbone and the shape of the encoder that is trained on it."""
+    """The backbone and the shape of the encoder that is trained on it (of other methods, `options` alone)."""
 
     backbone: str = "nano"
     """Hub id, folder, or registered name of the frozen backbone."""
@@ -40,7 +40,7 @@ class ModelConfig:
     cpu_threads: StrictInt | None = None
     """Threads of torch on a CPU; null is torch's default. Tiny models are fastest with one: more only wait."""
     options: Options = Field(default_factory=dict)
-    """More keyword arguments of `CombForCausalLM.from_backbone`."""
+    """More keyword arguments of `CombForCausalLM.from_backbone`, or `LinkTokensForCausalLM.from_backbone`."""
 
     def __post_init__(self) -> None:
         if self.measured_cross_layers is not None:
@@ -81,13 +81,18 @@ class Config:
     eval: EvalConfig = Field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
-        if self.train.method == "block":
-            if self.model.init_from is not None:
-                raise ValueError("model.init_from is an adapter; with train.method=block, go on from model.backbone")
+        if self.data.questions_per_row > 1 and self.train.answers != "gold":
+            raise ValueError("data.questions_per_row puts the data's answers in a row: it needs train.answers=gold")
+        method = self.train.method
+        if method == "block" and self.model.init_from is not None:
+            raise ValueError("model.init_from is an adapter; with train.method=block, go on from model.backbone")
+        if method != "comb":
             if self.eval == EvalConfig():
-                object.__setattr__(self, "eval", EvalConfig(methods=("full", "block")))
+                object.__setattr__(self, "eval", EvalConfig(methods=("full", method)))
             if "comb" in self.eval.methods:
-                raise ValueError("eval.methods has comb, but train.method=block trains no encoder; use full, block")
+                raise ValueError(
+                    f"eval.methods has comb, but train.method={method} trains no encoder; use full, {method}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictInt
 from pydantic.dataclasses import dataclass
 
+from comb_training.config.stage import StageConfig
 from comb_training.config.types import KNOWN_KEYS, AboveZero, AtLeastOne, AtLeastZero, Items, Number
 
 
@@ -14,9 +15,9 @@ from comb_training.config.types import KNOWN_KEYS, AboveZero, AtLeastOne, AtLeas
 class TrainConfig:
     """Optimisation. Training stops at the first of `steps`, `epochs` and `max_seconds` that is reached."""
 
-    method: Literal["comb", "block"] = "comb"
-    """comb trains an encoder and cross blocks on the frozen backbone; block fine-tunes the backbone itself (all of it,
-    or LoRA) to read documents that see only themselves."""
+    method: Literal["comb", "block", "linktokens"] = "comb"
+    """comb trains an encoder and cross blocks on the frozen backbone, linktokens a few vectors in front of every
+    document; block fine-tunes the backbone itself (all of it, or LoRA) to read documents that see only themselves."""
     steps: AboveZero | None = None
     """Optimizer steps."""
     epochs: Annotated[Number, Field(gt=0)] | None = None
@@ -97,7 +98,15 @@ class TrainConfig:
     run_name: str | None = None
     """Name of the run there; null is output_dir."""
 
+    stages: Items[StageConfig] = ()
+    """Several trainings one after the other, each going on from the adapter of the one before; empty: one."""
+
     def __post_init__(self) -> None:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            raise ValueError(f"train.stages: two stages have the same name: {', '.join(names)}")
+        if names and self.method == "block":
+            raise ValueError("train.stages go on from the adapter of the one before, and train.method=block makes none")
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             object.__setattr__(self, "epochs", 1.0)
         if self.ce_weight == self.kl_weight == 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,26 @@ def fit_documents(
     return [
         replace(example, documents=tuple(chain.from_iterable(map(fitted, example.documents)))) for example in examples
     ]
+
+
+def join_questions(examples: Iterable[Example], most: int, stop: str) -> list[Example]:
+    """Examples that follow each other over the same documents as one, up to `most` questions: the answer goes on with
+    the next question and its answer, an empty line between them.
+
+    A row's documents, and a teacher's pass over them, then serve several answers. The id, group and references are the
+    first question's.
+
+    Args:
+        stop: what ends an answer (its first character), as in `PromptBuilder`.
+    """
+    joined: list[Example] = []
+    for _, same in groupby(examples, lambda example: example.documents):
+        questions = list(same)
+        for start in range(0, len(questions), most):
+            first, *others = questions[start : start + most]
+            turns = [first.answer, *(f"{question.query}{question.answer}" for question in others)]
+            joined.append(replace(first, answer=f"{stop[:1]}\n\n".join(turns)))
+    return joined
 
 
 def tokenize(

@@ -28,7 +28,7 @@ from comb.documents.document import Example, PromptBuilder
 from comb.documents.splitting import Splitter, create
 from comb_training.config import DataConfig
 from comb_training.data import cache_key, token_cache
-from comb_training.data.batches import TrainingExample, fit_documents, tokenize
+from comb_training.data.batches import TrainingExample, fit_documents, join_questions, tokenize
 from comb_training.data.shares import draw, epoch_numbers, heldout_numbers
 from comb_training.data.sources import Source, sources
 
@@ -89,7 +89,12 @@ class ConfiguredSide:
         if source.name is not None:
             examples = _unique(examples)
         fitted = fit_documents(examples, self.builder, self.longest, counts, self.splitter)
-        return [source.written(example) for example in fitted], counts
+        written = [source.written(example) for example in fitted]
+        if self.split == "train" and self.data.questions_per_row > 1:
+            asked = len(written)
+            written = join_questions(written, self.data.questions_per_row, self.data.stop)
+            counts.drop("none of its own: asked behind another question, in its row", asked - len(written))
+        return written, counts
 
     def tokens(self, source: Source) -> tuple[Sequence[TrainingExample], Counts]:
         """The same as tokens, from the cache where it has them."""
@@ -116,6 +121,7 @@ class ConfiguredSide:
             "max_document_tokens": self.longest,
             "splitter": None if splitter is None else [self.data.splitter, cache_key.code_key(type(splitter))],
             "max_query_tokens": self.data.max_query_tokens,
+            "questions_per_row": self.data.questions_per_row,
         }
 
     def numbers(self, sizes: dict[str, int]) -> dict[str, int]:

@@ -11,9 +11,8 @@ Legend: B rows, T tokens of the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,15 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from comb.backbones.discovery import decoder_layers
 from comb.backbones.loading import resolve_name
-from comb.documents.datasets import Counts
-from comb.documents.document import Prompt
+from comb.linking.blocks import block_mask
 from comb.linking.masks import Masks, for_attention
 from comb.linking.positions import UnmovableError
 from comb.linking.support import find_support
 from comb_training.config import Config
-from comb_training.data.batches import Collator, TrainingExample
 from comb_training.models.loading import device_of, dtype_of
 from comb_training.models.lora import add_lora, lora_layers
-from comb_training.models.method import TrainingMethod, training_methods
-
-FRESH, PADDING = 0, -1
-"""Values of `segments` beside the documents' numbers, which begin with 1."""
+from comb_training.models.method import training_methods
+from comb_training.models.rows import RowTraining
 
 
 class BlockAttentionModel(nn.Module):
@@ -98,58 +93,10 @@ class BlockAttentionModel(nn.Module):
         tokenizer.save_pretrained(folder)
 
 
-def block_mask(segments: Tensor, window: int | None = None) -> Tensor:
-    """Where each token may look, bool [B, 1, T, T], from segments [B, T].
-
-    Args:
-        segments: `FRESH` for tokens outside of documents, 1, 2, ... for those of a document, `PADDING`.
-        window: of a sliding-window layer: a token sees itself and window - 1 before it.
-    """
-    query, key = segments[:, :, None], segments[:, None, :]
-    place = torch.arange(segments.shape[1], device=segments.device)
-    near = key_before(place, window)
-    # padding sees itself, so that no row of the softmax is empty
-    return (((key == query) | ((query == FRESH) & (key != PADDING))) & near)[:, None]
-
-
-def key_before(place: Tensor, window: int | None) -> Tensor:
-    """Causal, within `window`: bool [T, T]."""
-    distance = place[:, None] - place[None, :]
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-
-@dataclass
-class BlockCollator(Collator):
-    """Whole prompts with their answers, padded; `segments` [B, T] tells the documents apart."""
-
-    def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
-        self.check_targets(examples)
-        batch: dict[str, Any] = self.rows([(example.prompt.flat, example.target) for example in examples])
-        if self.full_prompts:
-            batch["full_prompts"] = {name: tensor.clone() for name, tensor in batch.items()}
-        segments = torch.full(batch["input_ids"].shape, PADDING)
-        for index, example in enumerate(examples):
-            numbers = segment_numbers(example.prompt)
-            segments[index, : len(numbers) + len(example.target)] = FRESH
-            segments[index, : len(numbers)] = torch.tensor(numbers)
-        batch["segments"] = segments
-        return batch
-
-
-def segment_numbers(prompt: Prompt) -> list[int]:
-    """For each token of ``prompt.flat``, the number of its document, `FRESH` outside of them."""
-    gaps = (*(prompt.gaps or ((),) * max(0, len(prompt.segments) - 1)), ())
-    numbers = [FRESH] * len(prompt.head)
-    for number, (segment, gap) in enumerate(zip(prompt.segments, gaps, strict=True), 1):
-        numbers += [number] * len(segment) + [FRESH] * len(gap)
-    return numbers + [FRESH] * len(prompt.tail)
-
-
 @training_methods.register("block")
-class BlockTraining(TrainingMethod):
+class BlockTraining(RowTraining):
     """Source: COMB sec. 5, baselines (Block-Attention, Ma et al. 2024)."""
 
-    collator = BlockCollator
     published_part = "backbone"
 
     def load(self, config: Config) -> BlockAttentionModel:
@@ -186,17 +133,3 @@ class BlockTraining(TrainingMethod):
 
     def answering(self, model: BlockAttentionModel) -> Any:
         return model.backbone
-
-    def row(self, example: TrainingExample) -> TrainingExample:
-        """The same question as a row that holds its documents."""
-        return TrainingExample(Prompt(example.prompt.flat, (), ()), example.target, example.id, example.references)
-
-    def fitting(
-        self, examples: Sequence[TrainingExample], model: Any, config: Config, counts: Counts
-    ) -> Sequence[TrainingExample]:
-        """Without those longer than `data.max_prompt_tokens` or the backbone's positions."""
-        longest: int = model.config.get_text_config().max_position_embeddings
-        longest = min(longest, config.data.max_prompt_tokens or longest)
-        kept = [example for example in examples if len(example.prompt.flat) + len(example.target) <= longest]
-        counts.drop(f"prompt and answer of more than {longest} tokens", len(examples) - len(kept))
-        return kept

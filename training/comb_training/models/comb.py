@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
-from comb.backbones.loading import resolve_name
 from comb.evaluation.placement import measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
 from comb.model.ridge import fit_to_backbone
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample
-from comb_training.models.loading import device_of, dtype_of
+from comb_training.models.adapter import AdapterTraining, trained_options
+from comb_training.models.loading import device_of, dtype_of, shaping_options
 from comb_training.models.lora import add_lora
-from comb_training.models.method import TrainingMethod, training_methods
+from comb_training.models.method import training_methods
 
 logger = logging.getLogger(__name__)
 
@@ -29,31 +24,28 @@ T = TypeVar("T")
 
 
 @training_methods.register("comb")
-class CombTraining(TrainingMethod):
+class CombTraining(AdapterTraining):
     """Source: COMB sec. 5.2."""
 
+    adapter = CombForCausalLM
     published_part = "encoder"
 
     def load(self, config: Config) -> CombForCausalLM:
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
         if config.model.init_from is None:
             return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
-        options = _options(config)
+        options = trained_options(config)
         shaping = sorted({"max_document_tokens", "initialization", "shared_layers", "sink", "gate"} & options.keys())
         if shaping:
             raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
-        model: Any = CombForCausalLM.from_pretrained(
-            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **options
-        )
-        model.requires_grad_(True).backbone.requires_grad_(False)
-        return _with_lora(model, config)
+        return _with_lora(self.continued(config, options), config)
 
     def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
-        options = _options(config)
+        options = trained_options(config)
         if isinstance(backbone, str):
             options["dtype"] = dtype_of(config.model.dtype)
         else:  # loaded already, with the options of loading
-            options = shaping_options(options)
+            options = shaping_options(CombForCausalLM, options)
         model = CombForCausalLM.from_backbone(
             backbone,
             num_encoder_layers=config.model.num_encoder_layers,
@@ -81,23 +73,8 @@ class CombTraining(TrainingMethod):
             fit_to_backbone(model, evenly(segments, config.model.fit_passages))
         return model  # type: ignore[no-any-return]  # the one that came or a fresh one
 
-    def plain_backbone(self, model: CombForCausalLM) -> AbstractContextManager[Any]:
-        return nullcontext(model.backbone)
-
-    def save_trained(self, model: Any, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor]) -> None:
-        """An adapter folder, which can be asked like the one of a finished run."""
-        model.save_pretrained(folder, tokenizer=tokenizer, state_dict=weights)
-
-
-def _options(config: Config) -> dict[str, Any]:
-    # trained weights stay in float32 whatever the backbone's: small updates, of gates above all, are not lost
-    return {"adapter_dtype": torch.float32, **config.model.options}
-
-
-def shaping_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the options of `CombForCausalLM.from_backbone`, those that a backbone which is loaded already can be given."""
-    own = inspect.signature(CombForCausalLM.from_backbone).parameters.keys() - {"revision", "loading"}
-    return {name: value for name, value in options.items() if name in own}
+    def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**inputs, "documents": None}
 
 
 def add_encoder_lora(model: CombForCausalLM, train: TrainConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,6 +40,15 @@ def device_of(config: Config) -> torch.device:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     # under torchrun each process drives the GPU of its number
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+
+
+def shaping_options(adapter: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options of an adapter class's `from_backbone`, those that a backbone which is loaded already can be given.
+
+    They shape a fresh adapter; the others say how a model is loaded.
+    """
+    own = inspect.signature(adapter.from_backbone).parameters.keys() - {"revision", "loading"}
+    return {name: value for name, value in options.items() if name in own}
 
 
 def dtype_of(name: str) -> Any:

@@ -24,6 +24,11 @@ class TrainingMethod(ABC):
     published_part: ClassVar[str]
     """Submodule whose frozen weights are published with the trained ones where LoRA is merged."""
 
+    adapter: ClassVar[Any] = None
+    """Class of the adapter that it trains; None where the backbone itself trains."""
+    measures_closed: ClassVar[bool] = False
+    """Whether a batch can be run without its documents, which is what `eval_closed` is measured against."""
+
     @abstractmethod
     def load(self, config: Config) -> Any:
         """The model that trains, as configured. Raises ValueError for options that make no sense together."""
@@ -39,6 +44,10 @@ class TrainingMethod(ABC):
     @abstractmethod
     def save_trained(self, model: Any, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor]) -> None:
         """Writes the trained weights to resume from (`load_trainable` reads them)."""
+
+    def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch's inputs without its documents; only where `measures_closed`."""
+        raise NotImplementedError
 
     def answering(self, model: Any) -> Any:
         """Of the model that trains, the one that answers by the inference method of the same name."""

@@ -14,8 +14,8 @@ from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
-from comb_training.models.comb import add_encoder_lora, shaping_options
-from comb_training.models.loading import dtype_of
+from comb_training.models.comb import add_encoder_lora
+from comb_training.models.loading import dtype_of, shaping_options
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 """Public sizes of the backbones in configs/, for where the Hub can't be asked: ``organisation--name.json``."""
@@ -99,7 +99,7 @@ def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
                 num_encoder_layers=config.model.num_encoder_layers,
                 cross_attention_layers=config.model.first_cross_layers,
                 encoder_causal=config.model.encoder_causal,
-                **shaping_options({**options, "adapter_dtype": adapter_dtype}),
+                **shaping_options(CombForCausalLM, {**options, "adapter_dtype": adapter_dtype}),
             )
         add_encoder_lora(model, config.train)
     return model, note

@@ -27,6 +27,7 @@ def heldout_losses(
     collate: Callable[[Sequence[TrainingExample]], dict[str, Any]],
     accelerator: Accelerator,
     ask_teacher: Callable[[dict[str, Tensor]], Teacher] | None = None,
+    leave_out: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, float]:
     """Mean loss per target token of examples that are not trained on (``eval_loss``). Collective.
 
@@ -37,6 +38,7 @@ def heldout_losses(
     Args:
         batches: the same on every rank.
         ask_teacher: what the backbone says that has the documents in its prompt.
+        leave_out: of a batch's inputs, those without its documents.
     """
     sums, count = [0.0] * (1 if ask_teacher is None else 3), 0.0
     ranks, rank = distributed.world_size(), distributed.rank()
@@ -44,16 +46,18 @@ def heldout_losses(
     for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
         inputs = send_to_device(collate(batches[min(place, len(batches) - 1)]), accelerator.device)
         labels, prompts = inputs.pop("labels"), inputs.pop("full_prompts", None)
-        with engine_autocast(accelerator), target_logits_only(model, labels):
-            outputs = model(**inputs)
-            values = [float(target_loss(outputs, labels))]
-            if ask_teacher is not None:
-                teacher = ask_teacher(prompts)
-                bare = model(**{**inputs, "documents": None})
-                values += [
-                    float(target_loss(said, labels, teacher=teacher, weight=1.0, ce_weight=0.0))
-                    for said in (outputs, bare)
-                ]
+        with engine_autocast(accelerator):
+            # in front of the model's passes: the teacher's rows are longer, and it selects targets in the same head
+            teacher = None if ask_teacher is None else ask_teacher(prompts)
+            with target_logits_only(model, labels):
+                outputs = model(**inputs)
+                values = [float(target_loss(outputs, labels))]
+                if teacher is not None:
+                    bare = model(**leave_out(inputs))
+                    values += [
+                        float(target_loss(said, labels, teacher=teacher, weight=1.0, ce_weight=0.0))
+                        for said in (outputs, bare)
+                    ]
         if place < len(batches):
             tokens = int((labels[:, 1:] != IGNORED).sum())
             sums, count = [total + value * tokens for total, value in zip(sums, values, strict=True)], count + tokens

@@ -50,7 +50,7 @@ class CombTrainer:
     """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says.
 
     Args:
-        model: a `CombForCausalLM` (or a `PreTrainedModel` that takes ``documents=``), or a `BlockAttentionModel`.
+        model: as `TrainingMethod.load` gives it: a `CombForCausalLM`, a `BlockAttentionModel`, ...
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged every `eval_steps`.
         answer: scores that are logged with it.
@@ -226,9 +226,9 @@ class CombTrainer:
         self.model.eval()
         try:
             chosen = [[self.heldout[index] for index in batch] for batch in batches]
-            distils = self.config.kl_weight > 0 and self.config.method == "comb"
+            distils = self.config.kl_weight > 0 and self.method.measures_closed
             ask = self.objective.ask_teacher if distils else None
-            record = heldout_losses(self.model, chosen, self.collate, self.accelerator, ask)
+            record = heldout_losses(self.model, chosen, self.collate, self.accelerator, ask, self.method.bare)
             if self._answer is not None and self._zero3:
                 logger.warning("train.eval_answers: no answers under ZeRO-3, which has the weights in parts")
                 self._answer = None

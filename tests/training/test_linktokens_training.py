@@ -1,0 +1,136 @@
+"""Training of link tokens: the divergence from full recompute falls, and nothing of the backbone changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from comb import LinkTokensForCausalLM, PICEngine, methods
+from comb.linktokens.config import FORMS
+from comb_training.config import config_from_dict
+from comb_training.models import training_method
+from comb_training.train import run_training
+from comb_training.trainer.trainer import CombTrainer
+from tests.helpers.training import backbone, examples, trainer
+
+
+def link_tokens(form: str = "keys_values", **sizes: Any) -> LinkTokensForCausalLM:
+    return LinkTokensForCausalLM.from_backbone(backbone(**sizes), num_link_tokens=4, form=form, token_ids=[5, 6, 7, 8])
+
+
+def run(folder: Path, form: str = "keys_values", **config: Any) -> CombTrainer:
+    settings = {"steps": 30, "learning_rate": 3e-2, "kl_weight": 1.0, "ce_weight": 0.0, "warmup": 0.0, "batch_size": 12}
+    model = link_tokens(form, initializer_range=0.3)  # so that documents matter
+    return trainer(model, folder, method="linktokens", **{**settings, **config})
+
+
+def judged(model: Any, folder: Path) -> dict[str, float]:
+    judge = trainer(model, folder, method="linktokens", kl_weight=1.0, ce_weight=0.0)
+    judge.heldout = examples()
+    return judge.evaluate()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_divergence_falls_and_the_backbone_stays(form: str, tmp_path: Path) -> None:
+    training = run(tmp_path, form)
+    model = training.model
+    before = {name: value.clone() for name, value in model.backbone.state_dict().items()}
+    fingerprint, start = model.fingerprint, judged(model, tmp_path)
+    training.train()
+    end = judged(model, tmp_path)
+    assert end["eval_kl"] < 0.75 * start["eval_kl"]
+    assert end["eval_kl_none"] == pytest.approx(start["eval_kl_none"])
+    assert end["eval_closed"] == pytest.approx(1 - end["eval_kl"] / end["eval_kl_none"])
+    assert all(torch.equal(value, before[name]) for name, value in model.backbone.state_dict().items())
+    assert model.fingerprint != fingerprint
+    assert {name.partition(".")[0] for name in training.trained_weights()} == {"front"}
+
+
+def test_cross_entropy_on_answers_that_nobody_gave_brings_it_less_near(tmp_path: Path) -> None:
+    """The control: as many steps, which the teacher has no part in."""
+    distilled, other = run(tmp_path), run(tmp_path, kl_weight=0.0, ce_weight=1.0)
+    for training in (distilled, other):
+        training.train()
+    assert judged(distilled.model, tmp_path)["eval_kl"] < 0.9 * judged(other.model, tmp_path)["eval_kl"]
+
+
+def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
+    straight = run(tmp_path, steps=6, save_steps=3)
+    straight.train()
+    resumed = run(tmp_path, steps=6, save_steps=3)
+    resumed.train(tmp_path / "checkpoint-3")
+    assert resumed.losses == straight.losses
+    weights = resumed.trained_weights()
+    assert all(torch.equal(weights[name], weight) for name, weight in straight.trained_weights().items())
+    assert set(load_file(tmp_path / "checkpoint-3" / "model.safetensors")) == set(weights)
+
+
+def test_the_loss_does_not_depend_on_the_split_into_batches(tmp_path: Path) -> None:
+    whole = run(tmp_path / "a", steps=1)
+    whole.train()
+    parts = run(tmp_path / "b", steps=1, batch_size=4, gradient_accumulation_steps=3)
+    parts.train()
+    assert parts.losses[0][1] == pytest.approx(whole.losses[0][1], rel=1e-5)
+
+
+def test_the_whole_run_from_a_configuration(tmp_path: Path) -> None:
+    settings = config_from_dict(
+        {
+            "model": {"backbone": "nano", "options": {"num_link_tokens": 2}},
+            "data": {"dataset": "nano", "num_documents": 2, "limit": 24},
+            "train": {
+                "method": "linktokens", "steps": 4, "batch_size": 8, "answers": "gold", "kl_weight": 1.0,
+                "ce_weight": 0.0, "output_dir": str(tmp_path), "eval_steps": 2, "eval_answers": 4,
+                "stages": [{"name": "one"}, {"name": "two"}],
+            },
+            "eval": {"methods": ["full", "linktokens"], "limit": 4},
+        }
+    )  # fmt: skip
+    result = run_training(settings, progress=False)
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["parameters"]["trainable"] == result.model.num_trainable_parameters()[0]
+    assert len(record["heldout_closed"]) >= 2
+    assert "2 learned\nlink tokens" in (tmp_path / "README.md").read_text()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.fingerprint == result.model.fingerprint
+    answer = PICEngine.from_pretrained(tmp_path).ask("Where?", ["A text.", "Another."], max_new_tokens=2)
+    assert answer.report.method == "linktokens"
+
+
+def test_fresh_link_tokens_start_as_the_head(tmp_path: Path) -> None:
+    model = link_tokens()
+    [example, *_] = examples()
+    method = training_method("linktokens")
+    for given in ({}, {"num_link_tokens": 4}):
+        config = config_from_dict({"model": {"options": given}, "train": {"method": "linktokens"}})
+        started = method.fitted(link_tokens(), config, [example], None)
+        head = [*example.prompt.head] * given.get("num_link_tokens", 1)
+        assert started.fingerprint == LinkTokensForCausalLM.from_backbone(backbone(), token_ids=head).fingerprint
+    started.save_pretrained(tmp_path)
+    assert method.fitted(link_tokens(), config, [example], tmp_path).num_link_tokens == started.num_link_tokens
+    made = methods.create("linktokens", link_tokens())
+    model.config.kept = True
+    made.model.config.kept = True
+    assert method.decoder_tokens(example, model) == len(made.decoder_prompt(example.prompt).flat) + len(example.target)
+
+
+def test_what_can_not_be_trained_is_refused() -> None:
+    def load(**sections: Any) -> Any:
+        return training_method("linktokens").load(
+            config_from_dict({"train": {"method": "linktokens", **sections.pop("train", {})}, **sections})
+        )
+
+    with pytest.raises(ValueError, match="link tokens are no layers"):
+        load(train={"lora_rank": 4})
+    with pytest.raises(ValueError, match="trains no encoder; use full, linktokens"):
+        load(eval={"methods": ["comb"], "limit": 3})
+    with pytest.raises(ValueError, match="form is embeddings or keys_values"):
+        load(model={"options": {"form": "words"}})
+    with pytest.raises(ValueError, match="does not support gradient checkpointing"):
+        link_tokens().gradient_checkpointing_enable()

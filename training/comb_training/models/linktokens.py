@@ -1,0 +1,65 @@
+"""Method `linktokens`: a few vectors in front of every document train on the frozen backbone.
+
+A row is the whole prompt and its answer; its documents see themselves and their link tokens, as they are linked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from comb.linktokens.config import LinkTokensConfig
+from comb.linktokens.modeling import LinkTokensForCausalLM
+from comb_training.config import Config
+from comb_training.data.batches import TrainingExample
+from comb_training.models.adapter import AdapterTraining, trained_options
+from comb_training.models.loading import device_of, dtype_of, shaping_options
+from comb_training.models.method import training_methods
+from comb_training.models.rows import RowTraining
+
+
+@training_methods.register("linktokens")
+class LinkTokensTraining(RowTraining, AdapterTraining):
+    """Source: KV Packet (arXiv:2604.13226); docs/linktokens.md says what is other here."""
+
+    adapter = LinkTokensForCausalLM
+    published_part = "front"
+
+    def load(self, config: Config) -> LinkTokensForCausalLM:
+        """Fresh link tokens on the configured backbone, or those of `model.init_from`."""
+        if config.train.lora_rank is not None:
+            raise ValueError("train.lora_rank: link tokens are no layers; leave it out with train.method=linktokens")
+        options = trained_options(config)
+        if config.model.init_from is None:
+            dtype = dtype_of(config.model.dtype)
+            model = LinkTokensForCausalLM.from_backbone(config.model.backbone, dtype=dtype, **options)
+        else:
+            if shaping := sorted(shaping_options(LinkTokensForCausalLM, config.model.options)):
+                raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
+            model = self.continued(config, options)
+        loaded: LinkTokensForCausalLM = model.to(device_of(config))
+        loaded.trainable_support()
+        return loaded
+
+    def fitted(
+        self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None
+    ) -> LinkTokensForCausalLM:
+        """Fresh ones start as what stands in front of documents in the prompts: the head, whole unless n is given."""
+        trained: LinkTokensForCausalLM = model
+        if resume is not None:
+            trained.resize(LinkTokensConfig.from_pretrained(resume).num_link_tokens)
+            return trained
+        head = examples[0].prompt.head if examples else ()
+        if head and config.model.init_from is None:
+            trained.resize(config.model.options.get("num_link_tokens") or len(head))
+            trained.start_from(list(islice(cycle(head), trained.num_link_tokens)))
+        return trained
+
+    def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**inputs, "linked": False}
+
+    def decoder_tokens(self, example: TrainingExample, model: Any) -> int:
+        kept = len(example.segments) * int(model.num_link_tokens) if model.config.kept else 0
+        return super().decoder_tokens(example, model) + kept
