@@ -7,6 +7,8 @@ from comb.documents.document import Document, Example, Prompt, PromptBuilder
 from comb.documents.splitting import splitters
 from comb.engine.conversation import Conversation
 from comb.engine.engine import Answer, PICEngine, Report, Request
+from comb.linktokens.config import LinkTokensConfig
+from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
 
@@ -20,6 +22,8 @@ __all__ = [
     "Conversation",
     "Document",
     "Example",
+    "LinkTokensConfig",
+    "LinkTokensForCausalLM",
     "PICEngine",
     "PICache",
     "PICacheStore",

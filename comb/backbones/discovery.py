@@ -56,6 +56,16 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def start_token_id(config: Any) -> int | None:
+    """The BOS token's id in a text configuration, or its EOS token's (the first one's); None where there is neither."""
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(config, name, None)
+        token = token[0] if isinstance(token, list) and token else token
+        if isinstance(token, int):
+            return token
+    return None
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The stack of decoder layers. Raises UnsupportedBackboneError if there is none."""
     layers: nn.ModuleList = model.get_submodule(_layers_path(model))

@@ -14,8 +14,12 @@ from comb.locks import lock_of
 
 
 def backbone_of(model: Any) -> Any:
-    """The frozen backbone of a COMB model, or the model itself."""
-    return getattr(model, "backbone", model)
+    """The frozen backbone of a COMB model, or the model itself.
+
+    Mamba's and xLSTM's own stack of layers is called `backbone`, too; it is no model that generates.
+    """
+    inner = getattr(model, "backbone", None)
+    return inner if hasattr(inner, "generate") else model
 
 
 _entered: ContextVar[tuple[Any, ...]] = ContextVar("models that this thread computes on", default=())

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from comb.backbones.forward import counted_passes
 from comb.backbones.torch_private import modules_of, tensors_of, writes
 
 _CHUNK = 2**24
@@ -34,9 +35,10 @@ class Identity:
         self._facts: dict[Hashable, Any] = {}
 
     def fact(self, name: Hashable, find: Callable[[], Any]) -> Any:
-        """What `find` returned when it was asked first."""
+        """What `find` returned when it was asked first. Tokens that it tries the model on are no prompt's."""
         if name not in self._facts:
-            self._facts[name] = find()
+            with counted_passes():
+                self._facts[name] = find()
         return self._facts[name]
 
 

@@ -31,7 +31,7 @@ class DriftOptions(QuestionOptions):
     """Of `comb bench drift`."""
 
     model: Annotated[str, typer.Option(help="folder or Hub id of a hybrid, or nano-hybrid")] = "nano-hybrid"
-    methods: Methods = "addition,hypic:mode=rotation,hypic:0,hypic:4,hypic:8,hypic:16"
+    methods: Methods = "addition,addition:rotate=true,hypic:mode=rotation,hypic:0,hypic:4,hypic:8,hypic:16"
     limit: Annotated[int, typer.Option(min=1, help="questions at most")] = 50
 
 
@@ -41,9 +41,7 @@ def measure_drift(setting: Setting, examples: Sequence[Example], specs: Sequence
     ``layers`` are the linear layers that keep a state, from the first on: ``error`` is relative, in the Frobenius norm,
     ``degrees`` an angle, both over the prompts.
     """
-    rows: list[Row] = [
-        {"method": spec, "n": 0, "layers": [], "recomputed_tokens": 0.0, "refused": ""} for spec in specs
-    ]
+    rows: list[Row] = [{"method": spec, "n": 0, "layers": [], "computed_tokens": 0.0, "refused": ""} for spec in specs]
     found: dict[str, list[list[Row]]] = {spec: [] for spec in specs}
     for example in tqdm(examples, "drift", unit="prompt", leave=False):
         exact = cache(exact_states)  # once for all methods
@@ -55,7 +53,7 @@ def measure_drift(setting: Setting, examples: Sequence[Example], specs: Sequence
                         raise ValueError(f"{row['method']} puts no document into the decoder's states")
                     with linked(engine, *setting.request(row["method"], example)) as (state, _):
                         found[row["method"]].append(drift_of(engine.method.backbone, state, exact))
-                        row["recomputed_tokens"] += state.recomputed_tokens / len(examples)
+                        row["computed_tokens"] += sum(state.computed) / len(examples)
     for row in rows:
         if not row["refused"]:
             row["n"] = len(examples)
@@ -115,7 +113,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("first layer, %", lambda row: row["layers"][0]["error"], _percent),
         Column("deepest layer, %", lambda row: row["layers"][-1]["error"], _percent),
         Column("angle, degrees", lambda row: row["layers"][-1]["degrees"], lambda angle: spread(angle, fixed(2))),
-        Column("redone", "recomputed_tokens", fixed(0), "document tokens prefilled again per prompt"),
+        Column("computed", "computed_tokens", fixed(0), "tokens that passed through the backbone per prompt"),
     )
     remarks = [
         "Distance of the state behind the prompt from full recompute's, relative, in the Frobenius norm, and its "

@@ -21,7 +21,7 @@ from comb.bench.haystack import ExampleHaystack
 from comb.bench.mac_stream import StreamSpec, error_between, make_stream, run_stream
 from comb.bench.options import MaxNewTokens, QuestionOptions, integers
 from comb.documents.document import Example
-from comb.evaluation.metrics import contains, score
+from comb.evaluation.metrics import agreement, contains, score
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Setting
 from comb.evaluation.table import Column, Row, TextTable, fixed, percent
@@ -71,6 +71,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("n", "n"),
         *(Column(f"{name} %", name, percent) for name in ("em", "f1", "found")),
         Column("same %", "same", percent, "answers equal to exact attention's, token for token"),
+        Column("R-L exact", "rouge_l_exact", percent, "ROUGE-L with exact attention's answers, %"),
         Column("hits %", "hit_rate", percent),
         Column("read %", "read_share", percent, "of the keys of steps that MAC took part in"),
         Column("worst", "error_max", fixed(2), "the largest relative error that an audit found"),
@@ -82,7 +83,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Keys over context; hits, reads and error over the threshold (paper Fig. 5 and 9); error over a long decode."""
+    """Keys over context; hits, reads and error over the threshold; error over a long decode."""
     by = {name: [row for row in rows if row.get("sweep") == name] for name in ("context", "tau", "drift")}
     keys = {"exact": "exact_per_step", "MAC, mean": "read_per_step", "MAC, most on a hit": "most_read_on_hit"}
     shares = {"hits": "hit_rate", "keys read": "read_share", "relative error": "error_mean"}
@@ -154,6 +155,7 @@ def measure_quality(
     one word by word; the others are a `MacReport`'s, over all answers.
     """
     exact: list[tuple[int, ...]] = []
+    exact_texts: list[str] = []
     for name, config in (("exact", None), *configs.items()):
         engine = replace(setting, mac=config).engine("full")
         answers = [
@@ -163,6 +165,7 @@ def measure_quality(
         tokens = [answer.token_ids for answer in answers]
         exact = exact or tokens
         texts = [answer.text.strip() for answer in answers]
+        exact_texts = exact_texts or texts
         scores = score(texts, [example.references for example in examples])
         reports = [answer.report.mac for answer in answers if answer.report.mac is not None]
         left = sum((Counter(report.exact) for report in reports), Counter[str]())
@@ -171,6 +174,7 @@ def measure_quality(
             "task": task, "name": name, "n": len(answers), "em": scores.em, "f1": scores.f1,
             "found": fmean(map(contains, texts, ([example.answer] for example in examples))),
             "same": fmean(own == other for own, other in zip(tokens, exact, strict=True)),
+            "rouge_l_exact": fmean(agreement(texts, exact_texts)[1]),
             "hit_rate": whole.hit_rate if whole.layers else None, "error_max": whole.error_max,
             "read_share": whole.read_share if whole.layers else None, "exact_calls": left.total(),
         }  # fmt: skip

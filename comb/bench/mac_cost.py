@@ -17,9 +17,9 @@ from comb.bench.options import DeviceOptions, Lengths, Repeats, integers
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable, ms, spread
+from comb.linking.attention_calls import AttentionCall
 from comb.mac import MacConfig
 from comb.mac.breakeven import AttentionShape, least_context
-from comb.mac.interface import AttentionCall
 from comb.mac.measure import at_length, measure_costs, reusing, seconds, shape_of
 from comb.mac.rotation import LayerQueries
 from comb.mac.rule import HIT_RATE

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.bench.harness import BenchmarkReport, benchmark
@@ -30,7 +31,7 @@ from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row, TextTable
 
 TRAINING_FREE = (
-    "naive,legolink-0,legolink:4,legolink:16,attnlink:16,cacheblend:0.15,prefix,"
+    "naive,legolink-0,legolink:4,legolink:16,attnlink:16,cacheblend:0.15,focus:0.1,prefix,"
     "legolink:16,quantize=int8,legolink:16@fixed:64"
 )
 """Asked where ``--methods`` names none: of each kind some, in eight bits, and cut into shorter segments."""
@@ -94,7 +95,8 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
     for asked in question_sets(options, report):
         report.facts["sets"][asked.name] = asked.facts
         model = asked.setting.model
-        trained = ["comb"] if not options.methods and backbone_of(model) is not model else []
+        own = trained_method(model)
+        trained = [own] if own is not None and not options.methods else []
         # both ends of the scale stand in every table
         between = [spec for spec in [*trained, *given] if spec not in ("full", NO_DOCUMENTS)]
         ask(asked, ["full", *between, NO_DOCUMENTS], options, report)
@@ -106,17 +108,19 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
 
 def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
-    """For each set a score over the time to the first token, where times were taken, and KL over recomputed tokens."""
+    """For each set a score over the time to the first token, where times were taken, and KL over computed tokens."""
     found: list[Panel] = []
     for name, own in _by_set(rows):
         if any(row["ttft_cold_s"] for row in own):
             found.append(Quality(own, metric, name))
+        asked = [row for row in own if not row["refused"]]
+        whole = next((row["computed_tokens"] for row in asked if row["method"] == "full"), 1.0)
         linked = [
-            row | {"redone": 100 * row["recomputed_tokens"] / max(1, row["document_tokens"])}
-            for row in own
-            if not row["refused"] and row["method"] not in ("full", NO_DOCUMENTS)
+            row | {"computed": 100 * row["computed_tokens"] / whole}
+            for row in asked
+            if row["method"] not in ("full", NO_DOCUMENTS)
         ]
-        found.append(Lines(linked, "redone", "kl", "document tokens computed again, %", f"{name}: KL to full, nats"))
+        found.append(Lines(linked, "computed", "kl", "of the prompt computed, %", f"{name}: KL to full, nats"))
     return found
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.haystack import ExampleHaystack, Haystack, TextHaystack
 from comb.bench.options import Lengths, MaxNewTokens, Methods, QuestionOptions, integers, numbers, split_methods
-from comb.evaluation.metrics import contains, f1
+from comb.evaluation.metrics import agreement, contains, f1
 from comb.evaluation.plot import Grid, Panel
 from comb.evaluation.run import NO_DOCUMENTS, Setting
 from comb.evaluation.table import Column, Row, TextTable, refusals
@@ -36,11 +36,11 @@ class NeedleOptions(QuestionOptions):
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
-    """Depth over context length, per method: share of answers that hold the needle, and F1 behind it."""
+    """Depth over context length, per method: share of answers that hold the needle, F1 behind it; and what changed."""
     cells = {(row["method"], row["tokens"], row["depth"]): row for row in rows}
 
-    def column(depth: float) -> Column:
-        return Column(f"{depth:g}%", lambda line: _cell_text(cells.get((line["method"], line["tokens"], depth))))
+    def column(depth: float, names: tuple[str, str]) -> Column:
+        return Column(f"{depth:g}%", lambda line: _cell_text(cells.get((line["method"], line["tokens"], depth)), names))
 
     names = (Column("method", "method", names=True), Column("tokens", "tokens", names=True))
     lines = [{"method": m, "tokens": t} for m, t in dict.fromkeys((row["method"], row["tokens"]) for row in rows)]
@@ -49,8 +49,14 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         f"{max(row['n'] for row in rows)} haystacks per cell.",
         *refusals((f"{row['method']} at {row['tokens']}", row["refused"]) for row in rows if row["refused"]),
     ]
-    columns = [*names, *map(column, sorted({row["depth"] for row in rows}))]
-    return [TextTable("Needle in a haystack", columns, lines, remarks)]
+    depths = sorted({row["depth"] for row in rows})
+    scores = [*names, *(column(depth, ("found", "f1")) for depth in depths)]
+    found = [TextTable("Needle in a haystack", scores, lines, remarks)]
+    if any(row["same"] is not None for row in rows):
+        agreed = [*names, *(column(depth, ("same", "rouge_l_full")) for depth in depths)]
+        what = "Percent of answers that are full recompute's, and mean ROUGE-L with them."
+        found.append(TextTable("Agreement with full recompute", agreed, lines, [what]))
+    return found
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
@@ -86,11 +92,13 @@ def measure_needles(
 
     Depths are in percent. ``placed`` is where the needles really began, in tokens, and ``made`` how many tokens there
     really were, per haystack (documents of a dataset are not cut to fit); ``found`` is the share of answers that hold
-    the right one word by word.
+    the right one word by word. ``same`` and ``rouge_l_full`` compare answers with those of `full`, which comes first.
     """
-    cells = list(product(specs, lengths, depths))
+    cells = list(product(sorted(specs, key=lambda spec: spec != "full"), lengths, depths))
+    full: dict[tuple[int, float], list[str]] = {}
     for spec, tokens, depth in tqdm(cells, "needles", unit="cell", leave=False):
-        row: Row = {"method": spec, "tokens": tokens, "depth": depth, "n": 0, "f1": None, "found": None, "refused": ""}
+        row: Row = {"method": spec, "tokens": tokens, "depth": depth, "n": 0, "f1": None, "found": None, "same": None,
+                    "rouge_l_full": None, "refused": ""}  # fmt: skip
         with or_refused(row):
             cases = [haystack.case(tokens, depth, number) for number in range(options.repeats)]
             engine, predictions = setting.engine(spec), []
@@ -99,10 +107,13 @@ def measure_needles(
                 answer = engine.ask(case.question, documents, max_new_tokens=options.max_new_tokens)
                 predictions.append(answer.text.strip())
                 engine.store.clear()
+            if spec == "full":
+                full[tokens, depth] = predictions
             row |= {
                 "n": len(cases),
                 "f1": fmean(f1(text, [case.answer]) for text, case in zip(predictions, cases, strict=True)),
                 "found": fmean(contains(text, [case.answer]) for text, case in zip(predictions, cases, strict=True)),
+                **_beside(predictions, full.get((tokens, depth))),
                 "placed": [case.needle_token for case in cases],
                 "made": [case.tokens for case in cases],
                 "answers": [case.answer for case in cases],
@@ -111,7 +122,16 @@ def measure_needles(
         yield row
 
 
-def _cell_text(row: Row | None) -> str | None:
+def _beside(predictions: Sequence[str], full: Sequence[str] | None) -> Row:
+    """Agreement with the answers of `full`, where that was asked."""
+    if full is None:
+        return {}
+    same, alike = agreement(predictions, full)
+    return {"same": fmean(same), "rouge_l_full": fmean(alike)}
+
+
+def _cell_text(row: Row | None, names: tuple[str, str]) -> str | None:
     if row is None or row["refused"]:
         return None if row is None else "refused"
-    return f"{100 * row['found']:.0f} ({100 * row['f1']:.0f})"
+    values = [row[name] for name in names]
+    return None if None in values else f"{100 * values[0]:.0f} ({100 * values[1]:.0f})"

@@ -55,8 +55,11 @@ class PICache(ABC):
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def to(self, device: torch.device | str) -> Self:
-        """The same PICache on `device`; self if it is there already."""
-        return self._map(lambda tensor: tensor.to(device))
+        """The same PICache on `device`; self if it is there already.
+
+        Token ids stay on the host, where they are read: from a GPU each reading would be waited for.
+        """
+        return self._map(lambda tensor: tensor.to("cpu" if tensor.dtype == torch.int64 else device))
 
     def standalone(self) -> Self:
         """The same values without gradients, and keeping alive no more memory than `nbytes`; self if it is so already.

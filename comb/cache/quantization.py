@@ -40,11 +40,15 @@ def quantize(tensor: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     """
     dtype, largest = SCHEMES[check_scheme(scheme)]
     wide = tensor.float()
-    if not bool(torch.isfinite(wide).all()):
+    scale = wide.abs().amax(dim=-1, keepdim=True) / largest
+    half, fits = _halved(scale)
+    # one wait for a GPU, not two
+    finite, storable = torch.stack([torch.isfinite(wide).all(), fits.all()]).tolist()
+    if not finite:
         raise ValueError(
             "a tensor with NaN or infinity can't be quantised: the model's weights are damaged or overflow"
         )
-    scale = _storable(wide.abs().amax(dim=-1, keepdim=True) / largest)
+    scale = half if storable else scale
     scaled = wide / torch.where(scale > 0, scale.float(), 1.0)
     scaled = scaled.clamp_(-largest, largest)
     return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scale
@@ -55,11 +59,11 @@ def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (data.float() * scale.float()).to(dtype)
 
 
-def _storable(scale: Tensor) -> Tensor:
+def _halved(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales in float16, and where they are as good as in float32."""
     half = scale.half()
     # below its normal numbers float16 loses precision, above its range everything
-    fits = torch.isfinite(half) & ((half >= torch.finfo(torch.float16).smallest_normal) | (scale == 0))
-    return half if bool(fits.all()) else scale
+    return half, torch.isfinite(half) & ((half >= torch.finfo(torch.float16).smallest_normal) | (scale == 0))
 
 
 @register_kind

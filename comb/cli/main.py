@@ -106,13 +106,21 @@ def doctor(
     from comb.methods import split_specs
     from comb.model.source import load_named
 
-    loaded = _random(model, device) if random else load_named(model, backbone=backbone, dtype=dtype, device=device)
+    try:
+        loaded = _random(model, device) if random else load_named(model, backbone=backbone, dtype=dtype, device=device)
+    except (ValueError, OSError, RuntimeError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{model} can't be loaded ({type(error).__name__}: {error})") from error
     console.print("[bold]encoder[/]")
+    passed = True
     try:
         passed = _gate(_as_comb(loaded, encoder_layers))
     except UnsupportedBackboneError as error:
         console.print(f"[yellow]none[/] {escape(str(error))}", soft_wrap=True)
-        passed = True
+    except Exception as error:  # what this model does with an encoder is a finding, whatever it is
+        console.print(f"[bold red]FAIL[/] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
+        passed = False
     if methods != "none":
         console.print("[bold]methods[/]")
         verdicts = check_methods(loaded, () if methods == "all" else split_specs(methods))
@@ -148,11 +156,12 @@ def _show_verdict(verdict: Any) -> None:
 
 
 def _as_comb(model: Any, encoder_layers: int) -> Any:
+    from comb.backbones.exclusive import backbone_of
     from comb.model.modeling import CombForCausalLM
 
     if isinstance(model, CombForCausalLM):
         return model
-    return CombForCausalLM.from_backbone(model, num_encoder_layers=encoder_layers)
+    return CombForCausalLM.from_backbone(backbone_of(model), num_encoder_layers=encoder_layers)
 
 
 def _gate(model: Any) -> bool:
@@ -171,7 +180,7 @@ def ask(
     question: Annotated[str, typer.Argument(help="the question")],
     doc: Annotated[list[Path] | None, typer.Option("--doc", help="a text file to answer from; repeatable")] = None,
     method: Annotated[
-        str, typer.Option(help="comb, full, legolink:16, ...; comb where there is an encoder, else full")
+        str, typer.Option(help="comb, full, legolink:16, ...; by default the adapter's own (comb, linktokens), or full")
     ] = "",
     splitter: Annotated[
         str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")
@@ -189,18 +198,18 @@ def ask(
     device: DeviceOption = "auto",
 ) -> None:
     """Asks a question about documents, and says what was cached, compiled and recomputed."""
+    from comb.backbones.adapter import trained_method
     from comb.backbones.tokenizer import load_tokenizer
     from comb.cache.store import PICacheStore
     from comb.documents.document import Document
     from comb.engine.engine import PICEngine
-    from comb.model.modeling import CombForCausalLM
     from comb.model.source import ModelSource, load_named
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
     documents = [Document(_read(path), id=path.name) for path in doc or []]
     loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
-    method = method or ("comb" if isinstance(loaded, CombForCausalLM) else "full")
+    method = method or trained_method(loaded) or "full"
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
     tokenizer = load_tokenizer(model, loaded)
     source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))

@@ -101,6 +101,15 @@ class Prompt:
         return (*self.head, *middle, *self.tail)
 
     @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the segments stand in `flat`: the place of the first token, and how many there are."""
+        found, position = [], len(self.head)
+        for segment, gap in zip(self.segments, (*(self.gaps or ((),) * len(self.segments)), ()), strict=False):
+            found.append((position, len(segment)))
+            position += len(segment) + len(gap)
+        return tuple(found)
+
+    @property
     def query(self) -> tuple[int, ...]:
         """The prompt without its documents, as a COMB decoder reads it."""
         return (*self.head, *(token for gap in self.gaps for token in gap), *self.tail)

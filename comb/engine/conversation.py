@@ -180,11 +180,11 @@ class Conversation:
         engine, method = self._engine, self._engine.method_of(encoder)
         begin = TurnStart.plan(asked.end, method, question)
         past, rest = begin.past, begin.question
-        with engine.acquired(rest.segments, encoder=encoder) as references:
-            row = engine.link_request(rest, references, encoder=encoder)
+        with engine.acquired(rest.segments, encoder=encoder) as acquired:
+            row = engine.link_request(rest, acquired, encoder=encoder)
             link = partial(method.link_row, row) if past is None else partial(method.continue_row, past, row)
             decoded = engine.decode(method, link, settings, timer)
-            answer = engine.answer(rest, decoded, 0, references, encoder=encoder)
+            answer = engine.answer(rest, decoded, 0, acquired, encoder=encoder)
         check_wanted(timer.stop)
         report = replace(
             answer.report,

@@ -12,6 +12,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
+from comb.backbones.adapter import trained_method
 from comb.backbones.identity import one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.backbones.tokenizer import load_tokenizer
@@ -45,8 +46,10 @@ class PICEngine(AnswerSteps):
     Args:
         model: `CombForCausalLM`, or any Hugging Face causal LM for methods that need no encoder.
         tokenizer: the model's tokenizer.
-        method: a name from ``comb.methods.names()``, ``"name:parameters"``, or a `Method` instance.
+        method: a name from ``comb.methods.names()``, ``"name:parameters"``, or a `Method` instance; by default the one
+            that the model's adapter was trained for.
         store: where PICaches are kept; by default in memory, at most 4 GiB (and 4 GiB on the host for a GPU model).
+            What stands in front of documents is cached with the model (`heads`, at most 1 GiB), for all engines on it.
         splitter: KVSplit, how long documents are cut into segments that are compiled each on its own: a name with its
             budget (``"paragraphs:512"``), a `Splitter`, or a function from text to character offsets; whole by default.
         salt: separates tenants; documents are never shared between engines with different salts.
@@ -72,7 +75,7 @@ class PICEngine(AnswerSteps):
         model: Any,
         tokenizer: Any,
         *,
-        method: str | Method = "comb",
+        method: str | Method | None = None,
         store: PICacheStore | None = None,
         salt: str = "",
         prompt_builder: PromptBuilder | None = None,
@@ -88,7 +91,7 @@ class PICEngine(AnswerSteps):
         super().__init__(
             model,
             tokenizer,
-            make_method(method, model, parameters, store, salt),
+            make_method(method or trained_method(model) or "comb", model, parameters, store, salt),
             store=store,
             salt=salt,
             prompt_builder=PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder,

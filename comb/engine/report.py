@@ -99,7 +99,12 @@ class Report:
         encoder: whether COMB's encoder took part; False for other methods and with the encoder switched off.
         documents: one entry per document, in order.
         prompt_tokens: that the decoder held as its prompt, without padding; with ``comb`` that is the query alone.
-        recomputed_tokens: document tokens that the backbone prefilled for this answer.
+        computed_tokens: all tokens that passed through the backbone for this answer's prompt: of documents compiled in
+            this request, of a head that wasn't cached, in linking, and what was left. A token that passed some of the
+            layers only counts as that share of one; what an encoder computed is said by `documents`.
+        compiled_tokens: of these, to compile documents; in a batch at the first question that has them.
+        head_tokens: of the prompt's head, that were cached.
+        recomputed_tokens: document tokens that the backbone prefilled while linking; a part of `computed_tokens`.
         answer_tokens: tokens generated, the end-of-turn token included.
         cache_bytes: bytes of the PICaches this answer was read from.
         ttft_s: seconds from the call to the first token, compilation included; in a batch, of the whole batch.
@@ -113,6 +118,9 @@ class Report:
     encoder: bool
     documents: tuple[DocumentReport, ...]
     prompt_tokens: int
+    computed_tokens: int
+    compiled_tokens: int
+    head_tokens: int
     recomputed_tokens: int
     answer_tokens: int
     cache_bytes: int
@@ -129,15 +137,17 @@ class Report:
     def __str__(self) -> str:
         """One line in all, and one line per document."""
         off = ", encoder off" if self.method == "comb" and not self.encoder else ""
-        continued = f" ({self.continued_tokens} continued)" if self.continued_tokens else ""
+        reused = self.continued_tokens or self.head_tokens
+        continued = f" ({reused} {'continued' if self.continued_tokens else 'of a cached head'})" if reused else ""
+        compiled = f" ({self.compiled_tokens} to compile)" if self.compiled_tokens else ""
         head = (
             f"method {self.method}{off}: first token {1000 * self.ttft_s:.1f} ms, all {self.answer_tokens} tokens "
             f"{1000 * self.total_s:.1f} ms, prompt {self.prompt_tokens} tokens{continued}, "
-            f"{self.recomputed_tokens} document tokens recomputed, cache {format_bytes(self.cache_bytes)}"
+            f"{self.computed_tokens} computed{compiled}, cache {format_bytes(self.cache_bytes)}"
         )
-        reused = [] if self.mac is None else [f"  {self.mac}"]
+        mac = [] if self.mac is None else [f"  {self.mac}"]
         relinked = [f"  linked from the start: {self.relinked}"] if self.relinked else []
-        return "\n".join([head, *relinked, *(f"  {document}" for document in self.documents), *reused])
+        return "\n".join([head, *relinked, *(f"  {document}" for document in self.documents), *mac])
 
 
 @dataclass(frozen=True)

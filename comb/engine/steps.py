@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from comb import methods
+from comb.backbones.forward import counted_passes
 from comb.backbones.identity import one_walk
 from comb.backbones.tokenizer import check_tokenizer
 from comb.cache.picache import PICache
@@ -34,6 +36,7 @@ from comb.mac import MacConfig, MacSession
 from comb.mac.accounting import MacReport
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.full import token_picache
+from comb.methods.heads import HeadCache, head_cache_of
 
 Question = str | Sequence[Message]
 
@@ -77,6 +80,23 @@ class DecodedBatch:
     mac: MacReport | None
 
 
+@dataclass(frozen=True)
+class AcquiredDocuments:
+    """Documents that a call holds.
+
+    Args:
+        references: to their PICaches, by key.
+        compiled: tokens that the backbone computed for those that were compiled now, by key. Who asks first takes them.
+    """
+
+    references: Mapping[str, PICacheRef]
+    compiled: dict[str, int]
+
+    def take_compiled(self, segments: Sequence[KeyedSegment]) -> int:
+        """Tokens that the backbone computed to compile these; each document counts once, also in a batch."""
+        return sum(self.compiled.pop(segment.key, 0) for segment in segments)
+
+
 class AnswerSteps:
     """A model with its method, store and settings, and the steps that answers are made of.
 
@@ -107,6 +127,11 @@ class AnswerSteps:
         self.catalog = DocumentCatalog(store)
         self._cut = functools.lru_cache(REMEMBERED)(cut_document)
         self._plain = methods.create("full", model)
+
+    @property
+    def heads(self) -> HeadCache:
+        """The cached heads of this backbone, which all engines on it share; outside of the store's budget."""
+        return head_cache_of(self.method.backbone)
 
     # ---- prepare: everything that can be refused before something is computed ----
 
@@ -168,36 +193,45 @@ class AnswerSteps:
     @contextmanager
     def acquired(
         self, segments: Sequence[KeyedSegment], *, encoder: bool = True, ttl: float | None = None
-    ) -> Iterator[dict[str, PICacheRef]]:
-        """References by key, dropped at the end of the block; all that are missing are compiled in one call.
+    ) -> Iterator[AcquiredDocuments]:
+        """References, dropped at the end of the block; all that are missing are compiled in one call.
 
         None with the encoder off, when documents are tokens of the prompt.
         """
         unique = list({segment.key: segment for segment in segments}.values()) if encoder else []
+        compiled: dict[str, int] = {}
         references = self.store.acquire(
             [segment.key for segment in unique],
-            lambda missing: self._compile([unique[index].token_ids for index in missing]),
+            lambda missing: self._compile([unique[index] for index in missing], compiled),
             ttl_s=ttl,
         )
         with references:
-            yield {reference.key: reference for reference in references}
+            yield AcquiredDocuments({reference.key: reference for reference in references}, compiled)
 
-    def _compile(self, token_ids: Sequence[tuple[int, ...]]) -> list[PICache]:
-        with one_walk():  # waiting for the model takes time, in which its weights may have changed
+    def _compile(self, segments: Sequence[KeyedSegment], compiled: dict[str, int]) -> list[PICache]:
+        """PICaches of `segments`; notes in `compiled` what of the backbone's work is each one's, by its tokens."""
+        token_ids = [segment.token_ids for segment in segments]
+        lengths = [len(ids) for ids in token_ids]
+        # waiting for the model takes time, in which its weights may have changed
+        with one_walk(), counted_passes() as passed:
             if self.executor is None:
-                return self.method.compile(token_ids)
-            return self.executor.compile(self.method, token_ids)
+                picaches = self.method.compile(token_ids)
+            else:
+                picaches = self.executor.compile(self.method, token_ids)
+                # other processes' passes aren't counted here
+                passed.tokens = 0 if self.method.uses_encoder or self.method.keeps_tokens_only else sum(lengths)
+        ends = [round(passed.tokens * end / sum(lengths)) for end in accumulate(lengths)]
+        compiled |= {each.key: end - start for each, start, end in zip(segments, [0, *ends], ends, strict=False)}
+        return picaches
 
-    def link_request(
-        self, question: PreparedQuestion, references: Mapping[str, PICacheRef], *, encoder: bool
-    ) -> LinkRequest:
+    def link_request(self, question: PreparedQuestion, documents: AcquiredDocuments, *, encoder: bool) -> LinkRequest:
         """What is handed to the method."""
         prompt, segments = question.prompt, question.segments
         if encoder:
-            picaches = [references[segment.key].picache for segment in segments]
+            picaches = [documents.references[segment.key].picache for segment in segments]
         else:
             picaches = [token_picache(self._plain.fingerprint, segment.token_ids) for segment in segments]
-        return LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps)
+        return LinkRequest(picaches, prompt.tail, prompt.head, prompt.gaps, self.salt)
 
     # ---- link and decode ----
 
@@ -232,18 +266,22 @@ class AnswerSteps:
         question: PreparedQuestion,
         decoded: DecodedBatch,
         row: int,
-        references: Mapping[str, PICacheRef],
+        documents: AcquiredDocuments,
         *,
         encoder: bool,
     ) -> Answer:
         """The text and the report of one row."""
-        state, token_ids = decoded.state, decoded.answers[row]
+        state, token_ids, references = decoded.state, decoded.answers[row], documents.references
         uses = None if state.uses is None else state.uses[row]
+        compiled = documents.take_compiled(question.segments)
         report = Report(
             method=self.method.name,
             encoder=encoder and self.method.uses_encoder,
             documents=document_reports(question.segments, uses, references),
             prompt_tokens=state.prompt_tokens[row],
+            computed_tokens=state.computed[row] + compiled,
+            compiled_tokens=compiled,
+            head_tokens=state.head_tokens,
             recomputed_tokens=state.recomputed[row],
             answer_tokens=len(token_ids),
             cache_bytes=cache_bytes(question.segments, uses, references),
@@ -275,25 +313,26 @@ class AnswerSteps:
             Abandoned: `stop` was set.
         """
         check_wanted(stop)
-        size = max(1, len(questions)) if self.method_of(encoder).batches else 1
+        # what a batch takes is asked of the model only where there is one: the answer is a walk over its weights
+        size = len(questions) if len(questions) > 1 and self.method_of(encoder).batches else 1
         found: list[Answer] = []
-        with self.acquired([part for each in questions for part in each.segments], encoder=encoder) as references:
+        with self.acquired([part for each in questions for part in each.segments], encoder=encoder) as documents:
             for first in range(0, len(questions), size):
                 batch, timer = questions[first : first + size], FirstTokenTimer(start, stop)
-                found += self._batch(batch, references, settings, timer, encoder)
+                found += self._batch(batch, documents, settings, timer, encoder)
         return found
 
     def _batch(
         self,
         questions: Sequence[PreparedQuestion],
-        references: Mapping[str, PICacheRef],
+        documents: AcquiredDocuments,
         settings: Mapping[str, Any],
         timer: FirstTokenTimer,
         encoder: bool,
     ) -> list[Answer]:
         method = self.method_of(encoder)
-        rows = [self.link_request(question, references, encoder=encoder) for question in questions]
+        rows = [self.link_request(question, documents, encoder=encoder) for question in questions]
         decoded = self.decode(method, lambda: method.link_batch(rows), settings, timer)
         return [
-            self.answer(question, decoded, row, references, encoder=encoder) for row, question in enumerate(questions)
+            self.answer(question, decoded, row, documents, encoder=encoder) for row, question in enumerate(questions)
         ]

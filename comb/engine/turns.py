@@ -10,7 +10,7 @@ from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Prompt
 from comb.engine.steps import DecodedBatch, PreparedQuestion
 from comb.methods.base import Method
-from comb.methods.past_state import PastState, past_state_behind
+from comb.methods.past_state import PastState, common_length, past_state_behind
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TurnStart:
         stamp = id(method), method.fingerprint, identity_of(method.backbone).stamp
         keys = tuple(segment.key for segment in question.segments)
         reason = "" if before is None else _why_not(before, method, stamp, keys)
-        past, segments, rest = None, 0, question.prompt
+        past, segments, rest = None, 0, method.decoder_prompt(question.prompt)
         if before is not None and before.past is not None and not reason:
             past, segments, rest, reason = _behind(before.past, rest, documents_inside=not method.uses_encoder)
         left = PreparedQuestion(question.segments[segments:], rest)
@@ -88,8 +88,7 @@ def _why_not(before: TurnEnd, method: Method, stamp: Hashable, keys: tuple[str, 
 def _behind(past: PastState, prompt: Prompt, *, documents_inside: bool) -> tuple[PastState | None, int, Prompt, str]:
     """As much of `past` as `prompt` begins with, the segments in there, the rest of `prompt`; or why there is none."""
     token_ids = prompt.flat if documents_inside else prompt.query
-    pairs = zip(past.token_ids, token_ids, strict=False)
-    same = next((index for index, (earlier, now) in enumerate(pairs) if earlier != now), len(past.token_ids))
+    same = common_length(past.token_ids, token_ids)
     # one token at least is left to compute: its logits are what decoding starts from
     cut = min(same, len(token_ids) - 1)
     segments, rest = 0, Prompt((), (), token_ids[cut:])

@@ -86,8 +86,8 @@ def compare(
     """Adds a row per question and method to `journal`, but for those it has already.
 
     A row has ``method``, ``question``, ``kl`` in nats and ``top1`` (means over the ``tokens`` of full recompute's
-    answer), ``recomputed`` and ``document_tokens``, ``cache_bytes``, and, for the first `answers` questions, the
-    method's ``text``.
+    answer), ``computed``, ``recomputed`` and ``document_tokens``, ``cache_bytes``, and, for the first `answers`
+    questions, the method's ``text``.
 
     Args:
         specs: methods as `Setting.engine` takes them; "none" is the control without documents.
@@ -104,7 +104,9 @@ def compare(
             engines[spec] = setting.engine(spec, store)
         except REFUSALS as error:
             refused[spec] = " ".join(str(error).split())
-    found = {(row["method"], row["made_by"], row["question"]): "text" in row for row in journal.rows}
+    found = {
+        (row["method"], row["made_by"], row["question"]): "text" in row for row in journal.rows if "computed" in row
+    }
     limit = len(examples) if answers is None else answers
     for number, example in enumerate(tqdm(examples, title, unit="question", leave=False, disable=not progress)):
         question, answered = question_name(number, example), number < limit
@@ -168,16 +170,17 @@ def linked(
     """The state for `question` over `documents`, and what it cost: the steps of `ask` up to decoding."""
     on = engine.with_encoder(None)
     prepared = engine.prepare(question, engine.segments_of(documents), encoder=on)
-    with engine.acquired(prepared.segments, encoder=on) as references:
-        state = engine.method_of(on).link_batch([engine.link_request(prepared, references, encoder=on)])
+    with engine.acquired(prepared.segments, encoder=on) as acquired:
+        state = engine.method_of(on).link_batch([engine.link_request(prepared, acquired, encoder=on)])
         try:
             uses = None if state.uses is None else state.uses[0]
             yield (
                 state,
                 {
+                    "computed": sum(state.computed),
                     "recomputed": state.recomputed_tokens,
                     "document_tokens": sum(len(segment.token_ids) for segment in prepared.segments),
-                    "cache_bytes": cache_bytes(prepared.segments, uses, references),
+                    "cache_bytes": cache_bytes(prepared.segments, uses, acquired.references),
                 },
             )
         finally:

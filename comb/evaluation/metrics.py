@@ -60,6 +60,17 @@ def rouge_l(prediction: str, references: Sequence[str]) -> float:
     return _best(_rouge_l_one, prediction, references)
 
 
+def agreement(predictions: Sequence[str], others: Sequence[str]) -> tuple[list[float], list[float]]:
+    """Per question 1.0 where two ways of answering give the same answer, else 0.0; and their ROUGE-L.
+
+    Accuracy can hold while answers change (arXiv:2601.08343): beside full recompute's answers this says what a method
+    changes, whether the model was right or wrong. Two empty answers agree, though neither has a word.
+    """
+    same = [float(one == other) for one, other in zip(predictions, others, strict=True)]
+    pairs = zip(predictions, others, same, strict=True)
+    return same, [equal or rouge_l(one, [other]) for one, other, equal in pairs]
+
+
 def score(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
     """All metrics, averaged over the predictions.
 

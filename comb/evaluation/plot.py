@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,9 +198,18 @@ Curve = Sequence[tuple[int, float]]
 
 
 def plot_training(
-    losses: Curve, path: str | Path, *, heldout: Curve = (), scores: Mapping[str, Curve] | None = None, title: str = ""
+    losses: Curve,
+    path: str | Path,
+    *,
+    heldout: Curve = (),
+    scores: Mapping[str, Curve] | None = None,
+    title: str = "",
+    stages: Sequence[tuple[str, int]] = (),
 ) -> Path:
     """Loss per target token over optimizer steps, on held-out data too, and beside it scores in 0..1 if there are any.
+
+    Args:
+        stages: names, and the steps after which they began: losses of different stages are different lines.
 
     Raises:
         ImportError: if matplotlib is not installed (the `demo` extra brings it).
@@ -208,7 +219,11 @@ def plot_training(
         rows = [{"line": n, "step": step, "value": value} for n, curve in curves.items() for step, value in curve]
         return Lines(rows, "step", "value", "step", ylabel, by="line", scale=scale)
 
-    panels = [panel({"training": losses, "held-out": heldout}, "loss per target token")]
+    begun = [*stages, ("", math.inf)] if stages else [("", 0), ("", math.inf)]
+    training: dict[str, Curve] = {}
+    for (name, first), (_, end) in itertools.pairwise(begun):
+        training[f"training {name}".strip()] = [point for point in losses if first < point[0] <= end]
+    panels = [panel({**training, "held-out": heldout}, "loss per target token")]
     if any((scores or {}).values()):
         panels.append(panel(scores or {}, "held-out answers, %", 100))
     return draw(panels, path, title=title)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from comb.cache.store import PICacheStore
 from comb.documents.document import Document, Example, PromptBuilder, until_stop
 from comb.engine.engine import PICEngine
-from comb.evaluation.metrics import score
+from comb.evaluation.metrics import agreement, score
 from comb.kernels.mac.config import MacConfig
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,13 @@ class MethodResult:
         ttft_cold_s: time to first token with nothing in the store.
         ttft_cached_s: the same request again.
         cache_bytes_per_document_token: size of what is kept; 0 for methods that keep nothing.
-        recomputed_tokens: document tokens that the backbone prefilled for a question, mean.
+        computed_tokens: all tokens that passed through the backbone for a question, mean, but for compiling documents.
+        recomputed_tokens: of these, documents' tokens.
         seconds: for all answers, times to first token apart.
         predictions: the answers, in the order of the examples.
         note: anything else a reader has to know.
         intervals: 95% bootstrap intervals of em, f1 and rouge_l over the questions.
+        same, rouge_l_full: share of answers that are `full`'s, and ROUGE-L with those; None where it wasn't asked.
     """
 
     method: str
@@ -78,11 +80,14 @@ class MethodResult:
     ttft_cold_s: Timing | None
     ttft_cached_s: Timing | None
     cache_bytes_per_document_token: float
+    computed_tokens: float
     recomputed_tokens: float
     seconds: float
     predictions: tuple[str, ...] = ()
     note: str = ""
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    same: float | None = None
+    rouge_l_full: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, for tables and JSON."""
@@ -127,7 +132,20 @@ def evaluate(
         quality = _quality(setting, method, examples, max_new_tokens, batch_size, progress)
         cold, cached = first_token_times(setting, method, disjoint(examples, timing_examples))
         results.append(replace(quality, ttft_cold_s=Timing.of(cold), ttft_cached_s=Timing.of(cached)))
+    results = _beside_full(results)
     return [replace(results[0], note=note), *results[1:]]
+
+
+def _beside_full(results: Sequence[MethodResult]) -> list[MethodResult]:
+    """The same results, with how far their answers agree with those of `full`, where that is among them."""
+    full = next((result for result in results if result.method == "full"), None)
+    if full is None:
+        return list(results)
+    found = []
+    for result in results:
+        same, alike = agreement(result.predictions, full.predictions)
+        found.append(replace(result, same=statistics.fmean(same), rouge_l_full=statistics.fmean(alike)))
+    return found
 
 
 def _with_room(
@@ -208,6 +226,7 @@ def _quality(
         answer_tokens=statistics.fmean(report.answer_tokens for report in reports),
         ttft_cold_s=None, ttft_cached_s=None,
         cache_bytes_per_document_token=sum(report.cache_bytes for report in reports) / max(1, document_tokens),
+        computed_tokens=statistics.fmean(report.computed_tokens - report.compiled_tokens for report in reports),
         recomputed_tokens=statistics.fmean(report.recomputed_tokens for report in reports),
         seconds=seconds, predictions=predictions, intervals=dict(scores.intervals),
     )  # fmt: skip
@@ -216,14 +235,16 @@ def _quality(
 def first_token_times(setting: Setting, method: str, examples: Sequence[Example]) -> tuple[list[float], list[float]]:
     """Seconds to the first token, one request at a time: cold, and asked again."""
 
-    def first_token(engine: PICEngine, example: Example) -> float:
+    def first_token(engine: PICEngine, example: Example, *, cold: bool = False) -> float:
+        if cold:
+            engine.heads.clear()
         question, documents = setting.request(method, example)
         return engine.ask(question, documents, max_new_tokens=1).report.ttft_s
 
     for example in examples[:1]:  # warm-up: allocations, lazy initialisation
         first_token(setting.engine(method), example)
     engine = setting.engine(method)
-    found = [(first_token(engine, example), first_token(engine, example)) for example in examples]
+    found = [(first_token(engine, example, cold=True), first_token(engine, example)) for example in examples]
     return [cold for cold, _ in found], [cached for _, cached in found]
 
 

@@ -170,7 +170,7 @@ _QUALITY = (
     Column("TTFT cold", "ttft_cold_s", _quartiles, "time to first token in ms, median (quartiles)"),
     Column("TTFT cached", "ttft_cached_s", _quartiles, "the same, asked again"),
     Column("B/token", "cache_bytes_per_document_token", fixed(0), "bytes of cache per document token"),
-    Column("redone", "recomputed_tokens", fixed(0), "document tokens prefilled again per question"),
+    Column("computed", "computed_tokens", fixed(0), "tokens that passed through the backbone per question"),
 )
 
 
@@ -180,5 +180,10 @@ def result_table(results: Sequence[MethodResult], title: str = "") -> TextTable:
     said = ", ".join("{} {}-{}".format(r.method, *map(percent, r.intervals["em"])) for r in results if r.intervals)
     if said:
         remarks.append(f"EM, 95% intervals (bootstrap over questions): {said}.")
+    # two columns more would not fit a terminal
+    alike = [(r.method, r.same, r.rouge_l_full) for r in results if r.method != "full"]
+    agreed = [f"{name} {percent(a)} ({percent(b)})" for name, a, b in alike if a is not None and b is not None]
+    if agreed:
+        remarks.append(f"The same answer as full recompute's, % (ROUGE-L with it): {', '.join(agreed)}.")
     remarks += [result.note for result in results if result.note]
     return TextTable(title, _QUALITY, [result.to_dict() for result in results], remarks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
+from comb.backbones.adapter import AdapterConfig, is_adapter
 from comb.backbones.loading import backbones, is_hub_id
 from comb.hub.card.facts import RESULTS, TRAINING
 from comb.hub.card.parts import Card, edited_last, parse_card
@@ -24,7 +25,6 @@ from comb.hub.errors import explained
 from comb.hub.redaction import holds_secret, known_secrets, named_secrets, redact_json
 
 CARD = "README.md"
-ADAPTER_TYPE = "comb"  # model_type of an adapter: its configuration is registered with transformers by `comb.model`
 
 # what an adapter repository holds; everything else in the folder (optimizer state, logs) stays at home
 PUBLISHED = (
@@ -52,7 +52,7 @@ class PushPlan:
 
 def write_card(config: Any, folder: Path) -> None:
     """Writes the generated part of the model card, and leaves alone what a person wrote."""
-    weights = read_weights(folder) if any(folder.glob("model*.safetensors")) else (None, None)
+    weights = read_weights(folder, config.parts) if any(folder.glob("model*.safetensors")) else (None, None)
     card = render(config, folder, folder.name, _read_card(folder), weights)
     (folder / CARD).write_text(str(card), encoding="utf-8")
 
@@ -63,7 +63,7 @@ def refresh_card(folder: Path) -> None:
     Any other folder is left alone.
     """
     config, _ = PreTrainedConfig.get_config_dict(folder) if (folder / "config.json").is_file() else ({}, None)
-    if config.get("model_type") == ADAPTER_TYPE:
+    if is_adapter(config):
         write_card(AutoConfig.from_pretrained(folder), folder)
 
 
@@ -89,9 +89,9 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json: give the folder that save_pretrained or `comb train` wrote")
     config = AutoConfig.from_pretrained(folder)
-    if config.model_type != ADAPTER_TYPE:
+    if not isinstance(config, AdapterConfig):
         raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
-    weights = read_weights(folder)
+    weights = read_weights(folder, config.parts)
     here, there, parent = _read_card(folder), None, None
     if api is not None:
         there, parent = _read_remote(api, repo, private)
@@ -135,8 +135,11 @@ def push(folder: str | Path, repo: str, *, private: bool = False, api: HfApi | N
     return str(done.commit_url)
 
 
-def read_weights(folder: Path) -> tuple[str, int]:
+def read_weights(folder: Path, parts: Sequence[str]) -> tuple[str, int]:
     """The dtype and number of an adapter's weights, from the headers of its files.
+
+    Args:
+        parts: submodules that the weights belong to (`AdapterConfig.parts`).
 
     Raises:
         ValueError: files with more or less than an adapter.
@@ -151,7 +154,7 @@ def read_weights(folder: Path) -> tuple[str, int]:
             names = list(file.keys())
             dtypes.update(str(file.get_tensor(name).dtype) for name in names[:1])
             parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-        foreign = [name for name in names if not name.startswith(("encoder.", "cross_blocks."))]
+        foreign = [name for name in names if name.partition(".")[0] not in parts]
         if foreign:
             raise ValueError(f"{path} holds weights that belong to no adapter, among them {foreign[0]!r}")
     return min(dtypes), parameters

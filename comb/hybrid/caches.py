@@ -24,6 +24,8 @@ from transformers.cache_utils import (
 )
 
 from comb.backbones.forward import decoder_of, run_decoder, takes_positions
+from comb.backbones.identity import identity_of
+from comb.backbones.state_cache import StateCache, empty_cache_of
 from comb.backbones.transformers_private import classes_beside
 from comb.linking.cache import RoomyLayer
 
@@ -33,12 +35,31 @@ _KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLay
 def new_cache(model: Any) -> Cache:
     """An empty cache of the kind that `model` takes."""
     own = _own_cache(model)
-    return DynamicCache(config=model.config) if own is None else _continued(own)()
+    return empty_cache_of(model) if own is None else _continued(own)()
 
 
 def continued_cache(model: Any) -> Cache | None:
-    """An empty cache for a model whose own can't be continued under a mask (MiniMax); None for all others."""
-    return None if _own_cache(model) is None else new_cache(model)
+    """An empty cache for a model whose own can't be gone on from: under a mask (MiniMax), or for want of a length.
+
+    None for all others, which make one themselves.
+    """
+    needed = identity_of(model).fact("needs a cache to go on from", lambda: _needs_cache(model))
+    return new_cache(model) if needed else None
+
+
+def _needs_cache(model: Any) -> bool:
+    return _own_cache(model) is not None or (has_states(model) and isinstance(new_cache(model), StateCache))
+
+
+def has_states(model: Any) -> bool:
+    """Whether `model`'s cache has layers that keep a state instead of keys and values per token."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False
+    try:
+        cache: Any = new_cache(model)
+    except (AttributeError, KeyError, NotImplementedError, ValueError, TypeError):
+        return False  # transformers has no cache for it
+    return hasattr(cache, "linear_cache") or any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
 
 def odd_layers(model: Any) -> list[str]:

@@ -7,7 +7,7 @@ kept: they would depend on who asked first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from comb.hybrid import convolution
 from comb.hybrid.caches import attention_layers, new_cache, read_state, run
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.support import HybridSupport, LinearLayer, Recording, record, transition_of
-from comb.hybrid.transition import TransitionError
+from comb.hybrid.transition import Transition, TransitionError
+from comb.waits import all_finite
 
 
 @torch.no_grad()
@@ -45,27 +46,27 @@ def compile_segment(
     ids = list(token_ids)
     if not ids:
         raise ValueError("an empty segment can't be compiled: leave empty documents out")
-    held = torch.tensor(ids, device=model.get_input_embeddings().weight.device)
+    held = torch.tensor(ids)
     start, end = (0, len(ids)) if leading else (head, len(ids) - tail)
     if start >= end:
         return HybridPICache(fingerprint, held, len(ids), len(ids))
     recording = record(model, ids[:end], start)  # causal: what stands behind the interior can't change it
     head_states = functools.cache(functools.partial(_head_states, model, recording))
-    linear = {
-        number: _interior(model, support, recording, head_states, number, layer, dtype)
-        for number, layer in support.linear.items()
-    }
+    linear: dict[int, SegmentState] = {}
+    transitions: dict[int, Transition] = {}
+    for number, layer in support.linear.items():
+        linear[number], transition = _interior(model, support, recording, head_states, number, layer, dtype)
+        if transition is not None:
+            transitions[number] = transition
+    _check(transitions)
     attention = {
         number: (layer.keys[0, :, start:end].clone(), layer.values[0, :, start:end].clone())
         for number, layer in attention_layers(recording.cache).items()
     }
     picache = HybridPICache(fingerprint, held, start, end, linear, attention, leading)
-    broken = [
-        name
-        for name, tensor in picache.tensors().items()
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
-    ]
-    if broken:
+    floating = {name: tensor for name, tensor in picache.tensors().items() if tensor.is_floating_point()}
+    if not all_finite(floating.values()):
+        broken = [name for name, tensor in floating.items() if not all_finite([tensor])]
         raise ValueError(
             f"the backbone gave NaN or infinite {', '.join(broken[:4])} for a segment of {len(ids)} tokens: its "
             f"weights are damaged, or its values overflow in {model.dtype} or {dtype}"
@@ -88,11 +89,12 @@ def _interior(
     number: int,
     layer: LinearLayer,
     dtype: torch.dtype,
-) -> SegmentState:
+) -> tuple[SegmentState, Transition | None]:
+    """A linear layer's part, and its transition as it was before it was rounded to `dtype`."""
     columns, last = read_state(recording.cache, number)
     kept = None if columns is None else convolution.tail(columns, len(recording.token_ids) - recording.start)
     if last is None:
-        return SegmentState(columns=kept)
+        return SegmentState(columns=kept), None
     transition, state = transition_of(model, recording, number, layer, support.step)
     if state is None:
         state = last.float()
@@ -100,8 +102,17 @@ def _interior(
             _, earlier = read_state(head_states(), number)
             assert earlier is not None
             state = state - transition.apply(earlier.float())
-    try:
-        transition.check()
-    except TransitionError as error:
-        raise ValueError(f"layer {number}: {error}") from error
-    return SegmentState(kept, state.to(dtype), transition.stored(dtype))
+    return SegmentState(kept, state.to(dtype), transition.stored(dtype)), transition
+
+
+def _check(transitions: Mapping[int, Transition]) -> None:
+    """`Transition.check` for all layers, with one wait for a GPU. Raises ValueError with the layer's number."""
+    if not transitions:
+        return
+    measured = [transition.measured() for transition in transitions.values()]
+    found = torch.stack([one.to(measured[0].device) for one in measured]).tolist()
+    for (number, transition), values in zip(transitions.items(), found, strict=True):
+        try:
+            transition.judge(*values)
+        except TransitionError as error:
+            raise ValueError(f"layer {number}: {error}") from error

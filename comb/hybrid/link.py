@@ -11,14 +11,15 @@ Shapes: a linear layer's state [H, K, V] and columns [C, kernel], a full layer's
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from comb.backbones.stages import StageTimes
+from comb.backbones.state_cache import count_in
 from comb.hybrid import convolution
 from comb.hybrid.caches import give_room, new_cache, read_state, run, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
@@ -45,7 +46,7 @@ class LinkedPrompt:
     token_ids: list[int]
     cache: Any
     recomputed: int
-    seconds: dict[str, float]
+    seconds: Mapping[str, float]
 
 
 class SequentialLinker:
@@ -53,6 +54,7 @@ class SequentialLinker:
 
     Args:
         mode: less than "seam" leaves out what the paper's ablation leaves out.
+        compose: False adds states up, in any mode, as "addition" does: what re-rotation and seams do without eq. 6.
         length: tokens of the whole prompt.
         before, cache: tokens that a cache covers already, and that cache, which is written to; empty by default.
     """
@@ -64,14 +66,16 @@ class SequentialLinker:
         mode: Mode,
         length: int,
         *,
+        compose: bool = True,
         before: Sequence[int] = (),
         cache: Any = None,
     ) -> None:
         self.model, self.support, self.mode = model, support, mode
+        self.compose = compose and mode != "addition"
         self.cache: Any = new_cache(model) if cache is None else cache
         self.length = length
         self.token_ids: list[int] = list(before)
-        self.seconds = {"compose": 0.0, "recompute": 0.0}
+        self.seconds = StageTimes(model.get_input_embeddings().weight.device, "compose", "recompute")
         self._pending: list[int] = []
 
     def tokens(self, token_ids: Sequence[int]) -> None:
@@ -82,7 +86,11 @@ class SequentialLinker:
     def interior(self, picache: HybridPICache) -> None:
         """Jumps over the compiled interior of a segment."""
         self._compute(len(self.token_ids))
-        begun, place = time.perf_counter(), len(self.token_ids)
+        with self.seconds.timed("compose"):
+            self._compose(picache)
+
+    def _compose(self, picache: HybridPICache) -> None:
+        place = len(self.token_ids)
         picache = picache.to(self.model.get_input_embeddings().weight.device)
         self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
         # states and keys were compiled at the segment's own positions, with the interior from picache.start on
@@ -95,8 +103,8 @@ class SequentialLinker:
                 for tensor, rotation in zip((keys, values), self.support.positions.layers[number], strict=True)
             ]
             self.cache.update(moved[0], moved[1], number)
+        count_in(self.cache, picache.end - picache.start)
         give_room(self.cache, self.length)
-        self.seconds["compose"] += time.perf_counter() - begun
 
     def finish(self) -> Any:
         """Computes all that is left but the last token; the cache, or None when there is nothing in front of it."""
@@ -104,18 +112,16 @@ class SequentialLinker:
         return self.cache if len(self.token_ids) > 1 else None
 
     def _compute(self, end: int) -> None:
-        begun, start = time.perf_counter(), len(self.token_ids) - len(self._pending)
-        run(self.model, self._pending[: end - start], self.cache, start, step=self.support.step if start else None)
+        start = len(self.token_ids) - len(self._pending)
+        with self.seconds.timed("recompute"):
+            run(self.model, self._pending[: end - start], self.cache, start, step=self.support.step if start else None)
         self._pending = []
-        self.seconds["recompute"] += time.perf_counter() - begun
 
     def _rerotation(self, shift: int) -> Rerotation | None:
         if self.mode in ("addition", "transition") or shift == 0:
             return None
         device = self.model.get_input_embeddings().weight.device
-        return self.support.positions.rerotation(
-            torch.zeros(1, device=device), torch.full((1,), shift, device=device), 1
-        )
+        return self.support.positions.rerotation(torch.zeros(1), torch.full((1,), shift), 1, device)
 
     def jump(self, number: int, part: SegmentState, layer: LinearLayer, rerotation: Rerotation | None) -> None:
         columns, state = read_state(self.cache, number)
@@ -137,7 +143,7 @@ class SequentialLinker:
         if before is None or transition is None:
             return state.to(layer.dtype)
         earlier = before.float()
-        kept = earlier if self.mode == "addition" else apply_on(transition, earlier, layer.axis)
+        kept = apply_on(transition, earlier, layer.axis) if self.compose else earlier
         return (state.to(kept.device) + kept).to(layer.dtype)
 
 
@@ -164,6 +170,7 @@ def link_segments(
     fresh: Sequence[Sequence[int]],
     *,
     mode: Mode = "seam",
+    compose: bool = True,
     before: Sequence[int] = (),
     cache: Any = None,
     linker_type: Callable[..., SequentialLinker] = SequentialLinker,
@@ -179,7 +186,7 @@ def link_segments(
         ValueError: a leading PICache that doesn't stand at the start of the prompt.
     """
     length = len(before) + sum(map(len, fresh)) + sum(picache.num_tokens for picache in picaches)
-    linker = linker_type(model, support, mode, length, before=before, cache=cache)
+    linker = linker_type(model, support, mode, length, compose=compose, before=before, cache=cache)
     recomputed = 0
     for picache, tokens in zip(picaches, fresh, strict=False):
         linker.tokens(tokens)

@@ -9,7 +9,6 @@ once per run instead of once; its own code isn't touched. `SequentialLinker` is 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -64,31 +63,31 @@ class PackedLinker(SequentialLinker):
         self._items.append(_Jump(picache, place, self._rerotation(place - picache.start)))
 
     def finish(self) -> Any:
-        begun = time.perf_counter()
         end = len(self.token_ids) - 1
         self._close(end)
         jumps = any(isinstance(item, _Jump) for item in self._items)
         if not jumps or not self._rows or len(self._rows) * end > _MAX_MASK_ELEMENTS:
             return self._finish_in_order()
         rows = ScatteredRows(end, torch.tensor(self._rows))
-        self._place(rows)
-        self.seconds["compose"] += time.perf_counter() - begun
+        with self.seconds.timed("compose"):
+            self._place(rows)
         ids = torch.tensor(self.token_ids)[rows.positions][None]
-        with masked_attention(self.model), self._by_runs():
+        device = self.model.get_input_embeddings().weight.device
+        with self.seconds.timed("recompute"), masked_attention(self.model), self._by_runs():
             masks: Any = Masks((("full_attention", None),), self._mapping).build(rows, self.model)
             if self._mapping:
                 masks |= dict.fromkeys(_UNMASKED)
-            run_decoder(self.model, ids, self.cache, position_ids=rows.positions[None], attention_mask=masks)
+            run_decoder(self.model, ids, self.cache, position_ids=rows.on(device)[None], attention_mask=masks)
         for number, layer in attention_layers(self.cache).items():
             self.cache.layers[number] = RoomyLayer(layer.keys, layer.values, end)
-        self.seconds["recompute"] = time.perf_counter() - begun - self.seconds["compose"]
         return self.cache
 
     def _finish_in_order(self) -> Any:
         tokens = self.token_ids
         linker = SequentialLinker(
-            self.model, self.support, self.mode, self.length, before=tokens[: self._held], cache=self.cache
-        )
+            self.model, self.support, self.mode, self.length,
+            compose=self.compose, before=tokens[: self._held], cache=self.cache,
+        )  # fmt: skip
         for item in self._items:
             if isinstance(item, _Jump):
                 linker.interior(item.picache)
@@ -164,9 +163,8 @@ class PackedLinker(SequentialLinker):
             if isinstance(item, slice):
                 yield _cut(args, rows, item), {name: _cut(value, rows, item) for name, value in kwargs.items()}
                 continue
-            begun = time.perf_counter()
-            self.jump(number, item.picache.linear[number], self.support.linear[number], item.rerotation)
-            self.seconds["compose"] += time.perf_counter() - begun
+            with self.seconds.timed("compose", within="recompute"):
+                self.jump(number, item.picache.linear[number], self.support.linear[number], item.rerotation)
 
 
 def _cut(value: Any, rows: int, run: slice) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from comb.backbones.forward import takes_positions
+from comb.backbones.forward import counted_passes, takes_positions
 from comb.backbones.transformers_private import attention_name
 from comb.hybrid.caches import attention_layers, new_cache, read_state
 from comb.hybrid.compile import compile_segment
@@ -34,7 +34,8 @@ def linker_for(model: Any, support: HybridSupport) -> Callable[..., SequentialLi
         return SequentialLinker  # MAC keeps the rows of a prompt in order, and doesn't know the packed pass's mask
     known: tuple[HybridSupport, Callable[..., SequentialLinker]] | None = vars(model).get("_comb_linker")
     if known is None or known[0] is not support:
-        known = vars(model)["_comb_linker"] = support, _tried(model, support)
+        with counted_passes():  # tokens that it is tried on are no prompt's
+            known = vars(model)["_comb_linker"] = support, _tried(model, support)
     return known[1]
 
 

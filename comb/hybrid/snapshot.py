@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from comb.backbones.state_cache import count_in
 from comb.hybrid.caches import attention_layers, give_room, new_cache, read_state, run, write_state
 from comb.hybrid.picache import HybridPICache, SegmentState
 from comb.hybrid.support import HybridSupport
@@ -31,7 +32,7 @@ def extend(
         number: (layer.keys[0, :, start:].clone(), layer.values[0, :, start:].clone())
         for number, layer in attention_layers(cache).items()
     }
-    held = torch.tensor(list(piece), device=model.get_input_embeddings().weight.device)
+    held = torch.tensor(list(piece))
     return HybridPICache(fingerprint, held, 0, len(piece), linear, attention, leading=not before)
 
 
@@ -44,8 +45,12 @@ def restore(model: Any, pieces: Sequence[HybridPICache], length: int) -> Any:
     for number, part in pieces[-1].linear.items():
         row = [None if tensor is None else tensor[None].to(device) for tensor in (part.columns, part.state)]
         write_state(cache, number, row[0], row[1])
+    count_in(cache, sum(piece.num_tokens for piece in pieces))
     for number in pieces[0].attention:
-        keys, values = (torch.cat([piece.attention[number][part] for piece in pieces], dim=1)[None] for part in (0, 1))
-        cache.update(keys.to(device), values.to(device), number)
+        # a head is on the device already, what a store keeps may not be
+        keys, values = (
+            torch.cat([piece.attention[number][part].to(device) for piece in pieces], dim=1)[None] for part in (0, 1)
+        )
+        cache.update(keys, values, number)
     give_room(cache, length)
     return cache

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from comb.backbones.exclusive import exclusive
 from comb.backbones.identity import identity_of
-from comb.hybrid.caches import attention_layers, new_cache, odd_layers, read_state, run, states_of
+from comb.backbones.state_cache import StateCache
+from comb.hybrid.caches import attention_layers, has_states, new_cache, odd_layers, read_state, run, states_of
 from comb.hybrid.families.scalar import constant_decay
 from comb.hybrid.probe import LayerRun, TransitionProbe, apply_on, watch_layers
 from comb.hybrid.scans import listen, read_scan
@@ -75,13 +76,7 @@ class HybridSupport:
 
 def is_hybrid(model: Any) -> bool:
     """Whether `model`'s cache has layers that keep a state instead of keys and values per token."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return False
-    try:
-        layers = new_cache(model).layers
-    except (AttributeError, KeyError, NotImplementedError, ValueError, TypeError):
-        return False
-    return hasattr(new_cache(model), "linear_cache") or any(hasattr(layer, "recurrent_states") for layer in layers)
+    return bool(identity_of(model).fact("is hybrid", lambda: has_states(model)))
 
 
 def find_hybrid_support(model: Any) -> HybridSupport:
@@ -163,7 +158,7 @@ def _try(model: Any) -> HybridSupport:
     if not whole.layers:
         raise UnmovableError("no layer of it leaves a state in its cache: it isn't a hybrid")
     attention = tuple(attention_layers(whole.cache))
-    if not attention:
+    if not attention and not isinstance(whole.cache, StateCache):
         raise UnmovableError("none of its layers has keys and values: transformers can't tell how long its cache is")
     if not bool(torch.isfinite(whole.hidden).all()):
         raise UnmovableError(f"the backbone computes NaN or infinite hidden states in {model.dtype}")

@@ -58,7 +58,23 @@ class Transition(ABC):
 
     def check(self) -> None:
         """Raises TransitionError when this can't be the transition of a layer: not finite, or it amplifies."""
-        if not bool(torch.isfinite(self.tensor).all()):
+        self.judge(*self.measured().tolist())
+
+    def measured(self) -> Tensor:
+        """What `judge` looks at, [2] float64: 1 if all is finite, and the family's own measure of how T amplifies.
+
+        Still on the device, so that those of many layers can be waited for at once.
+        """
+        finite = torch.isfinite(self.tensor).all()
+        return torch.stack([finite.double(), self.amplification().double()])
+
+    def amplification(self) -> Tensor:
+        """How much T amplifies a state at most, in the family's own measure. []"""
+        return torch.zeros((), device=self.tensor.device)
+
+    def judge(self, finite: float, amplification: float) -> None:
+        """Raises TransitionError if what was `measured` isn't that of a layer's transition."""
+        if not finite:
             raise TransitionError(f"a {self.family} transition holds NaN or infinity: compile the document again")
 
     def stored(self, dtype: torch.dtype) -> Self:
@@ -72,13 +88,15 @@ class LogDecay(Transition):
     def after(self, earlier: Self) -> Self:
         return type(self)(self.tensor + earlier.tensor)
 
-    def check(self) -> None:
-        super().check()
-        largest = float(self.tensor.amax())
-        if largest > _DECAY_SLACK:
+    def amplification(self) -> Tensor:
+        return self.tensor.amax()
+
+    def judge(self, finite: float, amplification: float) -> None:
+        super().judge(finite, amplification)
+        if amplification > _DECAY_SLACK:
             raise TransitionError(
-                f"a {self.family} transition multiplies the state by {largest:.3g} in log space, expected at most 0: "
-                "compile the document again"
+                f"a {self.family} transition multiplies the state by {amplification:.3g} in log space, "
+                "expected at most 0: compile the document again"
             )
 
     def decay(self, state: Tensor) -> Tensor:

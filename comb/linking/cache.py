@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from comb.backbones.identity import identity_of
 from comb.cache.picache import DecoderPICache
 from comb.linking.rotation import PositionMap
+from comb.waits import on_device
 
 ROOM = 128
 """Tokens that an answer may have before its cache is copied for the first time."""
@@ -38,15 +39,24 @@ class Span:
 
 @dataclass
 class ScatteredRows:
-    """The prompt's length N, and the sorted positions [S] of the rows that are being computed."""
+    """The prompt's length N, and the sorted positions [S] of the rows that are being computed, on the host."""
 
     length: int
     positions: Tensor
+    _copies: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def visible(self) -> int:
         """Keys that any of the rows may see: those up to the last row."""
         return int(self.positions[-1]) + 1
+
+    def on(self, device: torch.device) -> Tensor:
+        """The positions on `device`: copied once for all layers of a pass."""
+        source, copied = self._copies.get(device, (None, self.positions))
+        if source is not self.positions:
+            copied = on_device(self.positions, device)
+            self._copies[device] = self.positions, copied
+        return copied
 
 
 class ScatterLayer(DynamicLayer):
@@ -67,7 +77,7 @@ class ScatterLayer(DynamicLayer):
             self.values = value_states.new_zeros(*value_states.shape[:2], self.rows.length, value_states.shape[-1])
         if self.keys.device != key_states.device:  # this layer's weights lie on another device than the embeddings
             self.keys, self.values = self.keys.to(key_states.device), self.values.to(key_states.device)
-        where = self.rows.positions.to(key_states.device)
+        where = self.rows.on(key_states.device)
         self.keys.index_copy_(2, where, key_states)
         self.values.index_copy_(2, where, value_states)
         return self.keys[:, :, : self.rows.visible], self.values[:, :, : self.rows.visible]
@@ -77,6 +87,14 @@ class ScatterLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.rows.visible, 0
+
+
+def plain_layer(keys: Tensor, values: Tensor) -> DynamicLayer:
+    """A layer of transformers' own with these keys and values [rows, H, tokens, D]; appending to it copies them."""
+    layer = DynamicLayer()
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    return layer
 
 
 class RoomyLayer(DynamicLayer):
@@ -97,6 +115,11 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        if self.keys.device != key_states.device:  # this layer's weights lie on another device than the embeddings
+            self.keys, self.values = self.keys.to(key_states.device), self.values.to(key_states.device)
+            self.room = None
         before, after = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
         keys, values = self._room(after)
         keys[:, :, before:after] = key_states
@@ -118,7 +141,6 @@ class RoomyLayer(DynamicLayer):
 
     def _room(self, length: int) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
-        assert self.values is not None
         # beam search and cropping put other tensors into `keys`; the room behind the old ones isn't theirs
         ours = self.room is not None and self.keys.data_ptr() == self.room[0].data_ptr()
         if not ours or self.room is None or len(self.keys) != len(self.room[0]) or length > self.room[0].shape[-2]:
@@ -130,6 +152,15 @@ def _with_room(tensor: Tensor, length: int) -> Tensor:
     roomy = tensor.new_empty(*tensor.shape[:2], length + max(ROOM, length // 8), tensor.shape[-1])
     roomy[:, :, : tensor.shape[-2]] = tensor
     return roomy
+
+
+def empty_cache(model: Any) -> DynamicCache:
+    """An empty cache of the kind that `model` takes, layers with keys and values only."""
+    # from the configuration, which takes transformers some 0.2 ms, once for each state of the weights
+    empty = identity_of(model).fact("empty cache", lambda: DynamicCache(config=model.config))
+    cache = copy.copy(empty)
+    cache.layers = [copy.copy(layer) for layer in empty.layers]
+    return cache
 
 
 class LayerReached(Exception):  # noqa: N818  a signal, not an error
@@ -164,17 +195,14 @@ class ScatterCache(Cache):
         """Adds the rows' squared distance between cached and new keys and values to `deviation` [N]."""
         if self.deviation is None:
             self.deviation = torch.zeros(self.rows.length, device=keys.device)
-        where = self.rows.positions.to(keys.device)
+        where = self.rows.on(keys.device)
         for cached, new in ((layer.keys, keys), (layer.values, values)):
             difference = new.float() - cached.index_select(2, where).float()
             self.deviation[where] += difference.square().sum(dim=(0, 1, 3))
 
     def dynamic(self, model: Any, length: int) -> DynamicCache:
         """The first `length` tokens as an ordinary cache of `model`, which shares this one's memory where it can."""
-        # from the configuration, which takes transformers some 0.2 ms, once for each state of the weights
-        empty = identity_of(model).fact("empty cache", lambda: DynamicCache(config=model.config))
-        cache = copy.copy(empty)
-        cache.layers = [copy.copy(layer) for layer in empty.layers]
+        cache = empty_cache(model)
         for number, (source, target) in enumerate(zip(self.layers, list(cache.layers), strict=True)):
             keys, values = source.keys[:, :, :length], source.values[:, :, :length]
             if type(target) is DynamicLayer:
@@ -212,7 +240,7 @@ def assemble(
     compiled = linked.clone()  # what lies between segments stays as it is
     for span in spans:
         compiled[span.start - first : span.end - first] -= span.start - compiled_from
-    rerotation = positions.rerotation(compiled.to(device), linked.to(device), length) if rotate else None
+    rerotation = positions.rerotation(compiled, linked, length, torch.device(device)) if rotate else None
     layers = []
     for number, rotations in enumerate(positions.layers):
         held: Any = None if before is None else before.layers[number]

@@ -18,8 +18,8 @@ from comb.backbones.transformers_private import attention_name
 from comb.linking.cache import ScatteredRows
 from comb.linking.positions import UnmovableError
 
-STAND_INS = {"comb_mac": "sdpa", "comb_mac_eager": "eager"}
-"""Attention that stands in for another (`comb.mac`), takes its masks and computes a prompt as it does."""
+STAND_INS = {"comb_sdpa": "sdpa", "comb_eager": "eager"}
+"""Attention that stands in for another (`comb.linking.attention_calls`), takes its masks and computes what it does."""
 
 MASKED_ATTENTION = ("sdpa", "eager", *STAND_INS)
 """Attention implementations that take a mask tensor; others are put aside for the length of a pass."""
@@ -39,7 +39,7 @@ class Masks:
     def build(self, rows: ScatteredRows, model: Any) -> Tensor | dict[str, Tensor]:
         """Masks [1, 1, S, visible keys] for `rows`: True (sdpa) or 0 (eager) where a row may look."""
         device = model.get_input_embeddings().weight.device
-        positions = rows.positions.to(device)[:, None]
+        positions = rows.on(device)[:, None]
         keys = torch.arange(rows.visible, device=device)
         causal = keys <= positions
         masks = {}
@@ -102,8 +102,12 @@ def cache_kinds(model: Any) -> list[Any]:
     """The layers of an empty cache for `model`.
 
     Raises:
-        UnmovableError: when they aren't all keys and values per token, full or with a sliding window.
+        UnmovableError: when they aren't all keys and values per token, full or with a sliding window, or hold tokens
+            that aren't the prompt's.
     """
+    peft = getattr(model, "peft_config", None)
+    if isinstance(peft, dict) and any(getattr(config, "is_prompt_learning", False) for config in peft.values()):
+        raise UnmovableError("peft puts learned tokens in front of every prompt (prompt learning)")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnmovableError("it is an encoder-decoder")
     try:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from comb.backbones.forward import run_decoder, takes_positions
-from comb.linking.cache import LayerReached, ScatterCache
+from comb.backbones.forward import count_tokens, run_decoder, takes_positions
+from comb.linking.cache import LayerReached, ScatterCache, plain_layer
 from comb.linking.masks import Masks
 
 # A portion reads all weights once and attends to the keys in front of its last row only. On a CPU small portions save
@@ -46,7 +46,8 @@ def recompute(
     """
     hidden: Tensor | None = None
     last, start = positions[-1:], 0
-    most = _MAX_ROWS if model.get_input_embeddings().weight.device.type == "cpu" else _MAX_ROWS_GPU
+    device = model.get_input_embeddings().weight.device
+    most = _MAX_ROWS if device.type == "cpu" else _MAX_ROWS_GPU
     while start < len(positions):
         size = _portion(positions, start, most)
         portion = positions[start : start + size]
@@ -55,10 +56,11 @@ def recompute(
         try:
             hidden = run_decoder(
                 model, token_ids[cache.rows.positions][None], cache,
-                position_ids=cache.rows.positions[None], attention_mask=masks.build(cache.rows, model),
+                position_ids=cache.rows.on(device)[None], attention_mask=masks.build(cache.rows, model),
             )[0, -1]  # fmt: skip
         except LayerReached:
             hidden = None
+            count_tokens(len(cache.rows.positions) * (cache.stop_layer or 0) / len(cache.layers))
     return hidden
 
 
@@ -88,11 +90,7 @@ def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, posit
 
 
 def _beginning(layer: Any, length: int) -> DynamicLayer:
-    copy = DynamicLayer()
-    if length:
-        copy.lazy_initialization(layer.keys, layer.values)
-        copy.keys, copy.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-    return copy
+    return plain_layer(layer.keys[:, :, :length], layer.values[:, :, :length]) if length else DynamicLayer()
 
 
 def runs(positions: Tensor) -> Iterator[tuple[int, int]]:

@@ -158,7 +158,10 @@ def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionM
         cache = new_cache()
         run_decoder(model, torch.tensor([tokens]), cache, attention_mask=torch.ones(1, len(tokens), dtype=torch.long))
         caches.append(cache)
-    first = next(number for number, layer in enumerate(caches[0].layers) if getattr(layer, "keys", None) is not None)
+    held = [number for number, layer in enumerate(caches[0].layers) if getattr(layer, "keys", None) is not None]
+    if not held:  # states alone, which know no positions
+        return PositionMap(((None, None),) * len(caches[0].layers), ())
+    first = held[0]
     for name in ("keys", "values"):
         second, alone = (getattr(cache.layers[first], name)[:, :, -1] for cache in caches)
         if _explain(torch.stack([second, alone], dim=1), (), (), _tolerance(model)) != "still":

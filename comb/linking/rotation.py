@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from comb.linking.frequencies import Frequencies
+from comb.waits import on_device
 
 
 @dataclass(frozen=True)
@@ -51,24 +52,27 @@ class PositionMap:
             source.at(1)
             source.at(length)
 
-    def rerotation(self, compiled: Tensor, linked: Tensor, length: int) -> Rerotation:
-        """Cosines and sines that take tokens from `compiled` positions [T] to `linked` positions [T].
+    def rerotation(self, compiled: Tensor, linked: Tensor, length: int, device: torch.device) -> Rerotation:
+        """Cosines and sines on `device` that take tokens from `compiled` positions [T] to `linked` positions [T].
 
         Args:
+            compiled, linked: best on the host: otherwise different shifts are counted by a GPU, and waited for.
             length: of the whole prompt, for embeddings that depend on it.
         """
         factors = []
         for source in self.sources:
-            before, after = source.at(1), source.at(length)
+            before = source.at(1)
+            after = source.at(length) if self.length_dependent else before
             # Angles in float64: at position 100,000 a float32 product is off by 0.006 rad. A segment's tokens share
             # one angle as long as the frequencies are the same, and then only the distinct shifts are computed.
-            if torch.equal(before, after):
+            if after is before or torch.equal(before, after):
                 shifts, which = torch.unique_consecutive(linked - compiled, return_inverse=True)
-                angles = shifts.double()[:, None] * after.to(shifts.device)
+                shifts, which = on_device(shifts.double(), device), on_device(which, device)
+                angles = shifts[:, None] * on_device(after, device)
                 factors.append((angles.cos().float()[which], angles.sin().float()[which]))
             else:
-                angles = linked.double()[:, None] * after.to(linked.device)
-                angles -= compiled.double()[:, None] * before.to(linked.device)
+                angles = on_device(linked.double(), device)[:, None] * on_device(after, device)
+                angles -= on_device(compiled.double(), device)[:, None] * on_device(before, device)
                 factors.append((angles.cos().float(), angles.sin().float()))
         return Rerotation(tuple(factors))
 

@@ -56,6 +56,54 @@ def find_support(model: Any) -> LinkSupport:
     return found
 
 
+def check_keys_cached(model: Any) -> None:
+    """That keys and values in a cache of transformers' are all that `model` keeps of earlier tokens.
+
+    Raises:
+        UnmovableError: when it isn't, with the reason.
+    """
+    reason: str = identity_of(model).fact("keys cached", lambda: _why_not_cached(model))
+    if reason:
+        raise UnmovableError(reason)
+
+
+def _why_not_cached(model: Any) -> str:
+    try:
+        cache_kinds(model)
+    except UnmovableError as error:
+        return str(error)
+    cache: Any = DynamicCache(config=model.config)
+    with exclusive(model):
+        run_decoder(model, made_up_tokens(model, 2)[None], cache)
+    without = [str(number) for number, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is None]
+    if len(without) == len(cache.layers):
+        return "its forward pass leaves nothing in a cache of keys and values: it keeps a state in a form of its own"
+    if without:
+        return f"layers {', '.join(without)} leave no keys and values in its cache: they keep a state of their own"
+    return ""
+
+
+def takes_padded_rows(model: Any) -> bool:
+    """Whether rows of a batch may be padded on the left: models of states may ignore their mask (RWKV)."""
+    return bool(identity_of(model).fact("padded rows", lambda: _try_padding(model)))
+
+
+@torch.no_grad()
+def _try_padding(model: Any) -> bool:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return True
+    ids = made_up_tokens(model, sum(_SEGMENTS))[None].to(model.get_input_embeddings().weight.device)
+    padded = torch.cat([torch.zeros_like(ids[:, :_QUERY]), ids], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :_QUERY] = 0
+    arguments: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+    if takes_positions(model):
+        arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp_min(0)
+    with exclusive(model):
+        alone = model(input_ids=ids, use_cache=False).logits[0, -1]
+        return distance(model(input_ids=padded, **arguments).logits[0, -1], alone) <= tolerance_of(model)
+
+
 def _find(model: Any, name: str) -> LinkSupport | str:
     try:
         with exclusive(model), attention(model, name):
@@ -67,10 +115,7 @@ def _find(model: Any, name: str) -> LinkSupport | str:
 def _try(model: Any) -> LinkSupport:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnmovableError("its weights are on the meta device")
-    peft = getattr(model, "peft_config", None)
-    if isinstance(peft, dict) and any(getattr(config, "is_prompt_learning", False) for config in peft.values()):
-        raise UnmovableError("peft puts learned tokens in front of every prompt (prompt learning)")
-    cache_kinds(model)
+    check_keys_cached(model)
     positions = find_positions(model)
     prompt = _TrialPrompt(model, positions)
     every = torch.arange(prompt.length)

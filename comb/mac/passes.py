@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.linking.cache import RoomyLayer, ScatterCache, ScatterLayer
-from comb.mac.interface import AttentionCall
+from comb.linking.attention_calls import AttentionCall
+from comb.linking.cache import RoomyLayer, ScatterCache, ScatteredRows, ScatterLayer
+from comb.waits import truths
 
 # kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
 _GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, ScatterLayer.__name__)
@@ -31,7 +32,7 @@ class DecoderPass:
     Args:
         decodes: one token per row behind all others; anything else is a prompt, or a part of one.
         cache: what it reads and writes; None without one.
-        index: key indices [N] of the queries where they are scattered (linking); None: the last N.
+        rows: the queries where they are scattered (linking); None: they are the last N.
         start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
         mask_length: keys that the mask covers; None without one.
         positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
@@ -41,7 +42,7 @@ class DecoderPass:
 
     decodes: bool
     cache: Any
-    index: Tensor | None
+    rows: ScatteredRows | None
     start: Tensor | None
     mask_length: int | None
     positions: Tensor | None
@@ -50,10 +51,18 @@ class DecoderPass:
     masks: list[tuple[Tensor, bool]] = field(default_factory=list)
 
     def key_indices(self, call: AttentionCall) -> Tensor:
-        """Key indices [N] of a call's queries."""
-        length, device = call.keys.shape[2], call.query.device
-        last = torch.arange(length - call.query.shape[2], length, device=device)
-        return last if self.index is None else self.index.to(device)
+        """Key indices [N] of a call's queries, on their device."""
+        device = call.query.device
+        return self._last(call, device) if self.rows is None else self.rows.on(device)
+
+    def key_indices_here(self, call: AttentionCall) -> Tensor:
+        """The same on the host."""
+        return self._last(call, torch.device("cpu")) if self.rows is None else self.rows.positions
+
+    @staticmethod
+    def _last(call: AttentionCall, device: torch.device) -> Tensor:
+        length = call.keys.shape[2]
+        return torch.arange(length - call.query.shape[2], length, device=device)
 
     def plain_mask(self, call: AttentionCall) -> bool:
         """Whether attention gets no other mask than its arguments promise; layers that share a mask share the answer.
@@ -103,37 +112,44 @@ class PassReader:
         rows, tokens = inputs.shape[:2]
         cache, mask, positions = (given.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
         start: Tensor | None = self._no_padding(rows, inputs.device)
-        index, unclear, mask_length = None, "", None
+        scattered, unclear, mask_length = None, "", None
         if isinstance(cache, ScatterCache):
-            index = cache.rows.positions.to(inputs.device)  # its masks are comb's own: causal by position
+            scattered = cache.rows  # its masks are comb's own: causal by position
         elif isinstance(mask, Tensor) and mask.ndim == 2:
             mask_length = mask.shape[1]
             seen = mask != 0
             start = seen.int().argmax(dim=1).to(inputs.device)
             inside = torch.arange(mask_length, device=mask.device) >= start[:, None].to(mask.device)
-            if not bool((seen == inside).all()) or not bool(seen.any(dim=1).all()):
+            whole, same = self._compared((seen == inside).all() & seen.any(dim=1).all(), start)
+            if not whole:
                 start, unclear = None, "mask with holes"
+            elif same:
+                start = self._padding
             else:
-                start = self._same_padding(start)
+                self._padding = start
         elif mask is not None:
             start, unclear = None, "mask of the caller's own"
         if isinstance(positions, Tensor) and positions.ndim != 2:
             unclear = "positions of several axes"
         # a single row that linking computes is still a part of a prompt: it may stand anywhere
-        return DecoderPass(tokens == 1 and index is None, cache, index, start, mask_length, positions, unclear)
+        decodes = tokens == 1 and scattered is None
+        return DecoderPass(decodes, cache, scattered, start, mask_length, positions, unclear)
 
     def _no_padding(self, rows: int, device: torch.device) -> Tensor:
         if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:
             self._unpadded = torch.zeros(rows, dtype=torch.long, device=device)
         return self._unpadded
 
-    def _same_padding(self, start: Tensor) -> Tensor:
-        """The last pass's very tensor where it says the same, so that layers needn't wait for the device to compare."""
+    def _compared(self, whole: Tensor, start: Tensor) -> tuple[bool, bool]:
+        """`whole`, and whether `start` says what the last pass's did, with one wait for the device.
+
+        Then that very tensor is taken, so that layers needn't wait for the device to compare.
+        """
         last = self._padding
-        same = last is not None and last.shape == start.shape and last.device == start.device
-        if last is None or not same or not torch.equal(last, start):
-            self._padding = last = start
-        return last
+        if last is None or last.shape != start.shape or last.device != start.device:
+            return bool(whole), False
+        found = truths(whole.to(start.device), (last == start).all())
+        return found[0], found[1]
 
 
 def why_exact(call: AttentionCall, current: DecoderPass, index: int | None) -> str:

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from comb.backbones.forward import decoder_of, takes_positions
 from comb.backbones.identity import identity_of
-from comb.backbones.transformers_private import attention_name, can_set_attention
+from comb.backbones.transformers_private import can_set_attention
 from comb.kernels.mac.algebra import accumulator
+from comb.linking.attention_calls import AttentionCall, watched
 from comb.linking.frequencies import Frequencies
-from comb.linking.masks import attention
 from comb.linking.positions import RotaryProbe
 from comb.linking.rotation import Rerotation, Rotation
-from comb.mac.interface import ANSWERING, Attended, AttentionCall, register, stand_in
 
 # under which sparse attention (DeepSeek-V3.2, GLM-MoE-DSA, MiniMax-M3) hands over the keys that its indexer has chosen
 _CHOSEN = ("indices", "block_indices")
@@ -90,28 +89,27 @@ def _find(model: Any) -> dict[int, LayerQueries]:
             f"{name} computes attention in its own code, not through transformers' AttentionInterface: "
             "use it without MAC"
         )
-    register()
-    probe, recorder = RotaryProbe(model), _Recorder()
+    probe, seen = RotaryProbe(model), dict[int, list[AttentionCall]]()
     tokens, positions = (tensor.to(probe.device) for tensor in probe.inputs())
-    with attention(model, stand_in(attention_name(model))):
-        token = ANSWERING.set(recorder)
-        try:
-            decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
-        finally:
-            ANSWERING.reset(token)
-    if not recorder.seen:
+
+    def note(call: AttentionCall) -> None:
+        index = getattr(call.module, "layer_idx", None)
+        if isinstance(index, int):
+            seen.setdefault(index, []).append(call)
+
+    with watched(model, note):
+        decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
+    if not seen:
         raise UnsupportedModelError(
             f"no layer of {name} computes softmax attention through transformers' AttentionInterface: "
             "use it without MAC"
         )
-    if any(
-        call.options.get(name) is not None for calls in recorder.seen.values() for call in calls for name in _CHOSEN
-    ):
+    if any(call.options.get(name) is not None for calls in seen.values() for call in calls for name in _CHOSEN):
         raise UnsupportedModelError(
             f"{name} chooses the keys of every query by an indexer, and does so only under attention that it knows by "
             "name: use it without MAC"
         )
-    return {index: _explained(probe, *calls) for index, calls in recorder.seen.items()}
+    return {index: _explained(probe, *calls) for index, calls in seen.items()}
 
 
 def _explained(probe: RotaryProbe, *calls: AttentionCall) -> LayerQueries:
@@ -124,16 +122,3 @@ def _explained(probe: RotaryProbe, *calls: AttentionCall) -> LayerQueries:
     if not isinstance(rotation, Rotation):
         return LayerQueries(module, unknown="queries that no rotary embedding explains")
     return LayerQueries(module, probe.sources[rotation.source], rotation)
-
-
-class _Recorder:
-    """Notes every call and answers it exactly."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, list[AttentionCall]] = {}
-
-    def attend(self, call: AttentionCall) -> Attended:
-        index = getattr(call.module, "layer_idx", None)
-        if isinstance(index, int):
-            self.seen.setdefault(index, []).append(call)
-        return call.exact()

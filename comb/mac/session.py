@@ -24,12 +24,12 @@ from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.fill import prompt_rows, rows_to_keep
 from comb.kernels.mac.state import MacState
+from comb.linking.attention_calls import ANSWERING, Attended, AttentionCall, stand_in
 from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.breakeven import Costs
 from comb.mac.continuity import KeysIdentity, empty
-from comb.mac.interface import ANSWERING, Attended, AttentionCall, stand_in
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
 from comb.mac.rule import HIT_RATE, BreakEvenRule
@@ -221,14 +221,12 @@ class MacSession:
         state.crop(index[0] - start)
         if not decodes:
             output = call.exact()
-            keep = rows_to_keep(index, config)
-            if bool(keep.any()):
-                positions = positions.expand(-1, tokens)[:, keep]
-                query = call.query[:, :, keep]
-                unrotated = layer.queries.unrotated(query, positions)
-                state.write(
-                    prompt_rows(unrotated, query, call.keys, call.values, index[keep], start, config, call.scale)
-                )
+            here = current.key_indices_here(call)
+            if kept := rows_to_keep(here, config):
+                query = call.query[:, :, -kept:]
+                unrotated = layer.queries.unrotated(query, positions.expand(-1, tokens)[:, -kept:])
+                rows = prompt_rows(unrotated, query, call.keys, call.values, here[-kept:], start, config, call.scale)
+                state.write(rows)
             return output
         unrotated = layer.queries.unrotated(call.query, positions)[:, :, 0]
         query = call.query[:, :, 0]

@@ -9,7 +9,9 @@ A new method is a subclass of `Method` in a file of its own in this folder, and 
         def compile(self, segments): ...     # each segment alone -> PICache
         def link_row(self, row): ...             # PICaches, head, query -> DecodeState
 
-Command line, test matrix and comparison table read the registry, so nothing else has to be touched.
+Command line, test matrix and comparison table read the registry, so nothing else has to be touched. What
+stands in front of the first document is an ordinary prefix, cached once for all methods on a backbone; methods that can
+link behind a cache take it off their rows with `heads.behind_head`.
 """
 
 from __future__ import annotations

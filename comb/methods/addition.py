@@ -14,10 +14,17 @@ class Addition(Hypic):
 
     The same as ``hypic:mode=addition``, under the papers' name, and linked from the same PICaches.
 
+    Args:
+        rotate: turns keys to their places (``hypic:mode=rotation,compose=false``), as the paper's baseline doesn't.
+            What composition is worth shows against this.
+        storage: as for `hypic`.
+
     Source: HYPIC sec. 3.1 and 6.3.
     """
 
     positional = ()
 
-    def __init__(self, model: Any, *, storage: str = "float32", **parameters: Any) -> None:
-        super().__init__(model, mode="addition", storage=storage, **parameters)
+    def __init__(self, model: Any, *, rotate: bool = False, storage: str = "float32", **parameters: Any) -> None:
+        if not isinstance(rotate, bool):
+            raise ValueError(f"addition:rotate is true or false, got {rotate!r}")
+        super().__init__(model, mode="rotation" if rotate else "addition", compose=False, storage=storage, **parameters)

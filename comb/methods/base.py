@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,13 @@ import torch
 from transformers.cache_utils import Cache
 
 from comb.backbones.exclusive import backbone_of, exclusive
-from comb.backbones.forward import takes_positions
+from comb.backbones.forward import cache_argument, takes_positions
+from comb.backbones.state_cache import StateCache, generating_behind
 from comb.cache.picache import PICache
+from comb.documents.document import Prompt
 from comb.linking.fork import fork_cache, repeat_rows
 from comb.methods.past_state import PastState
+from comb.waits import on_device
 
 DocumentState = Literal["hit", "compiled", "inlined", "continued"]
 
@@ -46,12 +50,14 @@ class LinkRequest:
     """One row of a batch to link: ``head + PICache 1 + gap 1 + PICache 2 + ... + query``.
 
     `gaps` holds the fresh tokens behind each PICache but the last; empty when PICaches follow each other directly.
+    `salt` separates tenants that must not share a cached head.
     """
 
     picaches: Sequence[PICache]
     query_ids: Sequence[int]
     head_ids: Sequence[int] = ()
     gaps: Sequence[Sequence[int]] = ()
+    salt: str = ""
 
     def __post_init__(self) -> None:
         if self.gaps and len(self.gaps) != len(self.picaches) - 1:
@@ -80,6 +86,8 @@ class DecodeState:
         past_key_values: covers a strict prefix of `input_ids`, or None.
         documents: per row, the PICaches that the cross blocks read; None when there are none in any row.
         recomputed: per row, document tokens that the backbone prefilled again.
+        passed: tokens that have passed through the backbone while the state was made, as `counted_passes` counts them.
+        head_tokens: of the prompt's head, that were cached.
         uses: per row and segment, what the method did with it; None where the store's word stands.
         seconds: that stages of `link` took, where the method measures them.
         prepare: called before every run of the model, under its lock.
@@ -93,9 +101,11 @@ class DecodeState:
     past_key_values: Cache | None = None
     documents: list[list[PICache]] | None = None
     recomputed: tuple[int, ...] = (0,)
+    passed: float = 0.0
+    head_tokens: int = 0
     uses: list[list[SegmentUse]] | None = None
     on_release: list[Callable[[], None]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
     prepare: Callable[[], object] = lambda: None
     step: int | None = None
 
@@ -103,6 +113,13 @@ class DecodeState:
     def recomputed_tokens(self) -> int:
         """Document tokens that the backbone prefilled again, over all rows."""
         return sum(self.recomputed)
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """Per row, all tokens of the prompt that the backbone computes: what is done, and what is left to do."""
+        covered = 0 if self.past_key_values is None else int(self.past_key_values.get_seq_length())
+        done = math.ceil(self.passed - 1e-6)  # shares of layers may add up to a hair more than they are
+        return tuple(done + tokens - covered for tokens in self.prompt_tokens)
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -173,7 +190,11 @@ class DecodeState:
                 if past is not None and takes_positions(self.model):
                     # Bamba counts from zero in every call unless it is told the positions
                     extra["position_ids"] = torch.arange(start + first, end, device=ids.device)[None]
-                outputs.append(self.model(input_ids=part, attention_mask=mask[:, :end], past_key_values=past, **extra))
+                if past is not None:
+                    extra[cache_argument(self.model, past)] = past
+                # a cache of states takes the mask of its new tokens only
+                seen = mask[:, start + first : end] if isinstance(past, StateCache) else mask[:, :end]
+                outputs.append(self.model(input_ids=part, attention_mask=seen, **extra))
         logits = torch.cat([output.logits[0].float() for output in outputs])
         return logits[-len(answer_ids) :]
 
@@ -183,8 +204,10 @@ class DecodeState:
             self.on_release.pop()()
 
     def _generate(self, **generate_kwargs: Any) -> Any:
+        past = None
         if self.past_key_values is not None:
-            past = generate_kwargs["past_key_values"] = fork_cache(self.past_key_values)
+            past = fork_cache(self.past_key_values)
+            generate_kwargs[cache_argument(self.model, past)] = past
             self._check_generation(generate_kwargs)
             # without it, or with a kind of cache of its own, `generate` would not go on from the one it is given
             generate_kwargs |= {"use_cache": True, "cache_implementation": None}
@@ -195,7 +218,7 @@ class DecodeState:
                 repeat_rows(past, copies)
         if self.documents is not None:
             generate_kwargs["documents"] = self.documents
-        with exclusive(self.model):
+        with exclusive(self.model), generating_behind(self.model, past):
             self.prepare()
             arguments = _with_configuration(self.model, generate_kwargs)
             return self.model.generate(self.input_ids, attention_mask=self.attention_mask, **arguments)
@@ -293,7 +316,7 @@ class Method(ABC):
 
     def link_row(self, row: LinkRequest) -> DecodeState:
         """`link` for one row; a method implements this or `link_batch`."""
-        if not self.batches:
+        if type(self).link_batch is Method.link_batch:
             raise NotImplementedError(f"method {self.name!r} implements neither link_row nor link_batch")
         return self.link_batch([row])
 
@@ -315,9 +338,13 @@ class Method(ABC):
         """
         raise NotImplementedError(self.why_not_continue())
 
+    def decoder_prompt(self, prompt: Prompt) -> Prompt:
+        """`prompt` as the decoder gets it: methods may put tokens of their own to its documents."""
+        return prompt
+
     @property
     def batches(self) -> bool:
-        """Whether `link_batch` is there."""
+        """Whether `link_batch` takes several rows."""
         return type(self).link_batch is not Method.link_batch
 
     @property
@@ -382,4 +409,4 @@ class Method(ABC):
             ids[index, width - len(row) :] = torch.tensor(list(row), dtype=torch.long)
             mask[index, width - len(row) :] = 1
         device = self.backbone.get_input_embeddings().weight.device
-        return ids.to(device), mask.to(device)
+        return on_device(ids, device), on_device(mask, device)

@@ -10,7 +10,9 @@ import torch
 
 from comb.linking.cache import ScatterCache, Span
 from comb.methods import register
+from comb.methods.checks import check_share
 from comb.methods.decoder import Decoder, PromptLayout
+from comb.waits import on_device
 
 
 @register("cacheblend")
@@ -39,8 +41,7 @@ class CacheBlend(Decoder):
 
     def __init__(self, model: Any, *, ratio: float = 0.15, layers: int = 1, **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"cacheblend:ratio is a share of the document tokens, 0 < ratio <= 1, got {ratio!r}")
+        check_share("cacheblend:ratio", ratio)
         depth = len(self.support.positions.layers)
         if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < depth:
             raise ValueError(
@@ -53,14 +54,11 @@ class CacheBlend(Decoder):
         # the first token of a prompt is never wrong, so a single one can't deviate
         return not any(not span.first for span in spans)
 
-    def recompute(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
+    def choose(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         if self.recomputes_nothing(layout.spans):
-            return super().recompute(layout, cache)
-        with layout.timed("select"):
-            chosen = self._most_deviant(layout, cache)
-        with layout.timed("recompute"):
-            self.run(layout, cache, sorted({*chosen, *layout.fresh_rows}))
-        return chosen
+            return []
+        with layout.times.timed("select"):
+            return self._most_deviant(layout, cache)
 
     def _most_deviant(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         spans = layout.spans
@@ -75,6 +73,6 @@ class CacheBlend(Decoder):
             [position for span in spans for position in range(span.start, min(span.end, layout.end))]
         )
         count = math.ceil(self.ratio * len(documents))
-        top = cache.deviation[documents.to(cache.deviation.device)].topk(count).indices
+        top = cache.deviation[on_device(documents, cache.deviation.device)].topk(count).indices
         chosen: list[int] = documents[top.cpu()].sort().values.tolist()
         return chosen

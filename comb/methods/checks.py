@@ -19,6 +19,14 @@ def check_token_count(parameter: str, value: object, *, least: int = 0) -> None:
         raise ValueError(f"{parameter} is a number of tokens, an integer of at least {least}, got {value!r}")
 
 
+def check_share(parameter: str, value: object) -> None:
+    """Raises ValueError if the value of a method's parameter is no share of the document tokens, above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError(
+            f"{parameter} is a share of the document tokens, 0 < {parameter.split(':')[1]} <= 1, got {value!r}"
+        )
+
+
 @contextmanager
 def usable_with_model(method: Method) -> Iterator[None]:
     """Raises ValueError with a way out where the code inside finds that the model can't be linked."""

@@ -10,10 +10,12 @@ import torch
 
 from comb.backbones.exclusive import exclusive
 from comb.cache.picache import CrossPICache, PICache
+from comb.linking.support import takes_padded_rows
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.continuation import continue_tokens, pass_size, why_not_continue
 from comb.methods.past_state import PastState
+from comb.waits import all_finite
 
 
 @register("comb")
@@ -48,6 +50,11 @@ class Comb(Method):
     def max_segment_tokens(self) -> int | None:
         return int(self.model.max_document_tokens)
 
+    @property
+    def batches(self) -> bool:
+        """Rows are padded, which not every model takes."""
+        return takes_padded_rows(self.backbone)
+
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One CrossPICache per segment.
 
@@ -56,6 +63,8 @@ class Comb(Method):
         """
         with exclusive(self.model):
             picaches: list[PICache] = list(self.model.encode([list(segment) for segment in segments]))
+        if all_finite(tensor for picache in picaches for tensor in picache.tensors().values()):
+            return picaches
         for index, picache in enumerate(picaches):
             broken = [name for name, tensor in picache.tensors().items() if not bool(torch.isfinite(tensor).all())]
             if broken:

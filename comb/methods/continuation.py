@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from comb.backbones.exclusive import exclusive
+from comb.backbones.forward import counted_passes
 from comb.hybrid.caches import run
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
 from comb.linking.frequencies import LENGTH_DEPENDENT
-from comb.linking.masks import cache_kinds
 from comb.linking.positions import UnmovableError
+from comb.linking.support import check_keys_cached
 from comb.methods.base import DecodeState, Method
 from comb.methods.past_state import PastState
 
@@ -22,7 +23,7 @@ def why_not_continue(model: Any) -> str:
         if is_hybrid(model):
             find_hybrid_support(model)
         else:
-            cache_kinds(model)
+            check_keys_cached(model)
     except UnmovableError as reason:
         return str(reason)
     return length_dependent_rope(model)
@@ -50,6 +51,7 @@ def continue_tokens(method: Method, past: PastState, token_ids: Sequence[int]) -
     state = DecodeState(method.backbone, input_ids, attention_mask, past_key_values=past.cache, step=step)
     if step is not None:  # `generate` would take the rest of the prompt at once
         state.past_key_values = fork_cache(past.cache)
-        with exclusive(method.backbone):
+        with exclusive(method.backbone), counted_passes() as passed:
             run(method.backbone, list(token_ids[:-1]), state.past_key_values, len(past.token_ids), step=step)
+        state.passed = passed.tokens
     return state

@@ -1,32 +1,33 @@
 """What all training-free methods share: segments compile to the decoder's keys and values, and one pass links them.
 
-A method of this family is a choice of document tokens to recompute: it overrides `Decoder.select`.
+A method of this family is a choice of document tokens to recompute: it overrides `Decoder.select`, or `Decoder.choose`
+where it has to look into the cache.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from comb.backbones.exclusive import exclusive
-from comb.backbones.forward import run_decoder, takes_positions
+from comb.backbones.forward import counted_passes
 from comb.backbones.identity import weights_fingerprint
+from comb.backbones.stages import StageTimes
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble
+from comb.linking.compile import compile_tokens
 from comb.linking.masks import masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.support import LinkSupport, find_support
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import continue_tokens
+from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
 
 
@@ -39,8 +40,8 @@ class PromptLayout:
         spans: of the segments, in order.
         fresh: sorted positions of everything that isn't a document: head, gaps, query.
         end: tokens that the cache is to hold; N, or N - 1 when the last one is left for `generate`.
-        support: how the model is linked.
-        past: what the cache of an earlier turn covers already; None when the prompt is linked from its start.
+        support: how the model is linked. times: of what is done with it.
+        past: what a cache covers already, of the head or of an earlier turn; None when there is none.
     """
 
     token_ids: Tensor
@@ -48,8 +49,8 @@ class PromptLayout:
     fresh: list[int]
     end: int
     support: LinkSupport
+    times: StageTimes
     past: PastState | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
@@ -60,15 +61,6 @@ class PromptLayout:
     def fresh_rows(self) -> list[int]:
         """Fresh positions that the cache is to hold."""
         return [position for position in self.fresh if position < self.end]
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Adds the seconds spent inside to ``seconds[stage]``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
 class Decoder(Method):
@@ -83,6 +75,12 @@ class Decoder(Method):
     compile_name = "decoder"
     rotates = True
     """Whether keys are moved to their places."""
+    with_last_token = False
+    """Whether the prompt's last token is computed with the others, instead of being left for `generate` alone."""
+    chooses_by_query = False
+    """Whether another query has other document tokens recomputed."""
+    exact_for_one = True
+    """Whether one document at the start of a prompt is what it is in full recompute."""
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
@@ -115,29 +113,21 @@ class Decoder(Method):
             ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
         """
         self.check_segments(segments)
-        fingerprint = self.fingerprint
-        return [self._compile(fingerprint, list(segment)) for segment in segments]
-
-    def _compile(self, fingerprint: str, segment: list[int]) -> PICache:
-        before = self.dummy_ids()
-        # without a configuration every layer keeps all its tokens, also those behind a sliding window
-        cache = DynamicCache()
-        ids = torch.tensor([[*before, *segment]])
+        fingerprint, dummies = self.fingerprint, self.dummy_ids()
         with exclusive(self.backbone):
-            positions = torch.arange(ids.shape[1])[None] if takes_positions(self.backbone) else None
-            run_decoder(self.backbone, ids, cache, attention_mask=torch.ones_like(ids), position_ids=positions)
-        layers: list[Any] = cache.layers
-        keys, values = ([getattr(layer, name)[0, :, len(before) :] for layer in layers] for name in ("keys", "values"))
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in (*keys, *values)):
-            raise ValueError(
-                f"the backbone gave NaN or infinite keys or values for a segment of {len(segment)} tokens: its "
-                f"weights are damaged or overflow in {self.dtype}"
-            )
-        return DecoderPICache(fingerprint, tuple(keys), tuple(values), torch.tensor(segment))
+            return [
+                compile_tokens(self.backbone, fingerprint, [*dummies, *segment], dropped=len(dummies))
+                for segment in segments
+            ]
 
     def dummy_ids(self) -> list[int]:
         """Tokens in front of a segment while it is compiled, whose keys and values are dropped."""
         return []
+
+    @property
+    def compiled_from(self) -> int:
+        """Position of a segment's first token while it is compiled."""
+        return len(self.dummy_ids())
 
     def why_not_continue(self) -> str:
         if self.support.positions.length_dependent:
@@ -146,46 +136,57 @@ class Decoder(Method):
 
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
         """`link_row` behind `past`, whose keys and values are copied; nothing in there is computed again."""
-        if not row.picaches:
-            fresh = row.fresh[-1]
-            self.check_prompt(0, len(past.token_ids) + len(fresh))
-            return continue_tokens(self, past, fresh)
         return self.link_row(row, past)
 
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
-        """One pass over head, gaps, query and the selected document tokens, into the re-rotated cached rest.
+        """One pass over gaps, query and the selected document tokens, into the cached head and the re-rotated rest.
 
         The prompt's last token is left for ``generate``, whose first step gives its logits. When nothing but the query
-        has to be computed (no head, nothing selected), ``generate`` does all of it and there is no pass here.
+        has to be computed (nothing is selected), ``generate`` does all of it and there is no pass here.
         """
         fingerprint = self.fingerprint
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
-        with exclusive(self.backbone):
-            layout = self._lay_out(row, picaches, past)
-            input_ids, attention_mask = self.tensors([layout.token_ids.tolist()])
-            state = DecodeState(self.backbone, input_ids, attention_mask, seconds=layout.seconds)
-            # another prompt may have left a rotary embedding with its own, longer reach
-            state.prepare = functools.partial(layout.support.positions.settle, len(layout.token_ids))
-            if not picaches:
-                return state
-            with layout.timed("assemble"):
-                cache = self.assemble(layout, picaches)
-            chosen = self.recompute(layout, cache)
-            kept = min(layout.end, len(layout.token_ids) - 1)
-            state.past_key_values = cache.dynamic(self.backbone, kept) if kept else None
-            # a prompt that ends with a document has its last token computed by `generate`
-            last = len(layout.token_ids) - 1
-            state.recomputed = (len(chosen) + (layout.spans[-1].end == last + 1 and last not in chosen),)
+        documents = sum(picache.num_tokens for picache in picaches)
+        others = (0 if past is None else len(past.token_ids)) + sum(map(len, row.fresh))
+        self.check_prompt(documents, others)
+        with exclusive(self.backbone), counted_passes() as passed:
+            past, head_tokens, row = behind_head(self, row, past)
+            state = self._linked(row, picaches, past)
+            state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens
             return state
+
+    def _linked(self, row: LinkRequest, picaches: Sequence[DecoderPICache], past: PastState | None) -> DecodeState:
+        if past is not None and not picaches:
+            return continue_tokens(self, past, row.fresh[-1])
+        layout = self._lay_out(row, picaches, past)
+        input_ids, attention_mask = self.tensors([layout.token_ids.tolist()])
+        state = DecodeState(self.backbone, input_ids, attention_mask, seconds=layout.times)
+        # another prompt may have left a rotary embedding with its own, longer reach
+        state.prepare = functools.partial(layout.support.positions.settle, len(layout.token_ids))
+        if not picaches:
+            return state
+        with layout.times.timed("assemble"):
+            cache = self.assemble(layout, picaches)
+        chosen = self.recompute(layout, cache)
+        kept = min(layout.end, len(layout.token_ids) - 1)
+        state.past_key_values = cache.dynamic(self.backbone, kept) if kept else None
+        # a prompt that ends with a document has its last token computed by `generate`
+        last = len(layout.token_ids) - 1
+        state.recomputed = (len(chosen) + (layout.spans[-1].end == last + 1 and last not in chosen),)
+        return state
 
     def recompute(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         """Computes fresh and selected tokens; returns the positions of document tokens that were recomputed."""
-        chosen = [position for position in self.select(layout.spans) if position < layout.end]
+        chosen = self.choose(layout, cache)
         rows = sorted({*chosen, *layout.fresh_rows})
         if rows:
-            with layout.timed("recompute"):
+            with layout.times.timed("recompute"):
                 self.run(layout, cache, rows)
         return chosen
+
+    def choose(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
+        """Sorted positions of the document tokens to recompute, of those that `cache` holds."""
+        return [position for position in self.select(layout.spans) if position < layout.end]
 
     def run(self, layout: PromptLayout, cache: ScatterCache, rows: Sequence[int]) -> Tensor | None:
         """One pass over `rows`, by the fast path where the model takes it, else in order."""
@@ -213,18 +214,17 @@ class Decoder(Method):
             if index < len(picaches):
                 spans.append(Span(len(tokens), picaches[index].num_tokens, first=not tokens))
                 tokens += segment_ids(picaches[index])
-        documents = sum(span.length for span in spans)
-        self.check_prompt(documents, len(tokens) - documents)
         support = self.support
         limit = support.positions.max_segment_tokens
         if limit is not None and len(tokens) > limit:
             # compiled with the frequencies of short prompts, also the first one differs in a long prompt
             spans = [replace(span, first=False) for span in spans]
-        layout = PromptLayout(torch.tensor(tokens), spans, fresh, len(tokens) - 1, support, past)
+        times = StageTimes(self.backbone.get_input_embeddings().weight.device)
+        layout = PromptLayout(torch.tensor(tokens), spans, fresh, len(tokens) - 1, support, times, past)
         documents_end = spans[-1].end if spans else 0
         if self.recomputes_nothing(spans) and (not fresh or fresh[0] >= documents_end):
             layout.end = min(layout.end, documents_end)
-        elif support.positions.length_dependent:
+        elif support.positions.length_dependent or self.with_last_token:
             layout.end = len(tokens)  # such embeddings look at the last position of a pass
         return layout
 
@@ -236,7 +236,7 @@ class Decoder(Method):
         """All layers' keys and values [1, H, end, D]: cached ones moved to their places, zeros elsewhere."""
         return assemble(
             layout.support.positions, picaches, layout.spans,
-            end=layout.end, length=len(layout.token_ids), compiled_from=len(self.dummy_ids()), rotate=self.rotates,
+            end=layout.end, length=len(layout.token_ids), compiled_from=self.compiled_from, rotate=self.rotates,
             device=self.backbone.get_input_embeddings().weight.device,
             before=None if layout.past is None else layout.past.cache, start=layout.start,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
+from comb.linking.support import takes_padded_rows
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
 from comb.methods.continuation import continue_tokens, why_not_continue
@@ -33,10 +34,17 @@ class Full(Method):
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    @property
+    def batches(self) -> bool:
+        """Rows are padded, which not every model takes."""
+        return takes_padded_rows(self.backbone)
+
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         return [token_picache(self.fingerprint, segment) for segment in segments]
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
+        if len(rows) > 1 and not self.batches:
+            raise NotImplementedError(f"{type(self.backbone).__name__} ignores the mask of padded rows: link one row")
         prompts, recomputed = [], []
         for row in rows:
             prompt, documents = inlined(row)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from comb.backbones.exclusive import exclusive
+from comb.backbones.forward import counted_passes
 from comb.backbones.identity import weights_fingerprint
 from comb.cache.picache import PICache
 from comb.hybrid.compile import compile_segment
@@ -16,9 +17,11 @@ from comb.hybrid.packed_support import linker_for
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
+from comb.linking.support import check_keys_cached
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.checks import check_token_count, own_picache, usable_with_model
+from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
 
 _STORAGE = {"float32": torch.float32, "float16": torch.float16}
@@ -29,7 +32,8 @@ class Hypic(Method):
     """Reuses states, keys and values of every segment's interior; both its ends are computed again when it is linked.
 
     Exact for one document at the start of a prompt, in the first linear layer for any documents, and everywhere when
-    the seams cover the documents. Deeper layers of several documents drift, as their tokens didn't see each other.
+    the seams cover the documents. Deeper layers of several documents drift, as their tokens didn't see each other. The
+    head is the paper's leading segment: kept whole, with the states at its end (`comb.methods.heads`).
 
     Args:
         w: seam tokens at either end; `head` and `tail` take precedence.
@@ -37,6 +41,7 @@ class Hypic(Method):
         tail: tokens recomputed at a segment's end.
         mode: the paper's ablation: ``seam`` (all of it) | ``rotation`` (no seams) | ``transition`` (nor are keys
             turned to their places) | ``addition`` (nor are transitions applied).
+        compose: False leaves out transitions alone, in any mode: states are added up.
         storage: dtype of states and dense transitions, ``float32`` or the compact ``float16``.
         packed: links in one pass of the backbone where the model takes that; False goes run by run, the reference.
 
@@ -60,6 +65,7 @@ class Hypic(Method):
         head: int | None = None,
         tail: int | None = None,
         mode: Mode = "seam",
+        compose: bool = True,
         storage: str = "float32",
         packed: bool = True,
         **parameters: Any,
@@ -69,17 +75,20 @@ class Hypic(Method):
             raise ValueError(f"{self.name}:mode is one of {', '.join(get_args(Mode))}, got {mode!r}")
         if storage not in _STORAGE:
             raise ValueError(f"{self.name}:storage is one of {', '.join(_STORAGE)}, got {storage!r}")
-        if not isinstance(packed, bool):
-            raise ValueError(f"{self.name}:packed is true or false, got {packed!r}")
+        for name, value in (("packed", packed), ("compose", compose)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{self.name}:{name} is true or false, got {value!r}")
         for name, width in (("w", w), ("head", head), ("tail", tail)):
             if width is not None:
                 check_token_count(f"{self.name}:{name}", width)
         if not is_hybrid(self.backbone):
+            with usable_with_model(self):
+                check_keys_cached(self.backbone)
             raise ValueError(
                 f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention"
                 " layers: use method='attnlink' or 'legolink'"
             )
-        self.mode, self.storage, self.packed = mode, storage, packed
+        self.mode, self.compose, self.storage, self.packed = mode, compose, storage, packed
         with usable_with_model(self):
             kernel = self.support.kernel
         seams = mode == "seam"
@@ -129,18 +138,20 @@ class Hypic(Method):
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         fingerprint, support = self.fingerprint, self.support
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
-        before = () if past is None else past.token_ids
-        self.check_prompt(sum(picache.num_tokens for picache in picaches), len(before) + sum(map(len, row.fresh)))
-        cache = None if past is None else fork_cache(past.cache)
-        with exclusive(self.backbone):
+        documents = sum(picache.num_tokens for picache in picaches)
+        others = (0 if past is None else len(past.token_ids)) + sum(map(len, row.fresh))
+        self.check_prompt(documents, others)
+        with exclusive(self.backbone), counted_passes() as passed:
+            past, head_tokens, row = behind_head(self, row, past)
             linked = link_segments(
-                self.backbone, support, picaches, row.fresh, mode=self.mode, before=before, cache=cache,
+                self.backbone, support, picaches, row.fresh, mode=self.mode, compose=self.compose,
+                before=() if past is None else past.token_ids, cache=None if past is None else fork_cache(past.cache),
                 linker_type=linker_for(self.backbone, support) if self.packed else SequentialLinker,
             )  # fmt: skip
         input_ids, attention_mask = self.tensors([linked.token_ids])
         return DecodeState(
             self.backbone, input_ids, attention_mask, past_key_values=linked.cache, recomputed=(linked.recomputed,),
-            seconds=linked.seconds, step=support.step,
+            passed=passed.tokens, head_tokens=head_tokens, seconds=linked.seconds, step=support.step,
         )  # fmt: skip
 
     def _own(self, picache: PICache, fingerprint: str) -> HybridPICache:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from comb.backbones.discovery import start_token_id, text_config
 from comb.methods import register
 from comb.methods.checks import check_token_count
 from comb.methods.decoder import Decoder
@@ -27,6 +28,7 @@ class LegoLinkZero(Decoder):
     """
 
     compile_name = "legolink-0"
+    exact_for_one = False
     positional = ("dummies",)
 
     def __init__(self, model: Any, *, dummies: int = 4, token: int | None = None, **parameters: Any) -> None:
@@ -47,12 +49,9 @@ class LegoLinkZero(Decoder):
 
 
 def _dummy(model: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    for name in ("bos_token_id", "eos_token_id"):
-        token = getattr(config, name, None)
-        token = token[0] if isinstance(token, list) and token else token
-        if isinstance(token, int):
-            return token
+    token = start_token_id(text_config(model))
+    if token is not None:
+        return token
     raise ValueError(
         "method 'legolink-0' compiles behind dummy tokens, and this model's configuration has neither bos_token_id nor "
         "eos_token_id: name one with legolink-0:token=ID"

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from comb.hybrid.caches import attention_layers
-from comb.linking.cache import RoomyLayer
+from comb.backbones.state_cache import StateCache
+from comb.hybrid.caches import attention_layers, states_of
+from comb.linking.cache import RoomyLayer, plain_layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +51,14 @@ class PastState:
         for layer in self.cache.layers:
             assert layer.keys is not None
             assert layer.values is not None
-            beginning = DynamicLayer()
-            beginning.lazy_initialization(layer.keys, layer.values)
-            beginning.keys, beginning.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-            cache.layers.append(beginning)
+            cache.layers.append(plain_layer(layer.keys[:, :, :length], layer.values[:, :, :length]))
         return PastState(self.token_ids[:length], cache)
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """With how many equal tokens both begin."""
+    pairs = zip(left, right, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def past_state_behind(token_ids: Sequence[int], cache: Cache | None) -> PastState | None:
@@ -64,5 +69,8 @@ def past_state_behind(token_ids: Sequence[int], cache: Cache | None) -> PastStat
     if not isinstance(cache, DynamicCache):
         return None
     rows = {len(layer.keys) for layer in attention_layers(cache).values()}
+    if isinstance(cache, StateCache):
+        held = chain.from_iterable(states_of(cache, number) for number in range(len(cache)))
+        rows = {len(tensor) for tensor in held if tensor is not None}
     length = int(cache.get_seq_length()) if rows == {1} else 0
     return PastState(tuple(token_ids[:length]), cache) if 0 < length < len(token_ids) else None

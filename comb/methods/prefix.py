@@ -3,33 +3,27 @@
 The backbone's keys and values of each document are kept under a key of *everything before and including it*, so a
 document is reused only behind the same head and the same documents in the same order. Each entry holds the
 document's own tokens only: a prompt of N documents costs N entries of one document each, not N prefixes. On a hybrid
-backbone an entry also holds the states of the linear layers at its end.
+backbone an entry also holds the states of the linear layers at its end. The head is the backbone's, as for all methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-
 from comb.backbones.exclusive import exclusive
+from comb.backbones.forward import counted_passes
 from comb.backbones.identity import weights_fingerprint
-from comb.cache.picache import DecoderPICache, PICache, content_key
+from comb.cache.picache import PICache
 from comb.cache.store import PICacheStore
 from comb.hybrid.caches import run
-from comb.hybrid.picache import HybridPICache
-from comb.hybrid.snapshot import extend, restore
-from comb.hybrid.support import find_hybrid_support, is_hybrid
-from comb.linking.positions import UnmovableError
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
-from comb.methods.continuation import length_dependent_rope, why_not_continue
+from comb.methods.continuation import pass_size, why_not_continue
+from comb.methods.exact_prefix import PrefixPieces, acquire_piece
 from comb.methods.full import continue_inlined, token_ids, token_picache
+from comb.methods.heads import head_cache_of
 from comb.methods.past_state import PastState
 
 
@@ -41,12 +35,12 @@ class Prefix(Method):
     prefills what no stored prefix covers and stores it.
 
     Args:
-        store: where prefixes are kept; a private one when not given.
+        store: where documents are kept; a private one when not given.
         salt: separates tenants that must not share prefixes.
 
     Raises:
-        ValueError: when the model's cache can't be cut at a token (sliding windows) or its keys depend on the length
-            of the prompt.
+        ValueError: when the model's own forward pass doesn't go on from its cache as from the tokens in it, or its keys
+            depend on the length of the prompt.
     """
 
     keeps_tokens_only = True
@@ -55,9 +49,8 @@ class Prefix(Method):
 
     def __init__(self, model: Any, *, store: PICacheStore | None = None, salt: str = "", **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        self._hybrid = is_hybrid(self.backbone)
-        reason = self._why_not_hybrid() if self._hybrid else why_not(self.backbone)
-        if reason is not None:
+        reason = why_not_continue(self.backbone)
+        if reason:
             raise ValueError(f"method 'prefix' can't be used with this model: {reason}; use method='full'")
         self.store = PICacheStore() if store is None else store
         self.salt = salt
@@ -73,28 +66,29 @@ class Prefix(Method):
     def link_row(self, row: LinkRequest) -> DecodeState:
         segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
         self.check_prompt(sum(map(len, segments)), sum(map(len, fresh)))
-        pieces = [before + segment for before, segment in zip(fresh, segments, strict=False)]
-        input_ids, attention_mask = self.tensors([[*chain.from_iterable(pieces), *fresh[-1]]])
-        state = DecodeState(self.backbone, input_ids, attention_mask)
         # the last token is always computed anew: its logits are what decoding starts from
-        reusable = pieces if fresh[-1] else pieces[:-1]
+        head = tuple(row.head_ids) if segments or row.query_ids else ()
+        gaps = [[], *fresh[1:-1]]
+        pieces = [gap + segment for gap, segment in zip(gaps, segments, strict=False)]
+        prompt = [*head, *chain.from_iterable(pieces), *(fresh[-1] if segments or not head else row.query_ids)]
+        input_ids, attention_mask = self.tensors([prompt])
+        state = DecodeState(self.backbone, input_ids, attention_mask, uses=[[]])
         try:
-            kept = self._prefix(reusable, state)
+            with exclusive(self.backbone), counted_passes() as passed:
+                found = PrefixPieces()
+                if head:
+                    found, state.head_tokens = head_cache_of(self.backbone).find(self.backbone, head, self.salt)
+                found = self._documents(found, pieces if fresh[-1] else pieces[:-1], state)
+                self._go_on_from(found, prompt, state)
+                state.passed = passed.tokens
         except BaseException:
             state.release()
             raise
-        uses = state.uses[0] if state.uses else []
-        uses += [SegmentUse("inlined")] * (len(segments) - len(reusable))
-        state.uses = [uses]
+        assert state.uses is not None
+        state.uses[0] += [SegmentUse("inlined")] * (len(segments) - len(state.uses[0]))
         state.recomputed = (
-            sum(len(segment) for segment, use in zip(segments, uses, strict=True) if use.state != "hit"),
+            sum(len(segment) for segment, use in zip(segments, state.uses[0], strict=True) if use.state != "hit"),
         )
-        if kept and self._hybrid:
-            self._restore(state, [piece for piece in kept if isinstance(piece, HybridPICache)])
-        elif kept:
-            state.past_key_values = _cache(
-                self.backbone, [piece for piece in kept if isinstance(piece, DecoderPICache)]
-            )
         return state
 
     def why_not_continue(self) -> str:
@@ -104,97 +98,22 @@ class Prefix(Method):
         """As with `full`: prefixes are stored when a prompt is linked from its start."""
         return continue_inlined(self, past, row)
 
-    def _why_not_hybrid(self) -> str | None:
-        try:
-            find_hybrid_support(self.backbone)
-        except UnmovableError as reason:
-            return str(reason)
-        return None
-
-    def _restore(self, state: DecodeState, kept: Sequence[Any]) -> None:
-        token_ids: list[int] = state.input_ids[0].tolist()
-        start = sum(piece.num_tokens for piece in kept)
-        with exclusive(self.backbone):
-            state.past_key_values = restore(self.backbone, kept, len(token_ids))
-            state.step = find_hybrid_support(self.backbone).step
-            if state.step is not None:  # `generate` would take the rest of the prompt at once
-                run(self.backbone, token_ids[start:-1], state.past_key_values, start, step=state.step)
-
-    def _prefix(self, pieces: Sequence[list[int]], state: DecodeState) -> list[Any]:
-        """Stored or newly computed keys and values of every piece (fresh tokens + segment) in order."""
-        fingerprint = self.fingerprint
-        kept: list[DecoderPICache | HybridPICache] = []
-        uses: list[SegmentUse] = []
-        tokens: list[int] = []
+    def _documents(self, found: PrefixPieces, pieces: Sequence[list[int]], state: DecodeState) -> PrefixPieces:
+        """`found` and behind it every piece (fresh tokens + segment) in order, from the store or computed now."""
+        assert state.uses is not None
         for piece in pieces:
-            start, tokens = len(tokens), tokens + piece
-            # where the piece starts belongs to the key: the same tokens may be cut into other documents
-            key = content_key(
-                tokens, fingerprint=fingerprint, method=f"prefix@{start}", dtype=self.dtype, salt=self.salt
-            )
-            handle = self.store.acquire([key], partial(self._extend, fingerprint, tuple(kept), piece))[0]
-            state.on_release.append(handle.release)
-            expected = HybridPICache if self._hybrid else DecoderPICache
-            if not isinstance(handle.picache, expected) or handle.picache.num_tokens != len(piece):
-                raise ValueError(f"the store holds something else under {key[:12]}: {handle.picache!r}")
-            kept.append(handle.picache)
-            uses.append(SegmentUse("hit" if handle.hit else "compiled", handle.tier, handle.picache.nbytes))
-        state.uses = [uses]
-        return kept
+            reference = acquire_piece(self.store, self.backbone, found, piece, self.salt)
+            state.on_release.append(reference.release)
+            found = found.and_then(piece, reference.picache)
+            nbytes = reference.picache.nbytes
+            state.uses[0].append(SegmentUse("hit" if reference.hit else "compiled", reference.tier, nbytes))
+        return found
 
-    def _extend(
-        self, fingerprint: str, before: Sequence[Any], piece: Sequence[int], missing: Sequence[int]
-    ) -> list[PICache]:
-        """Keys and values of `piece` behind `before`, by a forward pass of the backbone over `piece` alone."""
-        if self._hybrid:
-            with exclusive(self.backbone):
-                support = find_hybrid_support(self.backbone)
-                return [extend(self.backbone, support, fingerprint, before, piece)]
-        start = sum(picache.num_tokens for picache in before)
-        cache = _cache(self.backbone, before) if before else DynamicCache(config=self.backbone.config)
-        input_ids, _ = self.tensors([piece])
-        mask = torch.ones(1, start + len(piece), dtype=torch.long, device=input_ids.device)
-        with exclusive(self.backbone):
-            self.backbone(input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        layers: list[Any] = cache.layers
-        keys = tuple(_tail(layer.keys, start, len(piece)) for layer in layers)
-        values = tuple(_tail(layer.values, start, len(piece)) for layer in layers)
-        return [DecoderPICache(fingerprint, keys, values)]
-
-
-def why_not(model: Any) -> str | None:
-    """Why a model's prefixes can't be stored and continued exactly; None if they can."""
-    if getattr(model, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
-    try:
-        layers = DynamicCache(config=model.config).layers
-    except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
-        return f"transformers has no key/value cache for it ({type(error).__name__}: {error})"
-    other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
-    if other:
-        sliding = any("Sliding" in name for name in other)
-        why = (
-            "sliding-window layers drop the keys and values of early tokens"
-            if sliding
-            else "linear (recurrent) layers keep a state, not keys and values per token"
-        )
-        return f"its cache has layers of type {', '.join(other)}, and {why}"
-    return length_dependent_rope(model) or None
-
-
-def _cache(model: Any, pieces: Sequence[DecoderPICache]) -> Cache:
-    """A cache [1, kv_heads, tokens, head_dim] per layer over all pieces, on the device of each layer's weights."""
-    cache = DynamicCache(config=model.config)
-    device = model.get_input_embeddings().weight.device
-    for index in range(len(pieces[0].keys)):
-        keys = torch.cat([piece.keys[index] for piece in pieces], dim=-2)[None]
-        values = torch.cat([piece.values[index] for piece in pieces], dim=-2)[None]
-        cache.update(keys.to(device), values.to(device), index)
-    return cache
-
-
-def _tail(tensor: Tensor | None, start: int, length: int) -> Tensor:
-    if tensor is None or tensor.shape[-2] != start + length:
-        found = "nothing" if tensor is None else f"{tensor.shape[-2]} tokens"
-        raise ValueError(f"the backbone left {found} in a cache layer, expected {start + length} tokens")
-    return tensor[0, :, start:]
+    def _go_on_from(self, found: PrefixPieces, prompt: Sequence[int], state: DecodeState) -> None:
+        start = len(found.token_ids)
+        if not start:
+            return
+        state.past_key_values = found.past(self.backbone, len(prompt)).cache
+        state.step = pass_size(self.backbone)
+        if state.step is not None:  # `generate` would take the rest of the prompt at once
+            run(self.backbone, list(prompt[start:-1]), state.past_key_values, start, step=state.step)

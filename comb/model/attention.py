@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from comb.waits import on_device
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -37,13 +39,13 @@ class Lengths:
         if self.equal:
             return None
         positions = torch.arange(self.longest, device=device)
-        return positions[None, :] < self.counts.to(device)[:, None]
+        return positions[None, :] < on_device(self.counts, device)[:, None]
 
     def offsets(self, device: torch.device) -> Tensor:
         """Where each row starts in a packed batch, and where the last one ends. [rows + 1] int32"""
         total = torch.zeros(len(self.counts) + 1, dtype=torch.int32)
         total[1:] = self.counts.cumsum(0)
-        return total.to(device)
+        return on_device(total, device)
 
 
 def uses_packing(implementation: str | None) -> bool:
@@ -86,7 +88,9 @@ def attend(
         implementation or "eager", eager_attention_forward
     )
     given = query.dtype
-    if (implementation or "").startswith("flash_attention") and given == torch.float32:
+    # those of transformers and those from the Hub; what somebody has registered may take anything
+    is_flash = implementation is not None and (implementation.startswith("flash_attention") or "/" in implementation)
+    if is_flash and uses_packing(implementation) and given == torch.float32:
         # its kernels know 16-bit types only; an adapter kept in float32 computes its attention in bfloat16
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
     output, _ = function(

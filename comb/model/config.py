@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, ClassVar
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.configuration_utils import PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-logger = logging.getLogger(__name__)
+from comb.backbones.adapter import AdapterConfig
 
 FORMAT_VERSION = 1
 
@@ -97,42 +95,32 @@ class CombEncoderConfig(PreTrainedConfig):
         return self.attention_bias if self.cross_attention_bias is None else self.cross_attention_bias
 
 
-class CombConfig(PreTrainedConfig):
-    """Everything needed to attach an adapter to its backbone again.
+class CombConfig(AdapterConfig):
+    """An encoder and its cross blocks, and the backbone they belong to (the fields of `AdapterConfig`).
 
     Args:
-        backbone_name_or_path: the backbone's Hub id, registered name or folder.
-        backbone_revision: commit or branch of the backbone on the Hub.
-        backbone_config: the backbone's own configuration.
-        backbone_fingerprint: see `comb.backbones.discovery.Fingerprint`; checked when the adapter is loaded.
         encoder_config: shape of the encoder and the cross blocks.
         cross_attention_layers: indices of the backbone layers that have a cross block in front of them.
         cross_encoder_layers: for each cross block, the encoder layer whose output it reads.
-        tokenizer_fingerprint: of the tokenizer saved with the adapter; see `comb.backbones.tokenizer`.
         embedding_scale: factor between the embedding table's output and the first layer's input.
-        format_version: version of this file's layout.
     """
 
     model_type = "comb"
+    method = "comb"
+    parts = ("encoder", "cross_blocks")
+    otherwise = "not a COMB adapter; to put an encoder on it, use CombForCausalLM.from_backbone"
     sub_configs: ClassVar[dict[str, type[PretrainedConfig]]] = {
-        "backbone_config": AutoConfig,
+        **AdapterConfig.sub_configs,
         "encoder_config": CombEncoderConfig,
     }
 
-    backbone_name_or_path: str = ""
-    backbone_revision: str | None = None
-    backbone_config: dict[str, Any] | PreTrainedConfig | None = None
-    backbone_fingerprint: dict[str, Any] | None = None
     encoder_config: dict[str, Any] | PreTrainedConfig | None = None
     cross_attention_layers: list[int] | None = None
     cross_encoder_layers: list[int] | None = None
-    tokenizer_fingerprint: str | None = None
     embedding_scale: float = 1.0
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if isinstance(self.backbone_config, dict):
-            self.backbone_config = _config_from_dict(self.backbone_config)
         if self.encoder_config is None:
             self.encoder_config = CombEncoderConfig()
         elif isinstance(self.encoder_config, dict):
@@ -155,55 +143,6 @@ class CombConfig(PreTrainedConfig):
                 f"cross_encoder_layers must name one of the {depth} encoder layers for each of the {len(layers)} "
                 f"cross blocks, got {sources}"
             )
-
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
-        """The backbone's text configuration: vocabulary, layers and context length of the decoder."""
-        if isinstance(self.backbone_config, PreTrainedConfig):
-            return self.backbone_config.get_text_config(*args, **kwargs)
-        return self
-
-    @property
-    def hidden_size(self) -> int:
-        """The backbone's, in channels; DeepSpeed's "auto" bucket sizes come from it."""
-        if self.backbone_config is None:
-            raise AttributeError("hidden_size")  # what hasattr() of a configuration without a backbone expects
-        return int(self.get_text_config().hidden_size)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; keys that this version doesn't know are named in a warning, and kept.
-
-        Raises:
-            ValueError: if it is the configuration of another kind of model.
-        """
-        model_type = config_dict.get("model_type", cls.model_type)
-        if model_type != cls.model_type:
-            raise ValueError(
-                f"this is a checkpoint of model_type {model_type!r}, not a COMB adapter; "
-                "to put an encoder on it, use CombForCausalLM.from_backbone"
-            )
-        known = set(cls.__dataclass_fields__) | _BASE_KEYS
-        unknown = sorted(key for key in config_dict if key not in known and not key.startswith("_"))
-        if unknown:
-            version = config_dict.get("format_version")
-            logger.warning(
-                "this checkpoint has configuration keys that this version of comb does not know: %s "
-                "(format %s, this is %s); they have no effect: upgrade comb-pic if answers look wrong",
-                ", ".join(unknown), version, FORMAT_VERSION,
-            )  # fmt: skip
-        return super().from_dict(config_dict, **kwargs)
-
-
-_BASE_KEYS = {"model_type", "transformers_version", "torch_dtype", "auto_map", "attn_implementation", "use_cache"}
-
-
-def _config_from_dict(config: dict[str, Any]) -> PreTrainedConfig | dict[str, Any]:
-    model_type = config.get("model_type")
-    if model_type is None:
-        raise ValueError("backbone_config has no model_type: it must be a whole Hugging Face config.json")
-    if model_type not in CONFIG_MAPPING:  # a backbone with code of its own on the Hub: kept as it came
-        return config
-    return AutoConfig.for_model(**config)
 
 
 def spread_cross_layers(num_backbone_layers: int, num_cross_layers: int) -> list[int]:

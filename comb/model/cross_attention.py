@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from comb.model.attention import Lengths, attend, uses_packing
 from comb.model.config import CombEncoderConfig
 from comb.model.encoder import cross_norm
+from comb.waits import on_device
 
 KeyValues = tuple[Tensor, Tensor]  # each [cross_layers, tokens, kv_heads, head_dim]
 
@@ -39,6 +40,7 @@ class LinkedDocuments:
         self.device = given[0][0][0].device
         self.packed = uses_packing(implementation)
         self.key_mask = None if self.packed else self.lengths.mask(self.device)
+        self._offsets: dict[torch.device, Tensor] = {}
         # each document once, however many rows read it, and where in that table each row's tokens are
         unique = list({id(keys): (keys, values) for row in given for keys, values in row}.values())
         table = _token_table(unique, given, longest=None if self.packed else self.lengths.longest)
@@ -49,7 +51,7 @@ class LinkedDocuments:
         or, packed, [1, kv_heads, all tokens, head_dim]."""
         tokens = torch.cat([document.transpose(0, 1) for document in documents])
         # an embedding look-up is the gather with the cheapest gradient, and rows share documents in training
-        rows = nn.functional.embedding(table.to(tokens.device), tokens.flatten(1))
+        rows = nn.functional.embedding(on_device(table, tokens.device), tokens.flatten(1))
         laid_out: Tensor = rows.unflatten(-1, tokens.shape[1:]).permute(2, 0, 3, 1, 4).contiguous()
         return laid_out.unbind()  # at once: an index per layer would have a gradient as large as all of them
 
@@ -69,7 +71,7 @@ class LinkedDocuments:
         if batch not in self._expanded:
             repeats = batch // self.num_rows
             rows = [row * repeats + copy for row in self.with_documents for copy in range(repeats)]
-            self._expanded[batch] = torch.tensor(rows, device=self.device)
+            self._expanded[batch] = on_device(torch.tensor(rows), self.device)
         return self._expanded[batch]
 
     def attention_inputs(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -90,8 +92,10 @@ class LinkedDocuments:
             rows, queries = rows // repeats, queries * repeats
         packed = query.transpose(1, 2).reshape(1, rows * queries, heads, head_dim).transpose(1, 2)
         offsets = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * queries
+        if query.device not in self._offsets:  # once, not for every layer and token
+            self._offsets[query.device] = self.lengths.offsets(query.device)
         return packed, keys, values, {
-            "cu_seq_lens_q": offsets, "cu_seq_lens_k": self.lengths.offsets(query.device),
+            "cu_seq_lens_q": offsets, "cu_seq_lens_k": self._offsets[query.device],
             "max_length_q": queries, "max_length_k": self.lengths.longest,
         }  # fmt: skip
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
     StoppingCriteria,
@@ -26,7 +25,7 @@ from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.backbones.forward import decoder_of
 from comb.backbones.hooks import LayerHooks
-from comb.backbones.identity import forget_identity, identity_of, weights_fingerprint
+from comb.backbones.identity import identity_of, weights_fingerprint
 from comb.backbones.torch_private import writes
 from comb.cache.picache import CrossPICache
 from comb.model.config import CONFIGURED_LATER, CombConfig, CombEncoderConfig
@@ -42,6 +41,7 @@ from comb.model.segments import (
     padded_batches,
     token_ids_of,
 )
+from comb.waits import on_device
 
 ENCODE_BATCH_TOKENS = 16_384
 
@@ -73,12 +73,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         backbone: a loaded causal language model; made from `config.backbone_config` with random weights if None.
     """
 
-    main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
     _no_split_modules: ClassVar[list[str]] = ["EncoderLayer", "CrossBlock"]
 
     def __init__(self, config: CombConfig, backbone: PreTrainedModel | None = None) -> None:
@@ -154,7 +149,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         """What the decoder layer behind each cross block is given of segments that the plain backbone reads alone.
         [segments, tokens, hidden] each, padded on the right, which nothing behind a causal mask sees."""
         device = self.get_input_embeddings().weight.device
-        rows = [torch.tensor(segment, device=device) for segment in segments]
+        rows = [on_device(torch.tensor(segment), device) for segment in segments]
         states: list[Tensor] = []
         token, training = _reading.set((self, states)), self.backbone.training
         try:
@@ -183,7 +178,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     def _embed(self, segments: list[tuple[int, ...]]) -> list[Tensor]:
         """[tokens, hidden] per segment, from one look into the table."""
         table = self.backbone.get_input_embeddings()
-        ids = torch.tensor([token for segment in segments for token in segment], device=table.weight.device)
+        ids = on_device(torch.tensor([token for segment in segments for token in segment]), table.weight.device)
         embedded: Tensor = table(ids[None])[0]
         if self.config.embedding_scale != 1.0:
             embedded = embedded * self.config.embedding_scale
@@ -318,13 +313,6 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
 
     # --- training ------------------------------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> CombForCausalLM:
-        """As in torch. Optimizers may write weights behind torch's back, so PICaches of before are not trusted."""
-        if mode:
-            forget_identity(self.encoder)
-        super().train(mode)
-        return self
-
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
@@ -341,17 +329,6 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         """For one checkpointed call: nothing around its forward, and its documents linked again for its backward."""
         link = self._current_link()
         return nullcontext(), (nullcontext() if link is None else _Attached(self, link))
-
-    def num_trainable_parameters(self) -> tuple[int, int]:
-        """(trainable, all) parameter counts."""
-        trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
-        return trainable, sum(parameter.numel() for parameter in self.parameters())
-
-    def print_trainable_parameters(self) -> None:
-        """Prints how many parameters train, as peft does."""
-        trainable, total = self.num_trainable_parameters()
-        share = 100 * trainable / total
-        print(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {share:.4f}")  # noqa: T201
 
     # --- identity ------------------------------------------------------------------------------------------
 
@@ -387,28 +364,6 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             digest.update(str(parameter.dtype).encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
-
-    @property
-    def generation_config(self) -> GenerationConfig | None:
-        """The backbone's, which is what generation uses."""
-        return self.backbone.generation_config if "backbone" in self._modules else None
-
-    @generation_config.setter
-    def generation_config(self, value: GenerationConfig) -> None:
-        if "backbone" in self._modules:  # transformers sets a default before there is one
-            self.backbone.generation_config = value
-
-    def get_input_embeddings(self) -> Any:
-        """The backbone's embedding table, which the encoder shares."""
-        return self.backbone.get_input_embeddings()
-
-    def get_output_embeddings(self) -> Any:
-        """The backbone's head."""
-        return self.backbone.get_output_embeddings()
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: the adapter belongs to the backbone's vocabulary as it is."""
-        raise ValueError("resize the backbone's embeddings before CombForCausalLM.from_backbone, not afterwards")
 
 
 class _Attached:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from comb.backbones.adapter import is_adapter
 from comb.backbones.loading import resolve_name
 
 
@@ -60,15 +61,13 @@ class ModelSource:
 
     def load(self) -> Any:
         """The model, in eval mode. Raises OSError or ValueError as ``from_pretrained`` does."""
-        from comb.model.modeling import CombForCausalLM
-
         folder, options = resolve_name(self.name), dict(self.options)
-        if options.get("backbone") is None:
-            options.pop("backbone", None)
-            model = AutoModelForCausalLM.from_pretrained(folder, **options)
-        else:
-            options["backbone"] = resolve_name(options["backbone"])
-            model = CombForCausalLM.from_pretrained(folder, **options)
+        backbone = options.pop("backbone", None)
+        if backbone is not None:
+            if not is_adapter(PreTrainedConfig.get_config_dict(folder)[0]):
+                raise ValueError(f"{self.name!r} is not a COMB adapter, which would have a backbone of its own")
+            options["backbone"] = resolve_name(backbone)
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
         return (model.to(self.device) if self.device else model).eval()
 
 

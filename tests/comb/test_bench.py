@@ -279,15 +279,15 @@ def test_lengths_are_compared_within_a_repeat() -> None:
     by_name = {(row["tokens"], row["method"]): row for row in found}
     full = by_name[64, "full"]
     assert full["speedup"] == Timing(1.0, 1.0, 1.0, 2)
-    assert (full["recomputed_tokens"], full["cache_bytes"]) == (64, 0)
+    assert (full["computed_tokens"], full["recomputed_tokens"], full["cache_bytes"]) == (68, 64, 0)
     lego = by_name[64, "legolink:4"]
     assert lego["speedup"] is not None
-    assert lego["recomputed_tokens"] == 3 * 4
+    assert (lego["computed_tokens"], lego["recomputed_tokens"]) == (3 * 4 + 4, 3 * 4)
     assert lego["cache_bytes"] == 64 * (2 * 2 * 16 * 4 + 8)  # keys and values of two layers, and token ids
     assert {"assemble", "recompute", "first token"} <= set(lego["stages_s"])
     assert lego["peak_memory_bytes"] is not None
-    assert by_name[64, "naive"]["recomputed_tokens"] == 0
-    assert by_name[64, "prefix"]["recomputed_tokens"] == 0
+    for exact in ("naive", "prefix"):
+        assert (by_name[64, exact]["computed_tokens"], by_name[64, exact]["recomputed_tokens"]) == (4, 0)
     assert by_name[64, "prefix"]["cache_bytes"] > 0
     assert "plain backbone" in by_name[32, "comb"]["refused"]
     assert "80 positions" in by_name[128, "naive"]["refused"]  # and the shorter ones went on
@@ -317,6 +317,7 @@ def test_a_random_hybrid_is_measured() -> None:
     found = {row["method"]: row for row in measure_context_length(model, specs, [60], options)}
     assert {name for name, row in found.items() if row["refused"]} == {"naive"}
     assert (found["hypic:4"]["recomputed_tokens"], found["addition"]["recomputed_tokens"]) == (24, 0)
+    assert (found["hypic:4"]["computed_tokens"], found["addition"]["computed_tokens"]) == (24 + 6, 6)
     assert {"compose", "recompute"} <= set(found["hypic:4"]["stages_s"])
 
 
@@ -344,6 +345,8 @@ def test_needles_are_scored_by_cell(folder: Path, tmp_path: Path) -> None:
     assert "256 positions" in cells[2]["refused"]
     assert "plain backbone" in cells[-1]["refused"]
     assert "| full | 100 | 0 (0) |" in (tmp_path / "n.md").read_text()
+    assert "| full | 100 | 100 (100) |" in (tmp_path / "n.md").read_text()  # agreement, with itself here
+    assert 0 <= cells[4]["same"] <= cells[4]["rouge_l_full"] <= 1
     options = ["--methods", "full,naive", "--lengths", 80, "--dataset", folder / "data.jsonl", "--split", "all"]
     chosen = run(*common, *options, "--repeats", 1)
     assert chosen.exit_code == 0, chosen.output

@@ -158,7 +158,7 @@ def test_wrong_documents_are_noticed() -> None:
 
 
 def made(method: str, question: str, text: str, kl: float, tokens: int) -> Row:
-    costs = {"recomputed": 2, "document_tokens": 10, "cache_bytes": 50}
+    costs = {"computed": 7, "recomputed": 2, "document_tokens": 10, "cache_bytes": 50}
     return {"method": method, "question": question, "text": text, "kl": kl, "top1": 0.5, "tokens": tokens, **costs}
 
 
@@ -177,7 +177,12 @@ def test_a_summary_by_hand() -> None:
     assert x["minus_full"]["contains"] == (-0.5, -1.0, 0.0)
     assert x["kl"] == pytest.approx((3 * 0.2 + 1 * 0.6) / 4)  # by token
     assert x["intervals"]["kl"] == pytest.approx((0.2, 0.6))
-    assert (x["kl_n"], x["recomputed_tokens"], x["cache_bytes_per_document_token"]) == (4, 2, 5)
+    assert (x["kl_n"], x["computed_tokens"], x["recomputed_tokens"], x["cache_bytes_per_document_token"]) == (
+        4,
+        7,
+        2,
+        5,
+    )
     assert x["ttft_cold_s"].median == 1.0
     assert y == {"method": "y", "refused": "too big", "note": "", "ttft_cold_s": None, "ttft_cached_s": None}
 
@@ -218,6 +223,19 @@ def test_a_journal_spares_what_is_there(setting: Setting, examples: list[Example
     compare(setting, examples[:3], ["full", "none"], journal, rules=rules, answers=3, progress=False)
     new = [(row["method"], row["question"], "text" in row) for row in journal.rows[6:]]
     assert new == [("none", "0:0", True), ("none", "1:1", True), ("full", "2:2", True), ("none", "2:2", True)]
+
+
+def test_questions_of_a_journal_without_all_tokens_are_asked_again(setting: Setting, examples: list[Example]) -> None:
+    """As versions wrote them that counted documents' tokens only."""
+    journal, rules, specs = Journal(None, {}), AnswerRules(3), ["full", "naive"]
+    compare(setting, examples[:2], specs, journal, rules=rules, progress=False)
+    old = journal.rows[1].pop("computed")
+    full, naive = summarize(journal.rows, examples, specs, {}, {})
+    assert (full["n"], naive["n"]) == (2, 1)
+    compare(setting, examples[:2], specs, journal, rules=rules, progress=False)
+    assert [(row["method"], row["question"]) for row in journal.rows[4:]] == [("naive", "0:0")]
+    assert 0 < journal.rows[4]["computed"] <= old < journal.rows[0]["computed"]
+    assert summarize(journal.rows, examples, specs, {}, {})[1]["n"] == 2
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.helpers.families import open_gates, tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CHUNKS = ["The mill burnt down in 1907.", "Its owner was Ada Flint.", "She moved to York."]
-SPECS = ["full", "prefix", "naive", "legolink:4", "legolink-0", "attnlink:4", "cacheblend:0.2", "block"]
+SPECS = ["full", "prefix", "naive", "legolink:4", "legolink-0", "attnlink:4", "cacheblend:0.2", "focus:0.2", "block"]
 
 
 @pytest.fixture(scope="module")

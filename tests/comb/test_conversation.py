@@ -15,7 +15,7 @@ import transformers as tf
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from comb import CombForCausalLM, PICEngine
+from comb import CombForCausalLM, LinkTokensForCausalLM, PICEngine
 from comb.engine.conversation import Conversation
 from comb.engine.decoding import AnswerStream
 from tests.comb.test_hybrid_methods import text_model
@@ -32,9 +32,9 @@ THINKING = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>Hm.{% endif %}"
 )
-HYBRIDS = ("qwen3_next", "bamba", "jamba", "minimax")
-ON_LLAMA = ("full", "prefix", "naive", "legolink:2", "legolink-0", "attnlink:4", "cacheblend:1.0",
-            "naive:quantize=int8", "comb")  # fmt: skip
+HYBRIDS = ("qwen3_next", "bamba", "jamba", "minimax", "mamba", "mamba2")
+ON_LLAMA = ("full", "prefix", "naive", "legolink:2", "legolink-0", "attnlink:4", "cacheblend:1.0", "focus:1.0",
+            "naive:quantize=int8", "linktokens", "comb")  # fmt: skip
 
 
 @functools.cache
@@ -60,8 +60,14 @@ def with_encoder(family: str) -> Any:
     return open_gates(CombForCausalLM.from_backbone(model_of(family), num_encoder_layers=2))
 
 
+@functools.cache
+def with_link_tokens(family: str) -> Any:
+    return LinkTokensForCausalLM.from_backbone(model_of(family), num_link_tokens=3, token_ids=[40, 41, 42], kept=True)
+
+
 def engine_of(family: str = "llama", method: str = "legolink:2", **options: Any) -> PICEngine:
-    model = with_encoder(family) if method.startswith("comb") else model_of(family)
+    made = {"comb": with_encoder, "linktokens": with_link_tokens}.get(method.partition(":")[0], model_of)
+    model = made(family)
     tokenizer = byte_tokenizer(**({"chat_template": options.pop("template")} if "template" in options else {}))
     return PICEngine(model, tokenizer, method=method, **options)
 

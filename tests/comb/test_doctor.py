@@ -10,26 +10,64 @@ import torch
 from comb import methods
 from comb.cli.doctor import check_methods, random_model
 from comb.methods import split_specs
-from tests.comb.test_linking import LINKABLE, REFUSED
-from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny
+from comb.methods.base import LinkRequest
+from comb.methods.decoder import Decoder
+from tests.comb.test_focus import UNSEEN
+from tests.helpers.families import FAMILIES, LINK_FAMILIES, STATE_FAMILIES, tiny
+
+EVERY_FAMILY = sorted(FAMILIES | LINK_FAMILIES | STATE_FAMILIES)
+STATES = {"hypic", "addition", "prefix", "full"}
+# what is usable where that isn't all the methods for softmax attention, and why linking is refused
+ONLY = {
+    **dict.fromkeys(("qwen3_next", "bamba", "falcon_h1", "lfm2", "mamba", "mamba2", "falcon_mamba"),
+                    (STATES, "keep a state, not keys and values per token")),
+    **dict.fromkeys(("gpt2", "opt"), ({"full", "prefix"}, "learned absolute positions")),
+    "llama4": ({"full"}, "chunks"),
+    "rwkv": ({"full"}, "leaves nothing in a cache of keys and values"),
+    "xlstm": ({"full"}, "leaves nothing in a cache of keys and values"),
+    "recurrent_gemma": ({"full"}, "layers 0, 1 leave no keys and values in its cache"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", LINKABLE)
-def test_every_linkable_family_passes(family: str) -> None:
-    verdicts = {verdict.method: verdict for verdict in check_methods(tiny(family, std=0.15))}
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_every_family_gets_a_verdict_on_every_method(family: str) -> None:
+    """Usable and right by its own definition, or refused with the reason; and `full` generates as transformers does."""
+    model = tiny(family, std=0.15)
+    verdicts = {verdict.method: verdict for verdict in check_methods(model)}
     assert sorted(verdicts) == methods.names()
-    failed = {name: [c for c in v.checks if not c.passed] for name, v in verdicts.items() if not v.passed}
-    assert not failed
-    refused = {name for name, verdict in verdicts.items() if verdict.refused}
-    # no encoder; sliding windows; no BOS token; no linear layers
-    assert refused <= {"comb", "prefix", "legolink-0", "hypic", "addition"}
+    assert not {name: [c for c in v.checks if not c.passed] for name, v in verdicts.items() if not v.passed}
+    usable = {name for name, verdict in verdicts.items() if not verdict.refused}
+    if family in ONLY:
+        expected, reason = ONLY[family]
+        assert usable == expected
+        assert reason in (verdicts["legolink"].refused or "")
+    else:  # refused: nothing trained; rotary by the prompt's length; no BOS token; no linear layers; unseen attention
+        refused = set(methods.names()) - usable
+        assert refused <= {"comb", "linktokens", "prefix", "legolink-0", "hypic", "addition", "focus"}
+        assert ("focus" in usable) == (family not in UNSEEN)
+    full, settings = methods.create("full", model), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    documents, query = [[7, 8, 9, 10, 11], [12, 13, 14]], [90, 17, 33]
+    picaches = full.compile(documents)
+    prompts = [[*documents[0], *documents[1], *query], [*documents[1], *query]]
+    own = [model.generate(torch.tensor([prompt]), **settings)[0, -6:] for prompt in prompts]
+    rows = [LinkRequest(picaches, query), LinkRequest(picaches[1:], query)]
+    for row, expected_tokens in zip(rows, own, strict=True):
+        assert torch.equal(full.link_row(row).generate(**settings)[0, -6:], expected_tokens)
+    assert full.batches == (family not in ("rwkv", "xlstm", "recurrent_gemma"))  # they ignore the mask of padded rows
+    if full.batches:
+        assert torch.equal(full.link_batch(rows).generate(**settings)[:, -6:], torch.stack(own))
 
 
-@pytest.mark.parametrize("family", sorted(REFUSED))
-def test_refusals_are_findings_not_failures(family: str) -> None:
-    verdicts = {verdict.method: verdict for verdict in check_methods(tiny(family, std=0.15))}
-    assert REFUSED[family] in (verdicts["legolink"].refused or "")
-    assert all(verdict.passed for verdict in verdicts.values())
+def test_what_a_model_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", std=0.15)
+    monkeypatch.setattr(Decoder, "compile", lambda *_: {}["nothing"])
+    (naive, full) = check_methods(model, ["naive", "full"])
+    assert [check.detail for check in naive.checks] == ["KeyError: 'nothing'"]
+    assert not naive.passed
+    assert full.passed
+    monkeypatch.setattr(type(model), "generate", lambda *_, **__: {}["nothing"])
+    (only,) = check_methods(model)
+    assert (only.method, only.passed) == ("full", False)
 
 
 def test_a_broken_model_fails(monkeypatch: pytest.MonkeyPatch) -> None:

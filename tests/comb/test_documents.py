@@ -48,10 +48,10 @@ def test_prompt_layout() -> None:
     ],
 )
 def test_what_is_left_behind_a_number_of_tokens(prompt: Prompt) -> None:
-    inside, position = set(), len(prompt.head)
-    for index, segment in enumerate(prompt.segments):
-        inside |= set(range(position + 1, position + len(segment)))
-        position += len(segment) + len(prompt.gaps[index] if index < len(prompt.gaps) else ())
+    inside: set[int] = set()
+    for (start, tokens), segment in zip(prompt.spans, prompt.segments, strict=True):
+        assert prompt.flat[start : start + tokens] == segment
+        inside |= set(range(start + 1, start + tokens))
     for count in range(len(prompt.flat) + 1):
         cut, segments, rest = prompt.behind(count)
         assert rest.flat == prompt.flat[cut:]

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from comb import CombEncoderConfig, CombForCausalLM
 from comb.backbones.discovery import inspect_backbone, text_config
+from comb.model.attention import attend
 from comb.model.config import spread_cross_layers, spread_encoder_layers
 from comb.model.encoder import EncoderLayer, Rotary
 from comb.model.initialization import copy_parts, encoder_config_for, read_layer
@@ -146,6 +148,7 @@ def test_packed_rows_give_the_same_as_padded_rows(causal: bool, query: torch.Ten
         torch.manual_seed(1)
         backbone = tiny("llama")
         model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, encoder_causal=causal))
+        model.double()  # in float32 flash attention would get 16 bits
         model.config._attn_implementation = implementation
         backbone.config._attn_implementation = "sdpa"
         pics = model.encode(segments())
@@ -281,3 +284,20 @@ def test_where_layers_go() -> None:
     assert spread_encoder_layers(2, 4) == [0, 0, 1, 1]
     with pytest.raises(ValueError, match="can't place 5 cross blocks before 4"):
         spread_cross_layers(4, 5)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn3"])
+def test_flash_attention_of_any_name_gets_16_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels take nothing else, also those from the Hub."""
+    seen = []
+
+    def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **_: Any) -> tuple[Tensor, None]:
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return query.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, flash)
+    given = torch.randn(1, 2, 3, 8)
+    found = attend(torch.nn.Identity(), given, given, given, implementation=name, scaling=1.0)
+    assert found.dtype == torch.float32
+    attend(torch.nn.Identity(), *[given.half()] * 3, implementation=name, scaling=1.0)
+    assert seen == [{torch.bfloat16}, {torch.float16}]

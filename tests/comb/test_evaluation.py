@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from comb import CombForCausalLM, Document, Example
 from comb.engine.engine import PICEngine
+from comb.evaluation.metrics import agreement
 from comb.evaluation.plot import plot_results, plot_training
 from comb.evaluation.record import environment, write_results
 from comb.evaluation.run import MethodResult, Setting, Timing, evaluate
@@ -64,6 +65,11 @@ def test_methods_that_recompute_exactly_agree(results: dict[str, MethodResult], 
     assert results["full"].em == results["prefix"].em == 1.0
     assert results["full"].predictions == tuple(example.answer for example in questions)
     assert all(result.n == 6 for result in results.values())
+    assert (results["prefix"].same, results["prefix"].rouge_l_full) == (1.0, 1.0)
+    assert results["none"].same is not None
+    assert results["none"].same < 1.0
+    assert "prefix 100.0 (100.0)" in result_table(list(results.values())).markdown()
+    assert agreement(["a b", ""], ["a c", ""]) == ([0.0, 1.0], [0.5, 1.0])
 
 
 def test_controls_without_documents_or_training_do_worse(results: dict[str, MethodResult]) -> None:
@@ -156,7 +162,9 @@ def test_timing_of_few_measurements() -> None:
 
 
 def result(method: str = "full", em: float = 0.5, timing: Timing | None = None) -> MethodResult:
-    return MethodResult(method, 4, em, 0.625, 0.75, 3.0, timing, timing, 3072.0, 1190.0, 1.5, ("a", "b", "c", "d"))
+    return MethodResult(
+        method, 4, em, 0.625, 0.75, 3.0, timing, timing, 3072.0, 1230.0, 1190.0, 1.5, ("a", "b", "c", "d")
+    )
 
 
 def test_tables_show_percent_and_milliseconds() -> None:

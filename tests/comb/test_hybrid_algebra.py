@@ -161,7 +161,7 @@ def turn(by: int) -> Callable[[Tensor], Tensor]:
 
     def apply(tensor: Tensor) -> Tensor:
         rerotation = positions.rerotation(torch.zeros(tensor.shape[-2], dtype=torch.long),
-                                torch.full((tensor.shape[-2],), by), 1)  # fmt: skip
+                                torch.full((tensor.shape[-2],), by), 1, torch.device("cpu"))  # fmt: skip
         return rerotation.apply(tensor.clone(memory_format=torch.contiguous_format), Rotation(0, 0, False))
 
     return apply

@@ -94,7 +94,7 @@ def test_what_is_found(name: str) -> None:
     known = {"minimax": "decay", "lfm2": None, "ring": "probe", "ring_dense": "probe"}
     assert {layer.source for layer in support.linear.values()} == {known.get(name, "scan")}
     assert all((layer.rotation is not None) == name.startswith("ring") for layer in support.linear.values())
-    assert support.step == (1 if name == "jamba" else None)
+    assert support.step == (1 if name in ("jamba", "mamba", "falcon_mamba") else None)
 
 
 @pytest.mark.parametrize("name", MODELS)

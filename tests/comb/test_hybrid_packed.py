@@ -21,7 +21,7 @@ from comb.hybrid.packed import PackedLinker
 from comb.methods.base import DecodeState
 from tests.comb.test_hybrid_link import EXACT, MODELS, QUERY, A, B, C, error, ids, model_of
 
-PACKED = {*MODELS} - {"olmo_hybrid", "falcon_h1", "zamba2", "minimax", "jamba"}
+PACKED = {*MODELS} - {"olmo_hybrid", "falcon_h1", "zamba2", "minimax", "jamba", "mamba", "mamba2", "falcon_mamba"}
 SHORT = ids(5, 8)
 
 

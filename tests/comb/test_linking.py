@@ -397,7 +397,7 @@ def test_eager_attention_and_another_implementation() -> None:
 def test_positions_of_a_gap_free_prompt_without_documents() -> None:
     model = model_of("llama")
     state = methods.create("legolink:2", model).link([], QUERY, head_ids=HEAD)
-    assert state.past_key_values is None
+    assert state.past_key_values.get_seq_length() == len(HEAD)
     assert error(state.logits, link(model, "full", [], head=HEAD).logits) < 1e-6
 
 
@@ -456,7 +456,7 @@ def test_lengths_are_checked_before_anything_is_computed(monkeypatch: pytest.Mon
     method = methods.create("legolink:2", model_of("llama"))
     with pytest.raises(ValueError, match="256 positions"):  # each fits, all together don't
         method.link(method.compile([list(range(3, 103))] * 3), QUERY)
-    monkeypatch.setattr("comb.methods.decoder.run_decoder", lambda *a, **k: pytest.fail("computed"))
+    monkeypatch.setattr("comb.linking.compile.run_decoder", lambda *a, **k: pytest.fail("computed"))
     with pytest.raises(ValueError, match="at most 255"):
         method.compile([DOCUMENTS[0], list(range(3, 120)) * 3])
     with pytest.raises(ValueError, match="empty segment"):

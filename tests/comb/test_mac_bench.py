@@ -84,6 +84,7 @@ def test_quality_compares_with_exact_answers() -> None:
     assert by_name["never"]["hit_rate"] == 0.0
     assert by_name["never"]["read_share"] == 1.0
     assert by_name["free"]["same"] < 1.0
+    assert by_name["never"]["rouge_l_exact"] == 1.0 >= by_name["free"]["rouge_l_exact"]
     assert by_name["free"]["hit_rate"] is not None
     assert by_name["free"]["hit_rate"] > 0.5
     assert len(tables(results)[1].lines()) == 3

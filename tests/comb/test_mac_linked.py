@@ -26,7 +26,7 @@ SEGMENTS = [list(range(3, 23)), list(range(30, 55)), list(range(60, 75))]
 QUERY = [80, 81, 82, 83, 84, 85, 86]
 
 
-@pytest.mark.parametrize("spec", ["full", "prefix", "naive", "legolink:4", "legolink-0", "cacheblend:0.3"])
+@pytest.mark.parametrize("spec", ["full", "prefix", "naive", "legolink:4", "legolink-0", "cacheblend:0.3", "focus:0.3"])
 def test_linked_prompts(spec: str) -> None:
     model = tiny("llama", std=0.2)
     method = methods.create(methods.parse(spec)[0], model, **_extra(spec))

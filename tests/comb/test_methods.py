@@ -14,8 +14,8 @@ from comb import CombForCausalLM, methods
 from comb.cache.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
 from comb.cache.store import PICacheStore
 from comb.methods.base import LinkRequest, Method
-from comb.methods.prefix import Prefix, why_not
-from tests.helpers.families import open_gates
+from comb.methods.prefix import Prefix
+from tests.helpers.families import open_gates, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,7 +212,7 @@ def test_prefix_notices_a_foreign_entry() -> None:
     model, store = make("llama"), PICacheStore()
     prefix = methods.create("prefix", model, store=store)
     tokens = HEAD + DOCUMENTS[0]
-    key = content_key(tokens, fingerprint=prefix.fingerprint, method="prefix@0", dtype="float32")
+    key = content_key(tokens, fingerprint=prefix.fingerprint, method=f"prefix@{len(HEAD)}", dtype="float32")
     wrong = DecoderPICache("x", [torch.zeros(2, 3, 8)] * 2, [torch.zeros(2, 3, 8)] * 2)
     store.acquire([key], lambda missing: [wrong]).release()
     with pytest.raises(ValueError, match="something else"):
@@ -220,10 +220,35 @@ def test_prefix_notices_a_foreign_entry() -> None:
     assert store.stats().in_use == 0
 
 
+def test_prefix_behind_a_sliding_window() -> None:
+    """Layers forget what is in front of their window; pieces keep all of it, for what is computed behind them."""
+    model = make("mistral", sliding_window=6)
+    prefix = methods.create("prefix", model)
+    for documents in (DOCUMENTS, DOCUMENTS[:2], DOCUMENTS):
+        state = prefix.link(prefix.compile(documents), QUERY, head_ids=HEAD)
+        torch.testing.assert_close(state.logits, plain_logits(model, documents), atol=1e-5, rtol=1e-5)
+        assert torch.equal(state.generate(max_new_tokens=8, do_sample=False), plain_tokens(model, documents))
+    assert [use.state for use in state.uses[0]] == ["hit"] * 3
+    unwindowed = make("mistral", sliding_window=None)  # negative control: the window is shorter than the prompt
+    assert not torch.allclose(plain_logits(unwindowed, DOCUMENTS), plain_logits(model, DOCUMENTS), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gpt2", "opt", "bloom", "gptj", "gpt_oss", "exaone4", "deepseek_v3", "mpt"]
+)
+def test_prefix_on_other_families(family: str) -> None:
+    """Windows, learned positions and none, sinks, latents: whatever a model goes on from exactly."""
+    model = tiny(family, std=0.15)
+    full, prefix = methods.create("full", model), methods.create("prefix", model)
+    expected = full.link(full.compile(DOCUMENTS), QUERY, head_ids=HEAD).answer_logits([41, 42, 43])
+    for reused in ("compiled", "hit"):
+        state = prefix.link(prefix.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+        assert [use.state for use in state.uses[0]] == [reused] * 3
+        torch.testing.assert_close(state.answer_logits([41, 42, 43]), expected, atol=1e-4, rtol=1e-4)
+    assert state.computed == (len(QUERY),)
+
+
 def test_prefix_refuses_what_it_cannot_store() -> None:
-    with pytest.raises(ValueError, match="sliding-window layers drop"):
-        Prefix(make("mistral", sliding_window=16))
-    assert why_not(make("mistral", sliding_window=None)) is None
     dynamic = make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match="length of the prompt"):
         Prefix(dynamic)

@@ -31,6 +31,7 @@ from comb.engine.workers.worker import Compiler, Reply
 from comb.methods.base import Method
 from comb.methods.naive import Naive
 from comb.model.source import ModelSource
+from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.parallel_faults import FAULT_TOKEN, Fragile
 from tests.helpers.processes import gone, wait_until_gone
 from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEGMENTS = [[11, 12, 13, 14, 15, 16], [21, 22, 23], [31, 32, 33, 34], [41, 42], [51, 52, 53, 54, 55]]
 FAULTY = [[11, 12, 13, 14, 15, FAULT_TOKEN], *SEGMENTS[1:]]
-METHODS = ["comb", "naive", "block", "legolink:4", "legolink-0", "cacheblend:0.5", "naive:quantize=int8"]
+METHODS = ["comb", "naive", "block", "legolink:4", "legolink-0", "cacheblend:0.5", "focus:0.5", "naive:quantize=int8"]
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +76,11 @@ def executor(source: ModelSource) -> Iterator[CompileExecutor]:
         yield executor
 
 
-def wait_until_ready(executor: CompileExecutor) -> None:
+def wait_until_ready(executor: CompileExecutor, count: int = 2) -> None:
     end = time.monotonic() + 120
-    while len(executor.ready) < 2 and time.monotonic() < end:
+    while len(executor.ready) < count and time.monotonic() < end:
         time.sleep(0.05)
-    assert len(executor.ready) == 2
+    assert len(executor.ready) == count
 
 
 def process_ids(executor: CompileExecutor) -> list[int]:
@@ -148,6 +149,18 @@ def test_workers_compile_what_the_method_compiles(whole: CompileExecutor, model:
     if spec != "comb":  # whose encoder pads a batch of segments, which may change the last bit
         assert same(whole.compile(method, segments), method.compile(segments))
     assert not same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS[::-1]))  # the comparison can fail
+
+
+def test_a_worker_compiles_the_states_of_a_hybrid(tmp_path: Path) -> None:
+    tiny_hybrid("bamba").save_pretrained(tmp_path)
+    source = ModelSource(str(tmp_path))
+    method, segments = methods.create("hypic:4", source.load()), [list(range(3, 33)), list(range(40, 61))]
+    with process_executor(source, 1) as executor:
+        wait_until_ready(executor, 1)
+        executor.check(method)
+        assert same(executor.compile(method, segments), alone(method, segments))
+        assert executor.stats.by_workers == 2
+    assert all("state.0" in picache.tensors() for picache in alone(method, segments))
 
 
 def test_methods_that_keep_tokens_only_stay_here(whole: CompileExecutor, model: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from comb import CombForCausalLM, PICEngine, methods
+from comb import CombForCausalLM, LinkTokensForCausalLM, PICEngine, methods
 from comb.cache.picache import CrossPICache, DecoderPICache
 from comb.cache.picache_file import PICacheError, deserialize, serialize
 from comb.cache.quantization import SCHEMES, QuantizedPICache, dequantize, quantize, quantize_picache
@@ -103,6 +103,8 @@ def test_every_method(name: str, scheme: str) -> None:
     model = tiny("llama", std=0.1)
     if name == "comb":
         model = open_gates(CombForCausalLM.from_backbone(model, num_encoder_layers=2))
+    elif name == "linktokens":
+        model = LinkTokensForCausalLM.from_backbone(model, num_link_tokens=3)
     plain, small = methods.create(name, model), methods.create(f"{name}:quantize={scheme}", model)
     assert (small.name, small.uses_encoder, small.batches) == (plain.name, plain.uses_encoder, plain.batches)
     assert small.max_segment_tokens == plain.max_segment_tokens

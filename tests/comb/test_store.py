@@ -12,7 +12,7 @@ import torch
 
 from comb.cache.disk import SUFFIX
 from comb.cache.index import IntegrityError
-from comb.cache.picache import TokenPICache
+from comb.cache.picache import DecoderPICache, TokenPICache
 from comb.cache.picache_file import serialize
 from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from tests.helpers.stores import NBYTES, TOKENS, Clock, Compiler, fail, files, hold, pic, use
@@ -264,8 +264,13 @@ def test_cuda_to_host_to_disk_and_back(tmp_path: Path) -> None:
 
 
 def test_another_device_holds_its_own_copies() -> None:
-    with hold(PICacheStore(device="meta", device_bytes=NBYTES, host_bytes=NBYTES), "k1") as handles:
-        assert handles[0].picache.token_ids.device.type == "meta"
+    keys, ids = torch.zeros(1, TOKENS, 2), torch.arange(TOKENS)
+    made = DecoderPICache("fp", (keys,), (keys,), ids)
+    store = PICacheStore(device="meta", device_bytes=made.nbytes, host_bytes=made.nbytes)
+    with store.acquire(["k1"], lambda missing: [made]) as handles:
+        found = handles[0].picache
+        assert found.keys[0].device.type == found.values[0].device.type == "meta"
+        assert found.token_ids is ids  # read by the host, so they stay there
 
 
 # ---- check_integrity can fail ----

@@ -29,9 +29,8 @@ _EVERYTHING: dict[str, dict[str, Any]] = {
     "legolink": {"k": max(_DOCUMENTS)},
     "attnlink": {"k": 2 * max(_DOCUMENTS)},
     "cacheblend": {"ratio": 1.0},
+    "focus": {"ratio": 1.0},
 }
-# compiled behind tokens that are gone when it is linked, so never exact
-_INEXACT = ("legolink-0",)
 
 
 @dataclass
@@ -55,8 +54,16 @@ def check_methods(model: Any, specs: Sequence[str] = ()) -> list[Verdict]:
     Raises:
         ValueError: for an unknown method or parameter.
     """
-    trial = _Trial(model)
+    try:
+        trial = _Trial(model)
+    except Exception as error:  # without a reference nothing can be said about the others
+        return [Verdict("full", [_broken(error)])]
     return [trial(spec) for spec in specs or methods.names()]
+
+
+def _broken(error: Exception) -> Check:
+    """Whatever was raised, it is what this model does: a finding like any other."""
+    return Check("runs", False, f"{type(error).__name__}: {error}")
 
 
 class _Trial:
@@ -87,19 +94,30 @@ class _Trial:
                 raise
             verdict.refused = str(error)
             return verdict
-        if name in ("full", "prefix"):
-            verdict.checks = self._exact(method)
-        elif isinstance(method, Decoder):
-            verdict.checks = self._decoder(name, method)
-        elif isinstance(method, Hypic):
-            verdict.checks = self._hybrid(method)
-        else:
-            verdict.checks = [self._finite(method)]
+        except Exception as error:
+            verdict.checks = [_broken(error)]
+            return verdict
+        try:
+            verdict.checks = self._checks(name, method)
+        except Exception as error:
+            verdict.checks = [_broken(error)]
         return verdict
+
+    def _checks(self, name: str, method: Method) -> list[Check]:
+        if name in ("full", "prefix"):
+            return self._exact(method)
+        if isinstance(method, Decoder):
+            return self._decoder(name, method)
+        if isinstance(method, Hypic):
+            return self._hybrid(method)
+        return [self._finite(method)]
 
     def _exact(self, method: Method) -> list[Check]:
         first, again = self._link(method), self._link(method)
         try:
+            if method.name == "full":
+                own = method.backbone(input_ids=first.input_ids, use_cache=False).logits[:, -1]
+                return [self._close("equals the model's own pass", first.logits, own)]
             return [
                 self._close("equals full recompute", first.logits, self.reference),
                 self._close("equals full recompute again, from the cache", again.logits, self.reference),
@@ -111,12 +129,12 @@ class _Trial:
     def _decoder(self, name: str, method: Decoder) -> list[Check]:
         linked = self._link(method).logits
         checks = [self._finite(method)]
+        whole: Any = methods.create(name, self.model, **_EVERYTHING.get(name, {}))
         if name in _EVERYTHING:
-            whole = methods.create(name, self.model, **_EVERYTHING[name])
             checks.append(self._close("everything recomputed == full", self._link(whole).logits, self.reference))
-        if name not in _INEXACT and method.rotates:
+        if method.exact_for_one and method.rotates:
             checks.append(self._close("one document == full", self._alone(method).logits, self.reference_alone))
-        checks.append(self._no_future(method))
+        checks.append(self._no_future(whole if method.chooses_by_query else method))
         checks.append(self._pure(method))
         if name == "naive":
             effect = relative_gap(linked, self.reference)

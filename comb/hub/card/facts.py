@@ -84,8 +84,12 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Every part of a configuration that names a dataset: those of a mixture, or the one there is."""
-    data = config.get("data") if isinstance(config, Mapping) else None
+    """Every part of a configuration that names a dataset: those of a mixture, or the one there is; and of stages."""
+    if not isinstance(config, Mapping):
+        return
+    for stage in (config.get("train") or {}).get("stages") or ():
+        yield from _sets({"data": {"path": (config.get("data") or {}).get("path"), **stage["data"]}})
+    data = config.get("data")
     if isinstance(data, Mapping):
         parts = data.get("mixture") or [data]
         yield from (part for part in parts if isinstance(part, Mapping) and isinstance(part.get("dataset"), str))

@@ -33,7 +33,7 @@ def render(
         ValueError: if a record in `folder` is damaged.
     """
     training, evaluations = read_training(folder), read_evaluations(folder)
-    encoder, backbone, layers = config.encoder_config, config.backbone_name_or_path, config.cross_attention_layers or []
+    backbone = config.backbone_name_or_path
     dtype, linked = str(weights[0]).removeprefix("torch."), is_hub_id(backbone)
     results, title = eval_results(evaluations), repo.split("/")[-1]
     datasets = dict.fromkeys(found for _, found in (training["datasets"] if training else ()) if found is not None)
@@ -49,10 +49,8 @@ def render(
         template_str=TEMPLATE.read_text(encoding="utf-8"),
         begin=BEGIN, end=f"{END} -->", title=title, repo=repo, backbone=backbone, linked=linked,
         bundled=backbone in backbones, revision=config.backbone_revision, licence_why=why,
-        model_type=config.get_text_config().model_type, encoder=encoder, cross_layers=layers, dtype=dtype,
-        parameters=weights[1],
-        bytes_per_token=2 * len(layers) * encoder.num_key_value_heads * encoder.head_dim
-        * {"float64": 8, "float32": 4}.get(dtype, 2),
+        model_type=config.get_text_config().model_type, method=config.method, config=config, dtype=dtype,
+        parameters=weights[1], bytes_per_value={"float64": 8, "float32": 4}.get(dtype, 2),
         training=training, evaluations=evaluations,
         # whether this installation has `comb serve`
         serves=any(entry.name == "serving" for entry in metadata.entry_points(group="comb.commands")),

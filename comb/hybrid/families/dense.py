@@ -14,6 +14,7 @@ from torch import Tensor
 
 from comb.hybrid.scans import ScanCall, reads_scan
 from comb.hybrid.transition import Rerotate, Transition, TransitionError, register_family
+from comb.waits import on_device
 
 _POWER_STEPS = 4
 _NORM_SLACK = 1e-3
@@ -37,20 +38,24 @@ class DenseTransition(Transition):
         columns = rerotate(self.tensor)
         return DenseTransition(rerotate(columns.transpose(-1, -2)).transpose(-1, -2))
 
-    def check(self) -> None:
-        super().check()
+    def amplification(self) -> Tensor:
+        return self.norm_bound().amax()
+
+    def judge(self, finite: float, amplification: float) -> None:
+        super().judge(finite, amplification)
         slack = _NORM_SLACK if self.tensor.itemsize > 2 else _NORM_SLACK_16_BIT
-        norm = float(self.norm_bound().amax())
-        if norm > 1 + slack:
+        if amplification > 1 + slack:
             raise TransitionError(
-                f"a dense transition amplifies the state by {norm:.4g}, expected at most 1: compile the document again"
+                f"a dense transition amplifies the state by {amplification:.4g}, expected at most 1: "
+                "compile the document again"
             )
 
     def norm_bound(self) -> Tensor:
         """A lower bound [H] on the spectral norms, close from below, by a few steps of power iteration."""
         matrix = self.tensor if self.tensor.itemsize > 4 else self.tensor.float()
         generator = torch.Generator().manual_seed(0)
-        vector = torch.randn(matrix.shape[-1], 1, generator=generator).to(matrix).expand(len(matrix), -1, 1)
+        start = torch.randn(matrix.shape[-1], 1, generator=generator).to(matrix.dtype)
+        vector = on_device(start, matrix.device).expand(len(matrix), -1, 1)
         growth = torch.zeros(len(matrix), device=matrix.device, dtype=matrix.dtype)
         for _ in range(_POWER_STEPS):
             # by the largest entry first: the squares of a long segment's transition underflow

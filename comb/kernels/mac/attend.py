@@ -86,12 +86,17 @@ def _attend_kernel(
             highest = tl.full([M], float("-inf"), tl.float32)
             total = tl.zeros([M], tl.float32)
             o = tl.zeros([M, VALUE_WIDE], tl.float32)
+            if PAGED:
+                # the table is read a turn ahead: keys that wait for their addresses are no two tiles in flight
+                place = begin + (tile - first) * KEYS + column
+                page = tl.load(
+                    table_ptr + b * stride_table + (place + start) // PAGE, mask=place < finish, other=0
+                ).to(tl.int64)  # fmt: skip
             for one in range(tile, upto):
                 place = begin + (one - first) * KEYS + column
                 inside = place < finish
                 index = place + start
                 if PAGED:
-                    page = tl.load(table_ptr + b * stride_table + index // PAGE, mask=inside, other=0).to(tl.int64)
                     key_row = page * stride_kb + (index % PAGE) * stride_kt + g * stride_kg
                     value_row = page * stride_vb + (index % PAGE) * stride_vt + g * stride_vg
                 else:
@@ -114,6 +119,11 @@ def _attend_kernel(
                 total = total * shrink + tl.sum(weights, axis=1)
                 o = o * shrink[:, None] + _product(weights.to(value.dtype), value, PRECISION, UPCAST)
                 highest = higher
+                if PAGED:
+                    ahead = place + KEYS
+                    page = tl.load(
+                        table_ptr + b * stride_table + (ahead + start) // PAGE, mask=ahead < finish, other=0
+                    ).to(tl.int64)  # fmt: skip
 
             some = total > 0
             kept = tl.where(some, total, 1.0)

@@ -17,6 +17,7 @@ from comb.kernels.mac.algebra import EMPTY, accumulator
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match import end
 from comb.kernels.mac.state import RingEntries
+from comb.waits import on_device
 
 _MAX_SCORES = 2**24
 
@@ -34,16 +35,16 @@ def prompt_rows(
     """Ring entries of the queries [B, H, N, D] that stand at the key indices `index` [N] of keys [B, G, L, D].
 
     Args:
+        index: sorted, and on the host, where the last one says how many keys are read.
         start: [B], keys of padding in front of a row; queries inside of it give no row.
     """
     kind, heads, groups = accumulator(query.dtype), query.shape[1], keys.shape[1]
-    position = index[None] - start[:, None]
+    position = on_device(index, start.device)[None] - start[:, None]
     high = end(position, config)  # [B, N]
     shape = (*query.shape[:3],)
     o = torch.zeros(*shape, values.shape[-1], dtype=kind, device=query.device)
     lse = torch.full(shape, EMPTY, dtype=kind, device=query.device)
-    # a row whose padding reaches beyond these queries has no summary to make
-    last = min(int((high + start[:, None]).max()), keys.shape[2]) if index.numel() else 0
+    last = max(int(index[-1]) + 1 - config.band, 0) if len(index) else 0
     some_keys, some_values = keys[:, :, :last].to(kind), values[:, :, :last].to(kind)
     place = torch.arange(last, device=query.device)
     portion = max(1, _MAX_SCORES // max(1, query.shape[0] * heads * last))
@@ -69,9 +70,11 @@ def prompt_rows(
     )
 
 
-def rows_to_keep(index: Tensor, config: MacConfig) -> Tensor:
-    """Which of the sorted key indices [N] of a prompt's queries are worth a row: True for those of the last window."""
-    last = index[-1]
-    keep = index > last - config.window
+def rows_to_keep(index: Tensor, config: MacConfig) -> int:
+    """How many of the sorted key indices [N] of a prompt's queries, on the host, are worth a row: the last ones."""
+    last = int(index[-1])
+    first = last - config.window + 1
     # positions from which nothing is ever searched: the first search is at min_length, or at the next token
-    return keep & (index >= max(config.min_length - config.window, 0)) if int(last) < config.min_length else keep
+    if last < config.min_length:
+        first = max(first, config.min_length - config.window)
+    return int((index >= first).sum())

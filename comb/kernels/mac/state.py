@@ -88,10 +88,11 @@ class MacState:
 
     def write(self, rows: RingEntries) -> None:
         """Puts `rows` into their slots, over whatever was there."""
-        row, number = (rows.pos >= 0).nonzero(as_tuple=True)
-        pos = rows.pos[row, number]
-        slot = pos % self.window
-        for name in ("query", "o", "lse", "chain", "drift"):
-            ring = getattr(self, name)
-            ring[row, slot] = getattr(rows, name)[row, number].to(ring.dtype)
-        self.pos[row, slot] = pos
+        row, slot = torch.arange(len(rows.pos), device=rows.pos.device)[:, None], rows.pos % self.window
+        # to pick out those that are written, the host would have to wait for the device; so the others, whose slots
+        # are their own as all lie within one window, get what they had
+        written = rows.pos >= 0
+        for name in ("query", "o", "lse", "chain", "drift", "pos"):
+            ring, new = getattr(self, name), getattr(rows, name)
+            chosen = written.view(*written.shape, *[1] * (new.ndim - 2))
+            ring[row, slot] = torch.where(chosen, new.to(ring.dtype), ring[row, slot])

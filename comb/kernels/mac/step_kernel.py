@@ -37,7 +37,7 @@ def mac_step_triton(
 
     Args:
         unrotated, query, keys, values, start, config, scale: as in `comb.kernels.mac.step.step`.
-        write: puts the step's rows into the rings as well; ``state.write(result.rows)`` would wait for the device.
+        write: puts the step's rows into the rings as well; ``state.write(result.rows)`` is some launches more.
         pages: where keys and values lie in pages; they are then [pages, page size, G, D] and [..., V].
     """
     launch = launch or Launch()

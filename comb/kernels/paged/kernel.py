@@ -2,7 +2,8 @@
 
 Query heads that share a key/value head, of all tokens of a tile, are rows of one matrix product. Scores and sums are
 taken in 32 bits; weights are rounded to the queries' dtype for the second product, as flash attention does. Keys in
-fp8 are widened as they are read; their scale multiplies the score, the values' scale the weight.
+fp8 are widened as they are read; their scale multiplies the score, the values' scale the weight. That may make a weight
+smaller than float16 can hold, so beside such queries values in fp8 are multiplied in bfloat16.
 
 `comb.kernels.paged.attention.attend_plain` is what they are tested against.
 """
@@ -28,7 +29,7 @@ def _paged_kernel(
     query_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, item_ptr, table_ptr, output_ptr, part_ptr, lse_ptr,
     stride_qt, stride_qh, stride_ks, stride_kg, stride_vs, stride_vg, stride_scale, scale, groups,
     BLOCK: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-    KEYS: tl.constexpr, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    KEYS: tl.constexpr, QUANTIZED: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # heads of the same slots run side by side, as they lie side by side
     g = tl.program_id(0) % groups
@@ -48,9 +49,11 @@ def _paged_kernel(
     highest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     o = tl.zeros([M, WIDE], tl.float32)
+    # the table is read a turn ahead: keys wait for their addresses, and while they do, triton keeps one tile in flight
+    # instead of two
+    entry = (begin * BLOCK + column) // BLOCK
+    last = tl.load(table_ptr + entry, mask=entry < end, other=-1)
     for one in range(begin * BLOCK, end * BLOCK, KEYS):
-        entry = (one + column) // BLOCK
-        last = tl.load(table_ptr + entry, mask=entry < end, other=-1)
         slot = last // BLOCK * BLOCK + (one + column) % BLOCK
         inside = (entry < end) & (slot <= last)
         slot = tl.where(inside, slot, 0).to(tl.int64)
@@ -74,10 +77,12 @@ def _paged_kernel(
             mask=inside[:, None] & (channel < WIDTH)[None, :], other=0.0,
         )  # fmt: skip
         if QUANTIZED:
-            value = value.to(query.dtype)
+            value = value.to(MIXED)
             weights *= tl.load(value_scale_ptr + slot * stride_scale + g, mask=inside, other=0.0)[None, :]
-        o = o * shrink[:, None] + _product(weights.to(query.dtype), value, PRECISION, UPCAST)
+        o = o * shrink[:, None] + _product(weights.to(MIXED), value, PRECISION, UPCAST)
         highest = higher
+        entry = (one + KEYS + column) // BLOCK
+        last = tl.load(table_ptr + entry, mask=entry < end, other=-1)
 
     o = o / total[:, None]
     if part < 0:
@@ -126,7 +131,7 @@ def _paged_merge_kernel(
 def attend_paged(query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: PagedLaunch | None = None) -> Tensor:
     """`comb.kernels.paged.attention.attend_plain` by the kernels: query [T, H, D] -> the same shape and dtype."""
     heads, groups, device = query.shape[1], layer.keys.shape[1], query.device
-    chosen = sizes or launch_for(query.dtype, query.shape[-1])
+    chosen = sizes or launch_for(query.dtype, query.shape[-1], fp8=layer.key_scales is not None)
     plan = batch.plan(
         (device, heads, groups, chosen),
         lambda: make_plan(batch, heads=heads, groups=groups, device=device, sizes=chosen),
@@ -159,13 +164,15 @@ def _launch(
     quantized = layer.key_scales is not None
     key_scales, value_scales = (layer.key_scales, layer.value_scales) if quantized else (query, query)
     assert key_scales is not None
+    narrow = quantized and query.dtype == torch.float16
+    mixed = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
     _paged_kernel[(groups * len(items.numbers),)](
         query, keys, values, key_scales, value_scales, items.numbers, plan.table, output, part, lse,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         key_scales.stride(0), width**-0.5 * LOG2_E, groups,
         BLOCK=layer.block_size, SHARED=query.shape[1] // groups, M=items.rows, WIDTH=width, WIDE=wide,
-        KEYS=items.launch.key_tile, QUANTIZED=quantized,
+        KEYS=items.launch.key_tile, QUANTIZED=quantized, MIXED=tl.bfloat16 if narrow else mixed,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
+        UPCAST=INTERPRETED and (narrow or query.dtype == torch.bfloat16),
         num_warps=items.launch.warps, num_stages=items.launch.depth(2 * wide, keys.element_size()),
     )  # fmt: skip

@@ -1,17 +1,18 @@
 """Who does what of a step's attention to paged documents: worked out on the host, where all lengths are known.
 
-Query tokens of a row are cut into tiles, the row's list of blocks into shares; one pair of them is an item, and per
-key/value head a program. Rows with few query tokens (decoding) and rows with many (prefill) have tiles of their own
-size, so there are up to two lists. A tile that sees its row's documents in one share writes its output; the others
+Query tokens of a row are cut into tiles, the row's list of blocks into even shares; one pair of them is an item, and
+per key/value head a program. How many shares is chosen so that programs, of which the device holds so many at once, end
+together. Rows with few query tokens (decoding) and rows with many (prefill) have tiles of their own size, so there are
+up to two lists. A tile that sees its row's documents in one share writes its output; the others
 write partial sums, which a second kernel merges.
 
-Source: FlashAttention's split over keys (Flash-Decoding); here shares are of equal length over all rows.
+Source: FlashAttention's split over keys (Flash-Decoding); here shares are of about equal length over all rows.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,12 @@ from torch import Tensor
 
 from comb.kernels.launch import Launch, power_of_two
 from comb.kernels.paged.layout import PagedBatch
+from comb.waits import on_device
+
+_WAVES = (1, 2, 3, 4, 6, 8)
+"""Shares that a place of the device takes one after the other, as far as they are tried."""
+_START = 2
+"""What a program's start and its merge take, in blocks."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +39,27 @@ class PagedLaunch:
         least_keys: that a program takes: shorter shares cost more in merging than they bring.
     """
 
-    decode: Launch = field(default_factory=partial(Launch, per_processor=4))
+    decode: Launch = field(default_factory=Launch)
     prefill: Launch = field(default_factory=Launch)
     prefill_rows: int = 64
     least_keys: int = 256
 
 
-def launch_for(dtype: torch.dtype, width: int) -> PagedLaunch:
-    """What is taken for queries [T, H, `width`], so that no program's registers overflow (tests/helpers/compiled_*)."""
+def launch_for(dtype: torch.dtype, width: int, *, fp8: bool = False) -> PagedLaunch:
+    """What is taken for queries [T, H, `width`] over a pool in their dtype or in `fp8`.
+
+    So that no program's registers overflow, and as many programs as a multiprocessor of an H100 or H200 has registers
+    and shared memory for (tests/helpers/compiled_paged_kernels.py finds out both).
+    """
     if dtype == torch.float32:  # products without tensor cores take many more registers
         return PagedLaunch(Launch(32, 32), Launch(32, 32), prefill_rows=16)
-    if width > 128:
-        return PagedLaunch(Launch(key_tile=32), Launch(key_tile=32, warps=8))
-    return PagedLaunch()
+    size = (width > 64) + (width > 128)
+    decode, prefill = ((3, 2, 2), (2, 2, 1)) if fp8 else ((5, 3, 3), (3, 2, 1))
+    keys, warps = (64, 64, 32)[size], (4, 4, 8)[size]
+    return PagedLaunch(
+        Launch(key_tile=keys, per_processor=decode[size]),
+        Launch(key_tile=keys, per_processor=prefill[size], warps=warps),
+    )
 
 
 @dataclass(frozen=True)
@@ -92,9 +107,9 @@ def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.devic
     is_few = counts * shared <= few
     tile = np.where(is_few, few // shared, many // shared)
     tiles = -(-counts // tile)
-    # one share for everybody, so that programs end together; both launches run at once at best
-    programs = decode.count(device) if is_few.all() else prefill.count(device)
-    share = max(-(-int((tiles * lengths).sum()) * groups // programs), -(-sizes.least_keys // block), 1)
+    # one choice for everybody: both launches run at once at best; with many heads decoding takes as much as prefill
+    programs = (decode if is_few.all() and few == 16 else prefill).count(device)
+    shares = even_shares(lengths, tiles * groups, programs, least=max(-(-sizes.least_keys // block), 1))
 
     numbers, merges, partial_rows = [], [], 0
     for chosen, rows in ((is_few, few), (~is_few, many)):
@@ -104,7 +119,7 @@ def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.devic
             first_token[chosen],
             first_entry[chosen],
             rows // shared,
-            share,
+            shares[chosen],
             partial_rows,
         )
         numbers.append(made)
@@ -116,25 +131,52 @@ def make_plan(batch: PagedBatch, *, heads: int, groups: int, device: torch.devic
     return PagedPlan(tensors[0], tuple(items for items in lists if len(items.numbers)), tensors[3], partial_rows)
 
 
+def even_shares(
+    lengths: NDArray[np.int64], repeats: NDArray[np.int64], programs: int, *, least: int
+) -> NDArray[np.int64]:
+    """Into how many even shares each row's list of blocks is cut.
+
+    Whatever ends, the device takes the next program, so they all have ended after less than the mean work of its
+    `programs` places and one more share, and after as many of the largest share as come one after the other. The cut
+    with the lowest such bound is taken; small shares have a low one, but each costs a start and a merge.
+
+    Args:
+        lengths: [rows], in blocks. repeats: [rows], how many programs read each share.
+        programs: that the device holds at once. least: blocks of a share, at least.
+    """
+    total = int((repeats * lengths).sum())
+    best, found = math.inf, np.ones_like(lengths)
+    for waves in _WAVES:
+        share = max(-(-total // (programs * waves)), least)
+        shares = -(-lengths // share)
+        size = -(-lengths // shares) + _START
+        count, work, longest = (repeats * shares).sum(), (repeats * shares * size).sum(), size.max()
+        bound = min(-(-count // programs) * longest, work / programs + longest)
+        if bound < best:
+            best, found = bound, shares
+        if share == least:
+            break
+    return found
+
+
 def _items(
     counts: NDArray[np.int64], lengths: NDArray[np.int64], first_token: NDArray[np.int64],
-    first_entry: NDArray[np.int64], tile: int, share: int, partial_rows: int,
+    first_entry: NDArray[np.int64], tile: int, row_shares: NDArray[np.int64], partial_rows: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:  # fmt: skip
-    """Items and merges of rows that are cut into tiles of `tile` query tokens and shares of `share` entries."""
+    """Items and merges of rows that are cut into tiles of `tile` query tokens and `row_shares` shares."""
     tiles = -(-counts // tile)
     row = np.repeat(np.arange(len(counts)), tiles)
     place = (np.arange(len(row)) - np.repeat(tiles.cumsum() - tiles, tiles)) * tile
     token, size = first_token[row] + place, np.minimum(counts[row] - place, tile)
-    shares = -(-lengths[row] // share)
+    shares = row_shares[row]
     rows = np.where(shares > 1, size * shares, 0)
     part = partial_rows + rows.cumsum() - rows
 
     item = np.repeat(np.arange(len(row)), shares)
     number = np.arange(len(item)) - np.repeat(shares.cumsum() - shares, shares)
-    begin, end = first_entry[row], first_entry[row] + lengths[row]
-    low = begin[item] + number * share
+    low, high = (first_entry[row][item] + (number + one) * lengths[row][item] // shares[item] for one in (0, 1))
     columns = (
-        token[item], size[item], low, np.minimum(low + share, end[item]),
+        token[item], size[item], low, high,
         np.where(shares[item] > 1, part[item] + number * size[item], -1),
     )  # fmt: skip
 
@@ -148,8 +190,6 @@ def _items(
 
 def to_device(arrays: list[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
     """The arrays on `device`, in one copy that the host doesn't wait for."""
-    joined = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if device.type == "cuda":
-        joined = joined.pin_memory().to(device, non_blocking=True)
+    joined = on_device(torch.from_numpy(np.concatenate([array.ravel() for array in arrays])), device)
     sizes = [array.size for array in arrays]
     return [part.view(array.shape) for part, array in zip(joined.split(sizes), arrays, strict=True)]

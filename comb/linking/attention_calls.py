@@ -1,12 +1,14 @@
-"""MAC as an attention implementation of transformers: registered under names of its own, nothing is patched.
+"""Attention calls of a model seen and answered from outside: an attention implementation of transformers' registered
+under names of its own, nothing is patched.
 
-While no pass is under way in this thread (an encoder, another model), it is the exact attention that it stands in for,
-with the same masks, so that padded batches and prompts are computed as ever.
+Where nobody in this thread answers (an encoder, another model), it is the exact attention that it stands in for, with
+the same masks, so that padded batches and prompts are computed as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,8 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from comb.backbones.transformers_private import eager_attention
-from comb.linking.masks import STAND_INS
+from comb.backbones.transformers_private import attention_name, eager_attention
+from comb.linking.masks import STAND_INS, attention
 
 Attended = tuple[Tensor, Tensor | None]
 
@@ -42,7 +44,7 @@ class AttentionCall:
     options: dict[str, Any]
 
     def exact(self) -> Attended:
-        """The attention that MAC stands in for: [B, N, H, V] and its weights, if it gives any."""
+        """The attention that this one stands in for: [B, N, H, V] and its weights, if it gives any."""
         return self.exact_function(
             self.module, self.query, self.keys, self.values, self.mask,
             scaling=self.scaling, dropout=self.dropout, **self.options,
@@ -61,22 +63,37 @@ class AttentionHandler(Protocol):
         """The call's output [B, N, H, V]."""
 
 
-ANSWERING: ContextVar[AttentionHandler | None] = ContextVar("comb_mac_pass", default=None)
+ANSWERING: ContextVar[AttentionHandler | None] = ContextVar("who answers attention calls", default=None)
 """Who answers this thread's attention calls; None: the exact attention."""
 
+_WATCHING: ContextVar[Callable[[AttentionCall], None] | None] = ContextVar("who sees attention calls", default=None)
 
-def register() -> None:
-    """Makes the names known to transformers; harmless when called again."""
-    AttentionInterface.register("comb_mac", _over_sdpa)
-    AttentionInterface.register("comb_mac_eager", _over_eager)
-    # without a mask function of its own, an attention implementation gets no mask at all, and padding is attended to
-    AttentionMaskInterface.register("comb_mac", sdpa_mask)
-    AttentionMaskInterface.register("comb_mac_eager", eager_mask)
+
+@contextmanager
+def watched(model: Any, watcher: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Within it, `watcher` sees each attention call of `model` in this thread before it is answered."""
+    with attention(model, stand_in(attention_name(model))):
+        token = _WATCHING.set(watcher)
+        try:
+            yield
+        finally:
+            _WATCHING.reset(token)
 
 
 def stand_in(exact: str) -> str:
-    """The name under which MAC stands in for the attention `exact`; for sdpa where that is neither sdpa nor eager."""
-    return next((name for name, meant in STAND_INS.items() if meant == exact), "comb_mac")
+    """The registered name that stands in for the attention `exact`; for sdpa where that is neither sdpa nor eager."""
+    _register()
+    if exact in STAND_INS:
+        return exact
+    return next((name for name, meant in STAND_INS.items() if meant == exact), "comb_sdpa")
+
+
+def _register() -> None:
+    AttentionInterface.register("comb_sdpa", _over_sdpa)
+    AttentionInterface.register("comb_eager", _over_eager)
+    # without a mask function of its own, an attention implementation gets no mask at all, and padding is attended to
+    AttentionMaskInterface.register("comb_sdpa", sdpa_mask)
+    AttentionMaskInterface.register("comb_eager", eager_mask)
 
 
 def _over_sdpa(*args: Any, **kwargs: Any) -> Attended:
@@ -99,5 +116,7 @@ def _answer(
     **options: Any,
 ) -> Attended:
     call = AttentionCall(exact, module, query, key, value, attention_mask, scaling, dropout, options)
+    if (watcher := _WATCHING.get()) is not None:
+        watcher(call)
     current = ANSWERING.get()
     return call.exact() if current is None else current.attend(call)

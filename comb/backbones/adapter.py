@@ -1,0 +1,104 @@
+"""What the configuration of every kind of adapter says of its backbone, and by which adapters are told from models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.configuration_utils import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+logger = logging.getLogger(__name__)
+
+_BASE_KEYS = {"model_type", "transformers_version", "torch_dtype", "auto_map", "attn_implementation", "use_cache"}
+
+
+class AdapterConfig(PreTrainedConfig):
+    """Everything needed to find an adapter's backbone again; a kind of adapter is a subclass.
+
+    Args:
+        backbone_name_or_path: the backbone's Hub id, registered name or folder.
+        backbone_revision: commit or branch of the backbone on the Hub.
+        backbone_config: the backbone's own configuration.
+        backbone_fingerprint: see `comb.backbones.fingerprint.fingerprint`; checked when the adapter is loaded.
+        tokenizer_fingerprint: of the tokenizer saved with the adapter; see `comb.backbones.tokenizer`.
+        format_version: version of this file's layout.
+    """
+
+    sub_configs: ClassVar[dict[str, type[PretrainedConfig]]] = {"backbone_config": AutoConfig}
+
+    method: ClassVar[str] = ""
+    """Name of the method that the adapter was trained for."""
+    parts: ClassVar[tuple[str, ...]] = ()
+    """Submodules of the model that hold the adapter's weights."""
+    otherwise: ClassVar[str] = ""
+    """What a checkpoint of another kind is not, and what to do with it."""
+
+    backbone_name_or_path: str = ""
+    backbone_revision: str | None = None
+    backbone_config: dict[str, Any] | PreTrainedConfig | None = None
+    backbone_fingerprint: dict[str, Any] | None = None
+    tokenizer_fingerprint: str | None = None
+    format_version: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.backbone_config, dict):
+            self.backbone_config = _config_from_dict(self.backbone_config)
+        super().__post_init__(**kwargs)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
+        """The backbone's text configuration: vocabulary, layers and context length of the decoder."""
+        if isinstance(self.backbone_config, PreTrainedConfig):
+            return self.backbone_config.get_text_config(*args, **kwargs)
+        return self
+
+    @property
+    def hidden_size(self) -> int:
+        """The backbone's, in channels; DeepSpeed's "auto" bucket sizes come from it."""
+        if self.backbone_config is None:
+            raise AttributeError("hidden_size")  # what hasattr() of a configuration without a backbone expects
+        return int(self.get_text_config().hidden_size)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; keys that this version doesn't know are named in a warning, and kept.
+
+        Raises:
+            ValueError: if it is the configuration of another kind of model.
+        """
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ValueError(f"this is a checkpoint of model_type {model_type!r}, {cls.otherwise}")
+        known = set(cls.__dataclass_fields__) | _BASE_KEYS
+        unknown = sorted(key for key in config_dict if key not in known and not key.startswith("_"))
+        if unknown:
+            logger.warning(
+                "this checkpoint has configuration keys that this version of comb does not know: %s "
+                "(format %s, this is %s); they have no effect: upgrade comb-pic if answers look wrong",
+                ", ".join(unknown), config_dict.get("format_version"),
+                cls.__dataclass_fields__["format_version"].default,
+            )  # fmt: skip
+        return super().from_dict(config_dict, **kwargs)
+
+
+def is_adapter(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is an adapter's: by the class that is registered for its model_type."""
+    model_type = config.get("model_type")
+    return model_type in CONFIG_MAPPING and issubclass(CONFIG_MAPPING[model_type], AdapterConfig)
+
+
+def trained_method(model: Any) -> str | None:
+    """The method that a model's adapter was trained for; None for a plain model."""
+    config = getattr(model, "config", None)
+    return config.method if isinstance(config, AdapterConfig) else None
+
+
+def _config_from_dict(config: dict[str, Any]) -> PreTrainedConfig | dict[str, Any]:
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ValueError("backbone_config has no model_type: it must be a whole Hugging Face config.json")
+    if model_type not in CONFIG_MAPPING:  # a backbone with code of its own on the Hub: kept as it came
+        return config
+    return AutoConfig.for_model(**config)

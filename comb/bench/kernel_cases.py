@@ -1,0 +1,313 @@
+"""Calls of the kernels as data, and how wrong an answer of theirs is: what `comb.bench.kernels` checks and times.
+
+Attention to noise is small, the mean of thousands of values, so an absolute bound would pass a kernel that leaves keys
+out. Errors are relative: of every vector by its own length, the largest of all. Each case also has answers that are
+wrong on purpose, as a kernel with a fault would give them; a check that doesn't notice them counts for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comb.cache.quantization import quantize
+from comb.kernels.interpreter import INTERPRETED
+from comb.kernels.launch import Launch, Pages
+from comb.kernels.mac.algebra import attend_range
+from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.state import MacState
+from comb.kernels.mac.step import MacStep, step
+from comb.kernels.mac.step_kernel import mac_step_triton
+from comb.kernels.paged.attention import attend_plain
+from comb.kernels.paged.kernel import attend_paged
+from comb.kernels.paged.layout import BlockTable, PagedBatch, PagedLayer
+from comb.kernels.paged.plan import launch_for
+
+BOUNDS = {torch.float32: 5e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
+"""Of relative errors; right answers have about a fourth of them, as weights are rounded to the queries' dtype."""
+TILE = 64
+"""Keys that a wrong answer leaves out: one turn of a kernel's loop."""
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of the kernels on a device: calling `kernel` or its `rival` again does the same work.
+
+    Args:
+        answer, plain: what the kernels and the plain way give, as `error` takes it.
+        wrong: the plain way's answers with a fault, by name.
+        error: relative, from the plain way; infinite where another choice was made.
+        rival_error: the same of what the rival gives. wrong_rivals: its answers with a fault, by name.
+        bound: of all errors. nbytes: keys and values that the kernel must read, each once.
+    """
+
+    kernel: Callable[[], object]
+    answer: Callable[[], Any]
+    plain: Callable[[], Any]
+    error: Callable[[Any], float]
+    rival: Callable[[], Tensor]
+    rival_error: Callable[[Tensor], float]
+    wrong: Mapping[str, Callable[[], Any]]
+    wrong_rivals: Mapping[str, Callable[[], Tensor]]
+    bound: float
+    nbytes: int
+
+    def fault(self) -> tuple[dict[str, float], str]:
+        """Errors by what they are of, and what speaks against timing the call; empty if nothing does."""
+        errors = {"error": self.error(self.answer()), "rival_error": self.rival_error(self.rival())}
+        wrong = {name: self.error(make()) for name, make in self.wrong.items()}
+        wrong |= {name: self.rival_error(make()) for name, make in self.wrong_rivals.items()}
+        found = errors | {"least_wrong": min(wrong.values())}
+        if not errors["error"] < self.bound:
+            return found, f"the kernel is off by {errors['error']:.2g}, more than {self.bound:.2g}"
+        if not errors["rival_error"] < self.bound:
+            return found, f"what it is compared with is off by {errors['rival_error']:.2g}, more than {self.bound:.2g}"
+        unseen = [f"{name} ({error:.2g})" for name, error in wrong.items() if not error > 2 * self.bound]
+        return found, f"the check would hardly notice {', '.join(unseen)}" if unseen else ""
+
+
+@dataclass(frozen=True)
+class MacCase:
+    """A decode step of MAC attention for `rows` requests of `context` tokens.
+
+    Args:
+        hits: share of the key/value heads whose query heads all find their query, unchanged, in the ring.
+        page: tokens of a page of keys; 0: contiguous. chains: those of the ring's entries are drawn below it.
+    """
+
+    config: MacConfig
+    rows: int
+    context: int
+    hits: float = 0.5
+    dtype: torch.dtype = torch.bfloat16
+    heads: int = 32
+    groups: int = 8
+    width: int = 128
+    page: int = 0
+    chains: int = 1
+
+    def make(self, device: torch.device) -> KernelCall:
+        """Kernels against the plain step: outputs, log-sum-exps and rings; the rival is torch's exact attention."""
+        draw, config, scale = torch.Generator(device).manual_seed(0), self.config, self.width**-0.5
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, device=device, dtype=self.dtype)
+
+        keys, values = (noise(self.rows, self.groups, self.context, self.width) for _ in range(2))
+        query, unrotated = (noise(self.rows, self.heads, self.width) for _ in range(2))
+        start = torch.arange(self.rows, device=device)  # padding in front
+        state = self._rings(noise, unrotated, draw)
+        stored, pages = _paged(keys, values, self.page) if self.page else ((keys, values), None)
+        launch = Launch(16, 16, programs=4) if INTERPRETED else None
+
+        def kernel(into: MacState = state) -> MacStep:
+            # the ring's oldest slot is written, which no later call matches
+            return mac_step_triton(
+                into, unrotated, query, *stored, start, config, scale, write=True, pages=pages, launch=launch
+            )
+
+        def plain(by: float = scale) -> tuple[MacStep, MacState]:
+            written = _copy(state)
+            found = step(written, unrotated, query, keys, values, start, config, by)
+            written.write(found.rows)
+            return found, written
+
+        def rival(length: int = self.context) -> Tensor:
+            # query heads that share keys are queries of one head: keys are read once
+            found = F.scaled_dot_product_attention(
+                query.unflatten(1, (self.groups, -1)), keys[:, :, :length], values[:, :, :length]
+            )
+            return found.flatten(1, 2)
+
+        def answer() -> tuple[MacStep, MacState]:
+            written = _copy(state)
+            return kernel(written), written
+
+        wanted, rings = plain()
+
+        def error(answer: tuple[MacStep, MacState]) -> float:
+            found, written = answer
+            same = all(torch.equal(getattr(written, name), getattr(rings, name)) for name in ("pos", "chain"))
+            same &= torch.equal(found.match.pos, wanted.match.pos) and torch.equal(found.keys_read, wanted.keys_read)
+            if not same:
+                return math.inf
+            sums = [(found.lse, wanted.lse), (found.tail_lse, wanted.tail_lse), (written.lse, rings.lse)]
+            vectors = [(found.output, wanted.output), (written.o, rings.o), (written.query, rings.query)]
+            # distances of queries are differences of their squares: of an equal one nothing but rounding is left
+            drift = float((written.drift - rings.drift).abs().max()) / math.sqrt(2 * self.width)
+            found_errors = [*(_of_sums(*pair) for pair in sums), *(relative_error(*pair) for pair in vectors)]
+            return max([drift, *found_errors])
+
+        def dropped_tile() -> tuple[MacStep, MacState]:
+            # the latest keys, which every head reads, taken out of the softmax
+            size = min(TILE, config.band // 2)
+            o, lse = self._exact(query, keys, values, self.context - size)
+            share = torch.exp(lse - wanted.lse)
+            output = (wanted.output - share[..., None] * o) / (1 - share)[..., None]
+            tail = wanted.tail_lse + torch.log1p(-torch.exp(lse - wanted.tail_lse))
+            return replace(wanted, output=output, lse=wanted.lse + torch.log1p(-share), tail_lse=tail), _copy(rings)
+
+        return KernelCall(
+            kernel,
+            answer,
+            plain,
+            error,
+            rival,
+            # the rival sees padding, too
+            lambda found: relative_error(found, self._exact(query, keys, values, 0)[0]),
+            {"a tile left out": dropped_tile, "scores a tenth too large": partial(plain, 1.1 * scale)},
+            {"a fourth of the rival's keys left out": partial(rival, self.context * 3 // 4)},
+            max(BOUNDS[self.dtype], BOUNDS[torch.bfloat16] if config.ring_dtype != "auto" else 0.0),
+            int(wanted.group_keys_read.sum()) * 2 * self.width * keys.itemsize,
+        )
+
+    def _exact(self, query: Tensor, keys: Tensor, values: Tensor, low: int) -> tuple[Tensor, Tensor]:
+        """Attention to all keys from `low` on, row by row: o [B, H, V], lse [B, H]."""
+        found = []
+        for own, key, value in zip(query.unflatten(1, (self.groups, -1)), keys, values, strict=True):
+            one = attend_range(own, key[:, None], value[:, None], low, self.context, self.width**-0.5)
+            found.append([part.flatten(0, 1) for part in one])
+        o, lse = (torch.stack(parts) for parts in zip(*found, strict=True))
+        return o, lse
+
+    def _rings(self, noise: Callable[..., Tensor], unrotated: Tensor, draw: torch.Generator) -> MacState:
+        """Rings full of noise as small as attention's, in which chosen groups of heads find their query."""
+        window, shared = self.config.window, self.heads // self.groups
+        state = MacState.empty(self.rows, self.heads, self.width, self.width, self.config, unrotated)
+        state.query.copy_(noise(*state.query.shape))
+        # of scores with variance 1: the sum of weights is e^0.5 a key, the mean of values has variance e / keys
+        state.o.copy_(noise(*state.o.shape) * math.sqrt(math.e / self.context))
+        state.lse.fill_(math.log(self.context) + 0.5)
+        state.chain.copy_(torch.randint(self.chains, state.chain.shape, generator=draw, device=state.chain.device))
+        order = torch.randperm(self.rows * self.groups, generator=torch.Generator().manual_seed(1)).tolist()
+        for row in range(self.rows):
+            position = self.context - 1 - row
+            latest = torch.arange(position - window + 1, position, device=state.pos.device)
+            state.pos[row, latest % window] = latest
+            for group, place in enumerate(order[row * self.groups : (row + 1) * self.groups]):
+                if place < round(self.hits * len(order)):
+                    own, slot = (
+                        slice(group * shared, (group + 1) * shared),
+                        (position - 1 - place % (window - 1)) % window,
+                    )
+                    state.query[row, slot, own] = unrotated[row, own].to(state.query.dtype)
+        return state
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """One layer's attention of a step: `rows` requests of `queries` tokens each over `documents` of `tokens` each."""
+
+    rows: int
+    documents: int
+    tokens: int
+    queries: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    heads: int = 32
+    groups: int = 8
+    width: int = 128
+    block: int = 16
+    least_keys: int = 256
+
+    def make(self, device: torch.device) -> KernelCall:
+        """The kernels against the plain way, in shuffled blocks of a pool; slots that no row may read are NaN."""
+        count, draw = -(-self.tokens // self.block), torch.Generator(device).manual_seed(0)
+        order = iter(torch.randperm(self.rows * self.documents * count).tolist())
+        tables = tuple(
+            BlockTable([(self.tokens, [next(order) for _ in range(count)]) for _ in range(self.documents)], self.block)
+            for _ in range(self.rows)
+        )
+        slots = self.rows * self.documents * count * self.block
+        hole = torch.ones(slots, dtype=torch.bool, device=device)
+        for table in tables:
+            hole[table.slots(device)] = False
+        parts, scales = [], []
+        for _ in range(2):
+            part = torch.randn(slots, self.groups, self.width, generator=draw, device=device, dtype=self.dtype)
+            if self.fp8:
+                part, scale = quantize(part, "fp8")
+                part.view(torch.uint8).masked_fill_(hole[:, None, None], 0x7F)  # NaN
+                scales.append(scale[..., 0].float().masked_fill_(hole[:, None], math.nan))
+            parts.append(part if self.fp8 else part.masked_fill_(hole[:, None, None], math.nan))
+        layer = PagedLayer(parts[0], parts[1], self.block, *scales)
+        batch = PagedBatch((self.queries,) * self.rows, tables)
+        size = self.rows * self.queries, self.heads, self.width
+        query = torch.randn(size, generator=draw, device=device, dtype=self.dtype)
+        launch = replace(launch_for(self.dtype, self.width, fp8=self.fp8), least_keys=self.least_keys)
+        kernel, rival = partial(attend_paged, query, layer, batch, launch), partial(attend_plain, query, layer, batch)
+        wanted = attend_plain(query.double(), layer, batch)
+        error = partial(relative_error, wanted=wanted)
+        short = replace(batch, tables=tuple(_without_a_tile(table) for table in tables), _plans={})
+        wrong = {
+            # in one row alone, the last one
+            "a tile left out": lambda: _last_row(wanted, attend_plain(query, layer, short), self.queries),
+            "scores a tenth too large": lambda: attend_plain(1.1 * query, layer, batch),
+        }
+        if len(query) > 1:
+            wrong["another row's answer"] = lambda: rival().roll(1, 0)
+        each = parts[0].itemsize * self.width + (4 if self.fp8 else 0)
+        return KernelCall(
+            kernel,
+            kernel,
+            rival,
+            error,
+            rival,
+            error,
+            wrong,
+            {},
+            # values in eight bits are multiplied in bfloat16 at least
+            max(BOUNDS[self.dtype], BOUNDS[torch.bfloat16] if self.fp8 and self.dtype == torch.float16 else 0.0),
+            2 * each * self.groups * self.rows * self.documents * self.tokens,
+        )
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """The largest ``|found - wanted| / |wanted|`` of all vectors [..., D]; NaN is infinitely far."""
+    apart = (found.double() - wanted.double()).norm(dim=-1)
+    share = torch.where(apart == 0, 0.0, apart / wanted.double().norm(dim=-1))
+    return float(torch.nan_to_num(share, nan=math.inf).max())
+
+
+def _of_sums(found: Tensor, wanted: Tensor) -> float:
+    """Relative error of the sums that these log-sum-exps are of; empty ones are equal, NaN is infinitely far."""
+    apart = torch.where(found == wanted, 0.0, (found.double() - wanted.double()).abs())
+    return float(torch.expm1(torch.nan_to_num(apart, nan=math.inf)).max())
+
+
+def _without_a_tile(table: BlockTable) -> BlockTable:
+    """The table without the blocks of its first `TILE` keys, though never without all."""
+    short = BlockTable([(table.block_size, (0,))], table.block_size)
+    short.last = table.last[min(TILE // table.block_size, len(table.last) // 2) :]
+    return short
+
+
+def _last_row(others: Tensor, found: Tensor, queries: int) -> Tensor:
+    """`found` for the last row's query tokens, `others` for the rest."""
+    return torch.cat([others[:-queries], found[-queries:].to(others)])
+
+
+def _copy(state: MacState) -> MacState:
+    return MacState(*(getattr(state, ring.name).clone() for ring in fields(MacState)))
+
+
+def _paged(keys: Tensor, values: Tensor, page: int) -> tuple[tuple[Tensor, Tensor], Pages]:
+    """Keys [B, G, L, D] and values in shuffled pages [N, page, G, ...], and the table of them."""
+    rows, groups, length, _ = keys.shape
+    count = -(-length // page)
+    table = torch.randperm(rows * count, generator=torch.Generator().manual_seed(4)).to(keys.device)
+    stored = []
+    for tensor in (keys, values):
+        whole = F.pad(tensor, (0, 0, 0, count * page - length))
+        pages = torch.empty_like(whole).view(rows * count, page, groups, -1)
+        pages[table] = whole.unflatten(2, (count, page)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        stored.append(pages)
+    lengths = torch.full((rows,), length, device=keys.device)
+    return (stored[0], stored[1]), Pages(table.view(rows, count).int(), lengths)

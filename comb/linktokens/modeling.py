@@ -1,0 +1,248 @@
+"""A frozen backbone with trained link tokens: documents are compiled behind them, nothing is recomputed at link time.
+
+Legend: B rows, T tokens of the longest row, n link tokens, P link tokens in front of all documents of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from comb.backbones.discovery import UnsupportedBackboneError, start_token_id
+from comb.backbones.exclusive import exclusive
+from comb.backbones.identity import identity_of, weights_fingerprint
+from comb.linking.blocks import FRESH, PADDING, visible
+from comb.linking.cache import plain_layer
+from comb.linking.masks import for_attention
+from comb.linking.positions import UnmovableError
+from comb.linking.support import LinkSupport, find_support
+from comb.linktokens.config import LinkTokensConfig
+from comb.linktokens.front import Front, FrontKeyValues, key_values
+from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
+
+
+class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
+    """Link tokens on a backbone, which is the plain backbone, bit for bit, wherever no document is compiled.
+
+    Args:
+        config: what the adapter looks like.
+        backbone: a loaded causal language model; made from `config.backbone_config` with random weights if None.
+    """
+
+    config_class = LinkTokensConfig
+
+    def __init__(self, config: LinkTokensConfig, backbone: PreTrainedModel | None = None) -> None:
+        if backbone is None:
+            backbone = AutoModelForCausalLM.from_config(config.backbone_config)
+        if config._attn_implementation is None:
+            config._attn_implementation = backbone.config._attn_implementation
+        super().__init__(config)
+        self.backbone = backbone.requires_grad_(False)
+        self.front = Front(config, config.hidden_size)
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name_or_model: str | Path | PreTrainedModel,
+        *,
+        num_link_tokens: int | None = None,
+        form: str = "keys_values",
+        kept: bool = False,
+        token_ids: Sequence[int] | None = None,
+        adapter_dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        **loading: Any,
+    ) -> Self:
+        """Fresh link tokens on a backbone.
+
+        Args:
+            name_or_model: Hub id, folder or registered name of a causal language model, or a loaded one.
+            num_link_tokens: n, in front of every document; by default as many as `token_ids`, or 8.
+            form, kept: what is learned of them, and whether they stay in linked prompts; see `LinkTokensConfig`.
+            token_ids: n tokens of the backbone that they start as, those in front of documents in its prompts, say; by
+                default its BOS token (or EOS, or 0).
+            adapter_dtype: dtype of what is learned; the backbone's by default.
+            revision, loading: passed to `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            UnsupportedBackboneError: for a model that is an adapter already, or whose keys and values can't be linked.
+            ValueError: for options that make no sense, or loading options beside a loaded model.
+        """
+        backbone = frozen_backbone(name_or_model, revision=revision, **loading)
+        try:
+            find_support(backbone)
+        except UnmovableError as reason:
+            raise UnsupportedBackboneError(f"link tokens can't be put on this backbone: {reason}") from reason
+        count = len(token_ids or ()) or 8 if num_link_tokens is None else num_link_tokens
+        config = LinkTokensConfig(
+            **of_backbone(name_or_model, backbone, revision), num_link_tokens=count, form=form, kept=kept
+        )
+        if form == "keys_values":
+            with exclusive(backbone):
+                seen = key_values(backbone, input_ids=torch.tensor([[0]], device=backbone.device))
+            config.layer_shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in seen]
+        model = cls(config, backbone)
+        model._place(adapter_dtype or floating(backbone.dtype)).eval()
+        model.start_from([model.placeholder_id] * count if token_ids is None else token_ids)
+        return model
+
+    def start_from(self, token_ids: Sequence[int]) -> None:
+        """Makes the link tokens what these tokens are at the start of a prompt. Raises ValueError unless they are n."""
+        with exclusive(self.backbone):
+            self.front.start_from(self.backbone, token_ids)
+
+    def resize(self, num_link_tokens: int) -> None:
+        """Makes them so many, to be started or loaded anew."""
+        if num_link_tokens != self.num_link_tokens:
+            dtype = next(self.front.parameters()).dtype
+            self.config.num_link_tokens = num_link_tokens
+            self.front = Front(self.config, self.config.hidden_size)
+            self._place(dtype)
+
+    @property
+    def num_link_tokens(self) -> int:
+        """n, in front of every document."""
+        return int(self.config.num_link_tokens)
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token id that stands for a link token where a prompt is written as ids; it is never looked up."""
+        return start_token_id(self.config.get_text_config()) or 0
+
+    @property
+    def max_document_tokens(self) -> int:
+        """Documents take what the backbone's positions give."""
+        return int(self.config.get_text_config().max_position_embeddings) - 1 - self.num_link_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what documents are compiled with: the backbone's weights and the link tokens."""
+        return f"{weights_fingerprint(self.backbone)}+{identity_of(self.front).fact('fingerprint', self._digest)}"
+
+    @torch.no_grad()
+    def link_front(self) -> FrontKeyValues:
+        """Keys [H, n, D] and values [H, n, E] of the link tokens per layer, cached at positions 0 to n - 1.
+
+        They are computed once for each state of the weights. The caller holds the backbone's lock.
+        """
+        name = f"keys and values on {weights_fingerprint(self.backbone)}"
+        found: FrontKeyValues = identity_of(self.front).fact(name, lambda: self.front(self.backbone))
+        return found
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        segments: Tensor | None = None,
+        linked: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """The backbone's forward; with `segments`, over rows whose documents are linked behind their link tokens.
+
+        A document's tokens see their own link tokens and document, all other tokens everything in front of them that
+        linked prompts hold.
+        Positions are those of the linked prompt. It is what method ``linktokens`` computes, with gradients.
+
+        Args:
+            input_ids: [B, T]; link tokens aren't among them.
+            segments: [B, T], `FRESH` for tokens outside of documents, 1, 2, ... for those of a document, `PADDING`.
+            linked: False leaves documents and link tokens out: what the backbone says without them at fresh tokens.
+            kwargs: as for the backbone.
+
+        Raises:
+            ValueError: for a backbone that takes no mask by position, or whose positions depend on the prompt's length.
+        """
+        if segments is None or input_ids is None:
+            return self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        if not linked:
+            fresh = segments == FRESH
+            alone = segments.masked_fill(~fresh, PADDING)
+            at = (fresh.cumsum(1) - 1).clamp_min(0)
+            return self._run(input_ids, alone, at, alone, at, None)
+        numbers = torch.arange(1, int(segments.max()) + 1, device=segments.device)
+        count, n = len(numbers), self.num_link_tokens
+        at = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+        if self.config.kept:
+            at = at + n * segments.clamp_min(0).cummax(1).values
+        inside = segments[:, None] == numbers[:, None]  # [B, documents, T]
+        there = inside.any(-1)
+        # where a document's link tokens stand: n places in front of it; anywhere in rows with fewer documents
+        starts = at.gather(1, inside.int().argmax(-1)) - n
+        places = (starts[:, :, None] + torch.arange(n, device=segments.device)).flatten(1)  # [B, P]
+        owners = numbers.expand_as(there).masked_fill(~there, PADDING).repeat_interleave(n, dim=1)
+        keys, keys_at = torch.cat([owners, segments], dim=1), torch.cat([places, at], dim=1)
+        cache = self._cache(places, count) if count else None
+        return self._run(input_ids, segments, at, keys, keys_at, cache, inner=0 if self.config.kept else count * n)
+
+    def _run(
+        self, input_ids: Tensor, rows: Tensor, at: Tensor, keys: Tensor, keys_at: Tensor, cache: DynamicCache | None,
+        *, inner: int = 0,
+    ) -> Any:  # fmt: skip
+        masks = self.trainable_support().masks
+        assert masks is not None
+        kinds = {
+            kind: for_attention(visible(rows, keys, at, keys_at, window, inner=inner), self.backbone)
+            for kind, window in masks.windows
+        }
+        return self.backbone(
+            input_ids=input_ids,
+            attention_mask=kinds if masks.mapping else next(iter(kinds.values())),
+            position_ids=at,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+
+    def _cache(self, places: Tensor, documents: int) -> DynamicCache:
+        """A cache of the link tokens in front of so many documents, turned to their `places` [B, P], any integers."""
+        rows = len(places)
+        at = torch.arange(self.num_link_tokens, device=places.device).repeat(rows * documents)
+        positions = self.trainable_support().positions
+        # of no matter how long a prompt
+        rerotation = positions.rerotation(at, places.flatten(), 1, places.device)
+        cache = DynamicCache()
+        for pair, rotations in zip(self.front(self.backbone), positions.layers, strict=True):
+            turned = (
+                rerotation.apply(tensor.repeat(1, rows * documents, 1), rotation)
+                for tensor, rotation in zip(pair, rotations, strict=True)
+            )
+            cache.layers.append(plain_layer(*(tensor.unflatten(1, (rows, -1)).transpose(0, 1) for tensor in turned)))
+        return cache
+
+    def trainable_support(self) -> LinkSupport:
+        """How the backbone is linked in whole rows. Raises ValueError where it can't be; the message says why."""
+        try:
+            support = find_support(self.backbone)
+            if support.masks is None:
+                raise UnmovableError("it takes no mask by position")
+            if support.positions.length_dependent:
+                raise UnmovableError("its rotary embedding changes all keys with the length of the prompt")
+        except UnmovableError as reason:
+            raise ValueError(f"link tokens can't be trained on this backbone: {reason}") from reason
+        return support
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The backbone's; documents take `comb.PICEngine` or method ``linktokens``."""
+        return self.backbone.generate(*args, **kwargs)
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(str(self.config.kept).encode())
+        for name, parameter in self.front.named_parameters():
+            digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _place(self, dtype: torch.dtype) -> Self:
+        self.front.to(device=device_of(self.backbone.get_input_embeddings()), dtype=dtype)
+        return self
+
+
+AutoConfig.register(LinkTokensConfig.model_type, LinkTokensConfig)
+AutoModelForCausalLM.register(LinkTokensConfig, LinkTokensForCausalLM)

@@ -1,0 +1,117 @@
+"""Focus: the document tokens that the question looks at are recomputed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comb.backbones.transformers_private import can_set_attention
+from comb.linking.attention_calls import AttentionCall, watched
+from comb.linking.cache import ScatterCache, ScatteredRows, Span
+from comb.methods import register
+from comb.methods.checks import check_share, check_token_count
+from comb.methods.decoder import Decoder, PromptLayout
+
+
+@register("focus")
+class Focus(Decoder):
+    """Recomputes the `ratio` of document tokens that the query pays most attention to.
+
+    1. The query passes over the naively linked cache once, with the fresh tokens in front of it.
+    2. A document token's score is the attention that the query's tokens pay to it, added up over them, all layers and
+       all heads.
+    3. The tokens of largest score go through all layers, in the same pass as the fresh tokens, which go through them a
+       second time.
+
+    A segment that begins the prompt was compiled in its place: it is right already, and never chosen.
+
+    Args:
+        ratio: share of document tokens, above 0, at most 1 (full recompute).
+        seam: tokens at the start of each segment that are chosen before all others.
+
+    Raises:
+        ValueError: for a model whose attention can't be seen from outside.
+
+    Source: tokens chosen by the query's attention are ProphetKV's (arXiv 2602.02579) and FusionRAG's (arXiv
+    2601.12904) idea; the score is this project's, chosen among those that docs/training-free.md compares.
+    """
+
+    positional = ("ratio",)
+    chooses_by_query = True
+    with_last_token = True  # what a prompt ends with asks as much as the rest
+
+    def __init__(self, model: Any, *, ratio: float = 0.15, seam: int = 0, **parameters: Any) -> None:
+        super().__init__(model, **parameters)
+        check_share("focus:ratio", ratio)
+        check_token_count("focus:seam", seam)
+        if self.support.masks is None or not can_set_attention(self.backbone):
+            raise ValueError(
+                f"method 'focus' can't be used with this model: {type(self.backbone).__name__} computes attention in "
+                "its own code, where nobody sees what the question looks at; use 'cacheblend' or 'legolink'"
+            )
+        self.ratio = float(ratio)
+        self.seam = seam
+
+    def recomputes_nothing(self, spans: Sequence[Span]) -> bool:
+        return all(span.first for span in spans)
+
+    def choose(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
+        if self.recomputes_nothing(layout.spans):
+            return []
+        with layout.times.timed("select"):
+            return self.looked_at(layout, cache)
+
+    def looked_at(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
+        """Sorted positions of the document tokens to recompute; fresh tokens are in `cache` afterwards."""
+        last = len(layout.token_ids) - 1
+        scores = QueryAttention(cache.rows, start=min(layout.spans[-1].end, last))
+        with watched(self.backbone, scores):
+            self.run(layout, cache, sorted({*layout.fresh_rows, last}))  # a prompt may end with a document
+        movable, paid = [span for span in layout.spans if not span.first], scores.paid
+        for span in movable:
+            paid[span.start : min(span.start + self.seam, span.end)] = math.inf
+        documents = torch.tensor([position for span in movable for position in range(span.start, span.end)])
+        most = math.ceil(self.ratio * sum(span.length for span in layout.spans))
+        top = paid[documents].topk(min(most, len(documents))).indices
+        chosen: list[int] = documents[top].sort().values.tolist()
+        return chosen
+
+
+class QueryAttention:
+    """Adds up, over layers and heads, the attention that rows from position `start` on pay to each token. What a model
+    adds to its scores (soft caps, sinks) doesn't count here.
+
+    Shapes: H query heads in G groups, S rows being computed, K keys that they may see, N tokens of the prompt.
+    """
+
+    def __init__(self, rows: ScatteredRows, start: int) -> None:
+        self.rows = rows
+        self.start = start
+        self._sums: dict[torch.device, Tensor] = {}
+
+    @property
+    def paid(self) -> Tensor:
+        """The sums [N], float32, on the CPU. They are added up where the layers are, and waited for here."""
+        total = torch.zeros(self.rows.length)
+        for part in self._sums.values():
+            total += part.cpu()
+        return total
+
+    def __call__(self, call: AttentionCall) -> None:
+        """One layer's call: queries [1, H, S, D], keys [1, G, K, D], and a mask [1, 1, S, K] of bools or numbers."""
+        first = int((self.rows.positions < self.start).sum())  # rows are sorted: those that ask are the last ones
+        if first == len(self.rows.positions):
+            return
+        query = call.query[:, :, first:].unflatten(1, (call.keys.shape[1], -1)).float()
+        scores = query @ call.keys[:, :, None].float().transpose(-1, -2) * call.scale
+        if call.mask is not None:
+            mask = call.mask[:, :, None, first:]
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        paid = scores.softmax(-1).sum(dim=(0, 1, 2, 3))
+        if paid.device not in self._sums:
+            self._sums[paid.device] = torch.zeros(self.rows.length, device=paid.device)
+        self._sums[paid.device][: len(paid)] += paid

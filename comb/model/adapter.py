@@ -1,0 +1,248 @@
+"""What all kinds of adapters on a frozen backbone share: loading, saving and publishing, in the way of Hugging Face."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from comb.backbones.adapter import AdapterConfig
+from comb.backbones.discovery import UnsupportedBackboneError
+from comb.backbones.fingerprint import check_fingerprint, fingerprint
+from comb.backbones.identity import forget_identity
+from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, load_backbone
+from comb.backbones.tokenizer import tokenizer_fingerprint
+from comb.model.weights import load_adapter, read_weights
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+class AdapterModel(PreTrainedModel):
+    """A frozen backbone with something trained beside it; a kind of adapter is a subclass with a `config_class`.
+
+    Its weights are those of the submodules that its configuration names (`AdapterConfig.parts`).
+    """
+
+    base_model_prefix = "backbone"
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    backbone: PreTrainedModel
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *model_args: Any,
+        backbone: str | Path | PreTrainedModel | None = None,
+        config: AdapterConfig | str | Path | None = None,
+        adapter_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Loads an adapter folder (or Hub id) and the backbone it belongs to.
+
+        Args:
+            backbone: a loaded backbone, or where to load it from, instead of the one named in the checkpoint.
+            adapter_dtype: dtype of the adapter's weights; by default `dtype` if given, else as they were saved.
+            kwargs: `revision` and `subfolder` say where the adapter is; other hub arguments (`token`, `cache_dir`,
+                ...) hold for both; everything else (`dtype`, `device_map`, `attn_implementation`, ...) is for
+                loading the backbone.
+
+        Raises:
+            ValueError: if the backbone isn't the adapter's, the adapter's weights are missing or not finite, or an
+                argument has no meaning here.
+        """
+        kwargs.pop("adapter_kwargs", None)  # transformers' own, for peft adapters
+        if model_args or kwargs.pop("output_loading_info", False):
+            raise ValueError("positional model arguments and output_loading_info are not supported for COMB adapters")
+        place = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs} | place
+        settings: Any = (
+            config
+            if isinstance(config, AdapterConfig)
+            else cls.config_class.from_pretrained(name_or_path if config is None else config, **hub)
+        )
+        for name in ("attn_implementation", "experts_implementation"):
+            # AutoModel has moved it into the configuration; the backbone needs it as an argument
+            chosen = getattr(settings, f"_{name}", None)
+            if chosen is not None and not isinstance(backbone, PreTrainedModel):
+                kwargs.setdefault(name, chosen)
+        if kwargs.get("attn_implementation") is not None:
+            settings._attn_implementation = kwargs["attn_implementation"]
+        dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        if backbone is None:
+            # absolute from here on, so that the model can be saved elsewhere
+            settings.backbone_name_or_path = backbone_beside(settings.backbone_name_or_path, name_or_path)
+            loaded = load_backbone(settings.backbone_name_or_path, revision=settings.backbone_revision, **kwargs)
+        elif isinstance(backbone, PreTrainedModel):
+            loading = {key: value for key, value in kwargs.items() if key not in HUB_ARGUMENTS and value is not None}
+            loaded = load_backbone(backbone, **loading)
+        else:
+            loaded = load_backbone(backbone, **kwargs)
+        if settings.backbone_fingerprint is not None:
+            check_fingerprint(loaded, settings.backbone_fingerprint, settings.backbone_name_or_path)
+        model = cls(settings, loaded)
+        saved = load_adapter(model, read_weights(name_or_path, **hub), name_or_path)
+        if adapter_dtype is None:
+            adapter_dtype = saved if dtype in (None, "auto") else floating(loaded.dtype)
+        model._place(adapter_dtype).eval()
+        return model
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        tokenizer: Any = None,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        private: bool = False,
+        token: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the adapter alone: config, trained parameters, generation config and a model card.
+
+        Args:
+            tokenizer: written beside it; its fingerprint goes into the configuration, so that another tokenizer
+                is noticed when the adapter is used.
+            push_to_hub, repo_id, private, token: publish the folder afterwards, as `comb push` does.
+            state_dict, kwargs: as in transformers.
+        """
+        from comb.hub.push import push, write_card  # only saving renders a card
+
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        if tokenizer is not None:
+            self.config.tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
+            tokenizer.save_pretrained(folder)
+        # our names are the format: conversions that transformers knows for the backbone's weights don't apply
+        kwargs.setdefault("save_original_format", False)
+        weights = self.state_dict() if state_dict is None else state_dict
+        adapter = {name: tensor for name, tensor in weights.items() if not name.startswith("backbone.")}
+        super().save_pretrained(folder, state_dict=adapter, **kwargs)
+        write_card(self.config, folder)
+        if push_to_hub:
+            push(folder, repo_id or folder.name, private=private, api=_api(token))
+
+    def push_to_hub(
+        self, repo_id: str, *, tokenizer: Any = None, private: bool = False, token: str | None = None, **kwargs: Any
+    ) -> str:
+        """Publishes the adapter with its card, and the tokenizer if given. Returns the commit's address.
+
+        Args:
+            kwargs: as for `save_pretrained`.
+        """
+        from comb.hub.push import push
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, tokenizer=tokenizer, **kwargs)
+            return push(folder, repo_id, private=private, api=_api(token))
+
+    @abstractmethod
+    def _place(self, dtype: torch.dtype) -> Self:
+        """Moves each part of the adapter to where the backbone needs it, in `dtype`."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass  # an adapter is initialised by its from_backbone, or loaded
+
+    def train(self, mode: bool = True) -> Self:
+        """As in torch. Optimizers may write weights behind torch's back, so PICaches of before are not trusted."""
+        for name in self.config.parts if mode else ():
+            forget_identity(self.get_submodule(name))
+        super().train(mode)
+        return self
+
+    def num_trainable_parameters(self) -> tuple[int, int]:
+        """(trainable, all) parameter counts."""
+        trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        return trainable, sum(parameter.numel() for parameter in self.parameters())
+
+    def print_trainable_parameters(self) -> None:
+        """Prints how many parameters train, as peft does."""
+        trainable, total = self.num_trainable_parameters()
+        share = 100 * trainable / total
+        print(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {share:.4f}")  # noqa: T201
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """The backbone's, which is what generation uses."""
+        return self.backbone.generation_config if "backbone" in self._modules else None
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig) -> None:
+        if "backbone" in self._modules:  # transformers sets a default before there is one
+            self.backbone.generation_config = value
+
+    def get_input_embeddings(self) -> Any:
+        """The backbone's embedding table."""
+        return self.backbone.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        """The backbone's head."""
+        return self.backbone.get_output_embeddings()
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: the adapter belongs to the backbone's vocabulary as it is."""
+        raise ValueError(f"resize the backbone's embeddings before {type(self).__name__}.from_backbone, not afterwards")
+
+
+def frozen_backbone(
+    name_or_model: str | Path | PreTrainedModel, *, revision: str | None, **loading: Any
+) -> PreTrainedModel:
+    """A causal language model to put an adapter on, loaded if it isn't yet.
+
+    Raises:
+        UnsupportedBackboneError: for a model that is an adapter on a backbone already.
+    """
+    backbone = load_backbone(name_or_model, revision=revision, **loading)
+    if isinstance(backbone, AdapterModel):
+        raise UnsupportedBackboneError(
+            "this model is a COMB adapter on a backbone already: load it with from_pretrained, or give its "
+            "backbone (model.backbone)"
+        )
+    return backbone
+
+
+def of_backbone(
+    name_or_model: str | Path | PreTrainedModel, backbone: PreTrainedModel, revision: str | None
+) -> dict[str, Any]:
+    """What an adapter's configuration says of its backbone: the fields of `AdapterConfig`."""
+    name = str(backbone.config._name_or_path if isinstance(name_or_model, nn.Module) else name_or_model)
+    return {
+        # a folder is found again from anywhere; "./x" would mean "beside the adapter"
+        "backbone_name_or_path": str(Path(name).resolve()) if name and Path(name).exists() else name,
+        "backbone_revision": revision,
+        # a copy: setting an attention implementation on a configuration reaches into its sub-configurations
+        "backbone_config": copy.deepcopy(backbone.config),
+        # without weights (on the meta device) there is nothing to know them by
+        "backbone_fingerprint": None if backbone.device.type == "meta" else fingerprint(backbone),
+    }
+
+
+def floating(dtype: torch.dtype) -> torch.dtype:
+    """An adapter's dtype on a backbone of this one."""
+    return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32  # quantised backbones
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: its parameters' device, or, with accelerate's offloading, where they are brought."""
+    execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if execution is not None:
+        return torch.device(execution)
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def _api(token: str | None) -> HfApi | None:
+    from huggingface_hub import HfApi
+
+    return None if token is None else HfApi(token=token)

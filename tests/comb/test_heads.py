@@ -1,0 +1,327 @@
+"""Heads: computed once for all methods and engines on a backbone, exactly, and every computed token is counted."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comb import PICEngine, methods
+from comb.linking.cache import RoomyLayer, plain_layer
+from comb.methods import heads
+from comb.methods.base import DecodeState, LinkRequest
+from comb.methods.heads import head_cache_of
+from tests.comb.test_conversation import engine_of
+from tests.comb.test_conversation import model_of as text_model
+from tests.helpers.families import tiny
+from tests.helpers.hybrids import tiny_hybrid
+from tests.helpers.layer_tokens import layer_tokens
+from tests.helpers.tiny_engine import CITY, LAKE, QUESTION, TEMPLATE, idle, make_backbone, make_comb, make_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXACT, CONTROL = 2e-5, 1e-3
+_generator = torch.Generator().manual_seed(1)
+
+
+def ids(count: int) -> list[int]:
+    return torch.randint(3, 100, (count,), generator=_generator).tolist()
+
+
+HEAD, DOCUMENTS, QUERY = ids(40), [ids(41), ids(30)], ids(6)
+SYSTEM = "You answer in a few words, from the documents, and never from memory. " * 3
+
+# the query and, of each document, what the method recomputes: 4 at the start of each, of 71 tokens 0.3 and all in one
+# of four layers, 4 and 4 at both ends
+WARM = {
+    "naive": 6, "block": 6, "legolink-0": 6, "legolink:4": 6 + 8, "attnlink:4": 6 + 6, "prefix": 6,
+    "cacheblend:0.3": 6 + 22 + math.ceil((71 + 5) / 4), "naive:quantize=int8": 6,
+}  # fmt: skip
+WARM_HYBRID = {"hypic:4": 6 + 16, "hypic:4,packed=false": 6 + 16, "addition": 6, "prefix": 6}
+ATTENTION = ("llama", "gemma3", "mistral", "deepseek_v3", "bloom", "qwen3")
+HYBRIDS = ("qwen3_next", "bamba", "minimax", "jamba", "lfm2", "falcon_h1", "mamba", "mamba2")
+CASES = [
+    *((family, spec) for family in ATTENTION for spec in WARM if family in ("llama", "mistral") or spec != "block"),
+    *((family, spec) for family in HYBRIDS for spec in WARM_HYBRID),
+]
+
+
+@cache
+def model_of(family: str) -> Any:
+    if family == "mistral":  # a window that ends inside of the head
+        return tiny(family, std=0.15, sliding_window=90)
+    return tiny_hybrid(family) if family in HYBRIDS else tiny(family, std=0.15)
+
+
+@pytest.fixture(autouse=True)
+def empty() -> None:
+    """Models are shared by the tests, their heads aren't."""
+    for family in (*ATTENTION, *HYBRIDS):
+        head_cache_of(model_of(family)).clear()
+
+
+def linked(method: Any, picaches: Any, head: Any = HEAD, query: Any = QUERY, salt: str = "") -> tuple[DecodeState, int]:
+    """The state of a prompt, its logits read once, and the tokens that this took."""
+    with layer_tokens(method.backbone) as passed:
+        state = method.link_batch([LinkRequest(picaches, query, head, salt=salt)])
+        _ = state.logits
+    return state, passed.tokens
+
+
+def afresh(method: Any, picaches: Any, monkeypatch: pytest.MonkeyPatch, head: Any = HEAD, query: Any = QUERY) -> Tensor:
+    """Logits with a head that is computed with all the rest, as if nothing were ever cached."""
+    if method.name == "prefix":
+        method = methods.create("full", method.model)
+    with monkeypatch.context() as patched:
+        for module in ("decoder", "hypic"):
+            patched.setattr(f"comb.methods.{module}.behind_head", lambda method, row, past: (past, 0, row))
+        state, tokens = linked(method, picaches, head, query)
+    assert (state.head_tokens, tokens >= len(head) + len(query)) == (0, True)
+    return state.logits
+
+
+def error(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max() / right.abs().max())
+
+
+@pytest.mark.parametrize(("family", "spec"), CASES)
+def test_a_warm_question_computes_neither_head_nor_documents(
+    family: str, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = methods.create(spec, model_of(family))
+    picaches = method.compile(DOCUMENTS)
+    expected = afresh(method, picaches, monkeypatch)
+    first, cold = linked(method, picaches)
+    again, warm = linked(method, picaches)
+    assert (first.computed, again.computed) == ((cold,), (warm,))
+    assert (first.head_tokens, again.head_tokens) == (0, len(HEAD))
+    assert cold >= len(HEAD) + warm
+    most = (WARM_HYBRID if family in HYBRIDS else WARM)[spec.removesuffix(",packed=false")]
+    if spec.startswith("cacheblend") and family == "bloom":  # run by run, no pass is broken off
+        most += 76 - 76 // 4
+    assert warm == most
+    for state in (first, again):
+        assert error(state.logits, expected) < EXACT
+    # the control: another head is another answer
+    assert error(linked(method, picaches, HEAD[::-1])[0].logits, expected) > CONTROL
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "bloom", "qwen3_next", "jamba", "minimax"])
+@pytest.mark.parametrize("documents", [0, 2])
+def test_questions_without_documents_or_query(family: str, documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = methods.create("hypic:4" if family in HYBRIDS else "legolink:4", model_of(family))
+    picaches, query = method.compile(DOCUMENTS[:documents]), QUERY if documents == 0 else []
+    expected = afresh(method, picaches, monkeypatch, query=query)
+    for reused in (0, len(HEAD)):
+        state, tokens = linked(method, picaches, query=query)
+        assert (state.head_tokens, state.computed) == (reused, (tokens,))
+        assert error(state.logits, expected) < EXACT
+    assert tokens == (6 if documents == 0 else 16 if family in HYBRIDS else 9)
+    alone, tokens = linked(method, [], query=[])  # a head and nothing else: its last token has to be computed
+    assert tokens == len(HEAD)
+    if documents == 0:
+        assert error(alone.logits, expected) > CONTROL
+
+
+def test_methods_share_a_head() -> None:
+    for family, specs in (("llama", WARM), ("qwen3_next", WARM_HYBRID)):
+        first, *others = (methods.create(spec, model_of(family)) for spec in specs)
+        assert linked(first, first.compile(DOCUMENTS))[0].head_tokens == 0
+        for other in others:
+            assert linked(other, other.compile(DOCUMENTS))[0].head_tokens == len(HEAD)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next", "jamba"])
+def test_a_new_head_is_found_as_far_as_it_begins_like_another(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = methods.create("hypic:4" if family in HYBRIDS else "naive", model_of(family))
+    picaches = method.compile(DOCUMENTS)
+    linked(method, picaches, [])  # what is tried out once, is
+    # what comes, and how much of it is there: states can't be cut, but once two heads have parted there is one
+    cuts = family not in HYBRIDS
+    steps = [
+        (HEAD, 0), ([*HEAD[:30], HEAD[30] - 1, *ids(8)], 30 if cuts else 0), ([*HEAD[:30], HEAD[30] - 2, *ids(19)], 30),
+        (HEAD[:-1], 39 if cuts else 30), ([*HEAD, 7], 40), ([HEAD[0] - 1, *HEAD[1:]], 0),
+        ([*HEAD[:15], HEAD[15] - 1], 0),
+    ]  # fmt: skip
+    for head, reused in steps:
+        state, tokens = linked(method, picaches, head)
+        assert (state.head_tokens, state.computed) == (reused, (tokens,)), head
+        again, _ = linked(method, picaches, head)
+        assert again.head_tokens == len(head)
+        expected = afresh(method, picaches, monkeypatch, head)
+        assert error(state.logits, expected) < EXACT
+        assert error(again.logits, expected) < EXACT
+    head_cache_of(method.backbone).store.check_integrity()
+
+
+def test_one_other_token_or_weight_or_tenant_is_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", std=0.15)
+    method = methods.create("naive", model)
+    picaches = method.compile(DOCUMENTS)
+    assert linked(method, picaches)[0].head_tokens == 0
+    for place in (0, 20, 39):
+        other = [*HEAD[:place], HEAD[place] + 1, *HEAD[place + 1 :]]
+        state, _ = linked(method, picaches, other, salt=f"place {place}")
+        assert state.head_tokens == 0
+        assert error(state.logits, afresh(method, picaches, monkeypatch, other)) < EXACT
+    assert linked(method, picaches, salt="tenant")[0].head_tokens == 0
+    assert linked(method, picaches)[0].head_tokens == len(HEAD)
+    with torch.no_grad():  # a fine-tune of the same object
+        model.model.layers[1].mlp.down_proj.weight[0, 0] += 0.5
+    picaches = method.compile(DOCUMENTS)
+    state, _ = linked(method, picaches)
+    assert state.head_tokens == 0
+    assert error(state.logits, afresh(method, picaches, monkeypatch)) < EXACT
+    # copies and pickles of a model take no cached head along
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert linked(methods.create("naive", clone), picaches)[0].head_tokens == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next", "minimax"])
+def test_what_is_linked_never_changes_the_cached_head(family: str) -> None:
+    method = methods.create("hypic:4" if family in HYBRIDS else "cacheblend:0.3", model_of(family))
+    picaches, expected = method.compile(DOCUMENTS), None
+    for _ in range(3):
+        for documents in (picaches, []):
+            state, _ = linked(method, documents)
+            state.generate(max_new_tokens=4, do_sample=False, num_beams=2)
+            logits = state.logits
+            if documents:
+                expected = logits if expected is None else expected
+                assert error(logits, expected) < EXACT
+            for layer in state.past_key_values.layers:  # somebody scribbles over all that was handed out
+                for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+                    if tensor is not None:
+                        tensor.fill_(7.0)
+                for states in (getattr(layer, "recurrent_states", {}), getattr(layer, "conv_states", {})):
+                    for tensor in states.values():
+                        if tensor is not None:
+                            tensor.fill_(7.0)
+            assert error(state.logits, logits) > CONTROL  # the control: it was handed out
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "HEAD_BYTES", 3 * 40 * 4 * 2 * 2 * 8 * 4)  # three heads of the tiny model
+    model = tiny("llama", std=0.15)
+    method = methods.create("naive", model)
+    picaches = method.compile(DOCUMENTS)
+    every = [ids(40) for _ in range(6)]
+    asked = [*every, *every[:2], every[5], every[0]]
+    assert [linked(method, picaches, head)[0].head_tokens for head in asked] == [0] * 8 + [40] * 2
+    store = head_cache_of(model).store
+    assert 0 < store.stats().tiers["device"].bytes <= heads.HEAD_BYTES
+    for _ in range(2):  # longer than all of it: used, not kept
+        state, tokens = linked(method, picaches, ids(125))
+        assert (state.head_tokens, tokens) == (0, 125 + 6)
+    head = ids(125)
+    assert error(linked(method, picaches, head)[0].logits, afresh(method, picaches, monkeypatch, head)) < EXACT
+    monkeypatch.setattr(heads, "_MOST_HEADS", 4)
+    for head in every:
+        linked(method, picaches, head[1:])
+    assert len(head_cache_of(model)._ends) <= 4
+    store.check_integrity()
+
+
+def test_a_cached_head_follows_a_layer_to_its_device() -> None:
+    """A model's later layers may lie on another device than its embeddings, and so than the cached head."""
+    kept = torch.ones(1, 2, 5, 4)
+    layer, new = RoomyLayer.of(plain_layer(kept, kept), 9), torch.empty(1, 2, 3, 4, device="meta")
+    for length in (8, 11):
+        assert {(tensor.device.type, tensor.shape[2]) for tensor in layer.update(new, new)} == {("meta", length)}
+    assert kept.device.type == "cpu"
+
+
+# ---- the engine ----
+
+
+@pytest.mark.parametrize("spec", ["full", "prefix", "naive", "legolink:4", "legolink-0", "cacheblend:0.3", "comb"])
+def test_reports_count_every_token(spec: str) -> None:
+    model = make_comb(make_backbone())
+    engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method=spec)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    found = []
+    for new in (1, 4, 1):
+        with layer_tokens(model.backbone) as passed:
+            report = engine.chat(messages, [LAKE, CITY], max_new_tokens=new).report
+        assert report.computed_tokens == passed.tokens - (new - 1), (spec, new)  # a pass for each token but the first
+        found.append(report)
+    cold, _, warm = found
+    documents = sum(document.tokens for document in cold.documents)
+    rest = warm.prompt_tokens - (0 if spec == "comb" else documents)
+    if spec in ("full", "comb"):
+        assert cold.computed_tokens == warm.computed_tokens == warm.prompt_tokens
+        return
+    head = len(f"<|system|>{SYSTEM}") + 1 + len("<|user|>")
+    assert (cold.head_tokens, warm.head_tokens) == (0, head)
+    selected = math.ceil((documents + rest - head - 1) / 2) if "blend" in spec else 0  # in one of two layers
+    assert warm.computed_tokens == rest - head + warm.recomputed_tokens + selected
+    assert cold.computed_tokens >= warm.computed_tokens + head + documents
+    assert (cold.compiled_tokens, warm.compiled_tokens) == (
+        {"prefix": 0, "legolink-0": documents + 8}.get(spec, documents),
+        0,
+    )
+    assert f"of a cached head), {warm.computed_tokens} computed," in str(warm)
+    idle(engine.store)
+
+
+def test_a_document_of_a_batch_is_compiled_once() -> None:
+    engine = PICEngine(make_backbone(), make_tokenizer(), method="naive")
+    with layer_tokens(engine.model) as passed:
+        answers = engine.ask_batch([(QUESTION, [LAKE, CITY]), ("How small?", [CITY, LAKE, CITY])], max_new_tokens=1)
+    assert sum(answer.report.computed_tokens for answer in answers) == passed.tokens
+    assert [answer.report.compiled_tokens for answer in answers] == [len(LAKE) + len(CITY) + 2, 0]
+
+
+def test_engines_and_conversations_share_heads() -> None:
+    messages = [{"role": "system", "content": SYSTEM}]
+    question = [*messages, {"role": "user", "content": "who?"}]
+    documents = ["The mill burnt down in spring.", "Rill is a small city by the sea."]
+    for family, specs in (("llama", ("naive", "legolink:2", "prefix")), ("bamba", ("hypic:4", "addition"))):
+        head_cache_of(text_model(family)).clear()
+        first, *others = (engine_of(family, spec) for spec in specs)
+        assert first.chat(question, documents, max_new_tokens=2).report.head_tokens == 0
+        for engine in (first, *others):
+            report = engine.chat(question, documents, max_new_tokens=2).report
+            assert report.head_tokens > len(SYSTEM)
+            chat = engine.conversation(documents, messages=messages)
+            turns = [chat.ask(text, max_new_tokens=2).report for text in ("who?", "when?")]
+            assert turns[0].head_tokens == report.head_tokens
+            assert (turns[1].head_tokens, turns[1].continued_tokens > report.head_tokens) == (0, True)
+            with layer_tokens(engine.method.backbone) as passed:
+                last = chat.ask("where?", max_new_tokens=1).report
+            assert last.computed_tokens == passed.tokens == last.prompt_tokens - last.continued_tokens
+        assert engine_of(family, specs[0], salt="x").chat(question, documents, max_new_tokens=1).report.head_tokens == 0
+        engine.heads.clear()
+        assert first.chat(question, documents, max_new_tokens=1).report.head_tokens == 0
+
+
+def test_threads_share_a_head() -> None:
+    backbone = make_backbone()
+    tokenizer = make_tokenizer(template=TEMPLATE)
+    engines = [PICEngine(backbone, tokenizer, method=spec) for spec in ("naive", "legolink:4", "prefix", "cacheblend")]
+    systems = [SYSTEM, SYSTEM + "Be brief.", SYSTEM[:100] + "Take your time. " * 5]
+
+    def ask(number: int) -> tuple[int, ...]:
+        messages = [{"role": "system", "content": systems[number % 3]}, {"role": "user", "content": QUESTION}]
+        return engines[number % 4].chat(messages, [LAKE, CITY], max_new_tokens=4).token_ids
+
+    expected = [ask(number) for number in range(12)]
+    for engine in engines:
+        engine.store.clear()
+    engines[0].heads.clear()
+    before = engines[0].heads.store.stats().misses
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, list(range(12)) * 3)) == expected * 3
+    assert len(set(expected)) > 4
+    stats = engines[0].heads.store.stats()
+    assert (stats.in_use, stats.misses - before) == (0, 5)  # what two of them share is a piece of its own
+    for engine in engines:
+        idle(engine.store)
+    idle(engines[0].heads.store)

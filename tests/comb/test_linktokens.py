@@ -1,0 +1,231 @@
+"""Link tokens: `naive` over documents that begin with them, on every family; without documents the backbone itself."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from comb import LinkTokensConfig, LinkTokensForCausalLM, PICacheStore, PICEngine, Prompt, PromptBuilder, methods
+from comb.backbones.discovery import UnsupportedBackboneError
+from comb.cli.doctor import check_methods
+from comb.cli.main import app
+from comb.engine.construction import make_method
+from comb.hub.push import plan_push
+from comb.linktokens.config import FORMS
+from comb.methods.base import DecodeState
+from comb.model.source import ModelSource
+from tests.helpers.byte_text import byte_tokenizer
+from tests.helpers.families import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LINK = [40, 41, 42]
+HEAD, GAPS, QUERY, ANSWER = [1, 5], [[60], []], [7, 8, 9], [50, 51]
+DOCUMENTS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mistral", "deepseek_v3", "yarn", "gptj", "cohere2", "bloom")
+
+
+def adapter(family: str = "llama", form: str = "keys_values", **options: Any) -> LinkTokensForCausalLM:
+    model = tiny(family, std=0.15)
+    return LinkTokensForCausalLM.from_backbone(
+        model, **{"num_link_tokens": 3, "token_ids": LINK, "form": form, **options}
+    )
+
+
+def link(model: Any, method: str, documents: list[list[int]], spec: str = "") -> DecodeState:
+    made = methods.create(method + spec, model)
+    return made.link(made.compile(documents), QUERY, head_ids=HEAD, gaps=GAPS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_link_tokens_of_real_tokens_are_naive_over_documents_that_begin_with_them(family: str, form: str) -> None:
+    model = adapter(family, form)
+    found = link(adapter(family, form, kept=True), "linktokens", DOCUMENTS)
+    expected = link(model.backbone, "naive", [LINK + document for document in DOCUMENTS])
+    torch.testing.assert_close(found.answer_logits(ANSWER), expected.answer_logits(ANSWER), rtol=1e-5, atol=2e-5)
+    assert found.recomputed == (0,)
+    without = link(model.backbone, "naive", DOCUMENTS).answer_logits(ANSWER)
+    dropped = link(model, "linktokens", DOCUMENTS).answer_logits(ANSWER)
+    assert (found.answer_logits(ANSWER) - without).abs().max() > 1e-3
+    assert (dropped - without).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_document_behind_a_head_that_the_link_tokens_are_is_full_recompute(family: str, form: str) -> None:
+    model = adapter(family, form)
+    for head, same in ((LINK, True), (LINK[::-1], False)):
+        found, full = (
+            made.link(made.compile(DOCUMENTS[:1]), QUERY, head_ids=head).answer_logits(ANSWER)
+            for made in (methods.create("linktokens", model), methods.create("full", model))
+        )
+        assert torch.allclose(found, full, rtol=1e-4, atol=2e-5) == same
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_rows_in_training_are_what_is_linked(family: str, kept: bool) -> None:
+    """Several rows with other numbers of documents, padded; with gradients for what is learned alone."""
+    model = adapter(family, kept=kept)
+    documents = [DOCUMENTS, DOCUMENTS[:1]]
+    prompts = [Prompt(tuple(HEAD), tuple(map(tuple, row)), tuple(QUERY)) for row in documents]
+    longest = max(len(prompt.flat) for prompt in prompts) + len(ANSWER)
+    ids, segments = torch.zeros(2, longest, dtype=torch.long), torch.full((2, longest), -1)
+    for row, prompt in enumerate(prompts):
+        tokens = [*prompt.flat, *ANSWER]
+        numbers = [0, 0, *(n for n, document in enumerate(prompt.segments, 1) for _ in document), *[0] * 5]
+        ids[row, : len(tokens)], segments[row, : len(tokens)] = torch.tensor(tokens), torch.tensor(numbers)
+    logits = model(ids, segments=segments).logits
+    bare = model(ids, segments=segments, linked=False).logits
+    method = methods.create("linktokens", model)
+    for row, prompt in enumerate(prompts):
+        last = len(prompt.flat) - 1
+        linked = method.link(method.compile(prompt.segments), QUERY, head_ids=HEAD).answer_logits(ANSWER)
+        torch.testing.assert_close(logits[row, last : last + 2].float(), linked, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            alone = model(torch.tensor([HEAD + QUERY + ANSWER])).logits[0, -3:-1]
+        torch.testing.assert_close(bare[row, last : last + 2], alone, rtol=1e-4, atol=1e-5)
+    logits.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert {name.partition(".")[0] for name in gradients} == {"front"}
+    assert all(float(gradient.abs().sum()) > 0 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_doctor_finds_it_safe(kept: bool) -> None:
+    [verdict] = check_methods(adapter(kept=kept), ["linktokens"])
+    assert verdict.checks
+    assert verdict.passed
+
+
+def test_documents_in_any_order_and_in_eight_bits() -> None:
+    model = adapter(kept=True)
+    method = methods.create("linktokens", model)
+    picaches = method.compile(DOCUMENTS)
+    again = method.compile(DOCUMENTS[::-1])[::-1]
+    for one, other in zip(picaches, again, strict=True):
+        assert all(torch.equal(one.tensors()[name], tensor) for name, tensor in other.tensors().items())
+    assert [picache.num_tokens for picache in picaches] == [len(document) + 3 for document in DOCUMENTS]
+    exact = link(model, "linktokens", DOCUMENTS).answer_logits(ANSWER)
+    rounded = link(model, "linktokens", DOCUMENTS, ":quantize=int8").answer_logits(ANSWER)
+    assert 0 < float((exact - rounded).abs().max()) < 0.1
+
+
+def test_without_documents_it_is_the_backbone_to_the_bit() -> None:
+    model, ids = adapter(), torch.tensor([HEAD + QUERY])
+    plain = tiny("llama", std=0.15)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    tokens = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(tokens, plain.generate(ids, max_new_tokens=4, do_sample=False))
+    assert torch.equal(link(model, "full", DOCUMENTS).logits, link(plain, "full", DOCUMENTS).logits)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_is_a_folder_of_kilobytes(form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny("llama", std=0.15).save_pretrained(tmp_path / "backbone")
+    model = LinkTokensForCausalLM.from_backbone(
+        str(tmp_path / "backbone"), num_link_tokens=3, token_ids=LINK, form=form
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    with caplog.at_level(logging.WARNING, logger="comb"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert not caplog.records
+    assert isinstance(loaded, LinkTokensForCausalLM)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path / "adapter"), LinkTokensConfig)
+    assert loaded.fingerprint == model.fingerprint
+    assert torch.equal(link(loaded, "linktokens", DOCUMENTS).logits, link(model, "linktokens", DOCUMENTS).logits)
+    assert (tmp_path / "adapter" / "model.safetensors").stat().st_size < 10_000
+    elsewhere = ModelSource(str(tmp_path / "adapter"), {"backbone": str(tmp_path / "backbone")}).load()
+    assert elsewhere.fingerprint == model.fingerprint
+    plan = plan_push(tmp_path / "adapter", "me/links")
+    assert {"config.json", "model.safetensors", "README.md"} <= {name for name, _ in plan.files}
+    assert "3 learned\nlink tokens" in plan.card
+    with pytest.raises(ValueError, match="embedding differs"):
+        LinkTokensForCausalLM.from_pretrained(tmp_path / "adapter", backbone=tiny("llama", seed=1))
+    with pytest.raises(ValueError, match="not an adapter of link tokens"):
+        LinkTokensForCausalLM.from_pretrained(tmp_path / "backbone")
+
+
+def test_it_is_asked_by_its_own_method(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    backbone = tiny("llama", std=0.15)
+    backbone.resize_token_embeddings(len(tokenizer))
+    backbone.save_pretrained(tmp_path / "backbone")
+    model = LinkTokensForCausalLM.from_backbone(str(tmp_path / "backbone"), num_link_tokens=3)
+    model.save_pretrained(tmp_path / "adapter", tokenizer=tokenizer)
+    store = PICacheStore(disk_path=tmp_path / "store")
+    engine = PICEngine.from_pretrained(tmp_path / "adapter", store=store)
+    reports = [engine.ask("What?", ["a text", "b"], max_new_tokens=3).report for _ in range(2)]
+    assert [report.method for report in reports] == ["linktokens"] * 2
+    assert [[each.state for each in report.documents] for report in reports] == [["compiled"] * 2, ["hit"] * 2]
+    assert reports[1].recomputed_tokens == 0
+    off = engine.ask("What?", ["a text"], max_new_tokens=3, encoder=False)
+    assert off.text == PICEngine(backbone, tokenizer, method="full").ask("What?", ["a text"], max_new_tokens=3).text
+    store.flush()
+    later = PICEngine.from_pretrained(tmp_path / "adapter", store=PICacheStore(disk_path=tmp_path / "store"))
+    assert [each.state for each in later.ask("What?", ["b"], max_new_tokens=3).report.documents] == ["hit"]
+    (tmp_path / "a.txt").write_text("a text")
+    asked = CliRunner().invoke(
+        app, ["ask", str(tmp_path / "adapter"), "What?", "--doc", str(tmp_path / "a.txt"), "--max-new-tokens", "2"]
+    )
+    assert asked.exit_code == 0, asked.output
+    assert "linktokens" in asked.output
+
+
+def test_link_tokens_that_are_the_chat_templates_head_need_no_training() -> None:
+    tokenizer = byte_tokenizer()
+    backbone = tiny("llama", std=0.15, vocab_size=len(tokenizer))
+    head = PromptBuilder(tokenizer).build("any question", [[0]]).head
+    assert head
+    engine = PICEngine(LinkTokensForCausalLM.from_backbone(backbone, token_ids=head), tokenizer)
+    full = PICEngine(backbone, tokenizer, method="full")
+    answers = [each.ask("What?", ["a longer text"], max_new_tokens=6) for each in (engine, full)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].report.recomputed_tokens == 0
+
+
+def test_picaches_of_other_link_tokens_are_refused() -> None:
+    model, other = adapter(), adapter(token_ids=[40, 41, 43])
+    picaches = methods.create("linktokens", model).compile(DOCUMENTS)
+    for another in (other, adapter(kept=True)):
+        with pytest.raises(ValueError, match="compile the document again"):
+            methods.create("linktokens", another).link(picaches, QUERY)
+    before = model.fingerprint
+    with torch.no_grad():
+        model.front.values[1][0, 0, 0] += 1
+    assert model.fingerprint != before
+    with pytest.raises(ValueError, match="compile the document again"):
+        methods.create("linktokens", model).link(picaches, QUERY)
+    with pytest.raises(ValueError, match="compile the document again"):
+        methods.create("naive", model).link(picaches, QUERY)
+
+
+def test_what_has_no_link_tokens_or_can_not_have_them() -> None:
+    with pytest.raises(ValueError, match=r"has none: train some with `comb train"):
+        methods.create("linktokens", tiny("llama"))
+    with pytest.raises(ValueError, match="trained encoder"):
+        make_method("comb", adapter(), {}, PICacheStore(), "")
+    with pytest.raises(UnsupportedBackboneError, match="adapter on a backbone already"):
+        LinkTokensForCausalLM.from_backbone(adapter())
+    with pytest.raises(ValueError, match="form is embeddings or keys_values"):
+        adapter(form="words")
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        adapter(num_link_tokens=0)
+    with pytest.raises(ValueError, match="expected 3 tokens, one for each link token, got 2"):
+        adapter(token_ids=[4, 5])
+    for family, why in {"gpt2": "learned absolute positions", "qwen3_next": "keep a state"}.items():
+        with pytest.raises(UnsupportedBackboneError, match=f"can't be put on this backbone: .*{why}"):
+            adapter(family)
+    with pytest.raises(ValueError, match="takes no mask by position"):
+        adapter("bloom")(torch.tensor([[5, 6]]), segments=torch.tensor([[1, 0]]))
+    long = methods.create("linktokens", adapter())
+    with pytest.raises(ValueError, match="at most 252 at once"):
+        long.compile([[5] * 253])
