@@ -25,7 +25,7 @@ import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["COMB_INSTANCE_DIR"])
 (folder / "pool-0").write_text("x")
 seen = pathlib.Path({seen!r})
-keep = {{name: os.environ[name] for name in os.environ if name.startswith(("COMB_", "VLLM_PLUGINS", "PROM"))}}
+keep = {{name: os.environ[name] for name in os.environ if name.startswith(("COMB_", "VLLM_", "PROM"))}}
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 seen.with_suffix(".tmp").write_text(json.dumps({{"argv": sys.argv[1:], "environment": keep, "pid": os.getpid()}}))
 seen.with_suffix(".tmp").rename(seen)
@@ -86,13 +86,14 @@ def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, m
     assert argv[4:10] == [
         "--kv-transfer-config", '{"kv_role": "kv_both"}', "--scheduler-cls", "a.B", "--no-such", "--no-other",
     ]  # fmt: skip
-    assert told(seen)["environment"]["COMB_POOL_BYTES"] == "9"
+    environment = told(seen)["environment"]
+    assert (environment["COMB_POOL_BYTES"], environment["VLLM_CPU_NUM_OF_RESERVED_CPU"]) == ("9", "1")
     seen.unlink()
     full = ServeOptions("nano", method="full")
     named = ["--served-model-name", "mine"]
     launch(full, named, pool_bytes=9, root=tmp_path, server=[sys.executable, "-c", code])
     assert told(seen)["argv"][2:4] == named
-    assert "COMB_POOL_BYTES" not in told(seen)["environment"]
+    assert not {"COMB_POOL_BYTES", "VLLM_CPU_NUM_OF_RESERVED_CPU"} & told(seen)["environment"].keys()
     for name in ("kv-transfer-config", "scheduler_cls", "worker-cls", "tokenizer", "revision"):
         with pytest.raises(ValueError, match="comb serve doesn't take --"):
             read_flags([f"--{name}", "x"], {}, plain=True)

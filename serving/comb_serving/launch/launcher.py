@@ -208,6 +208,9 @@ def _environment(
         environment |= {**pool, **(options.tiers() if options.method is not None else {})}
     else:  # the worker makes no pool then
         environment = {name: value for name, value in environment.items() if name not in pool}
+    if options.has_pool and options.method is not None:
+        # on a CPU vLLM leaves another core per rank to a connector's threads, and comb's has none
+        environment.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(options.ranks))
     environment.pop(ADMIN_KEY, None)
     # answers that vLLM keeps could be read by whoever knows or guesses their names
     environment.pop("VLLM_ENABLE_RESPONSES_API_STORE", None)
