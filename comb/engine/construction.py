@@ -25,7 +25,9 @@ def default_store(model: Any) -> PICacheStore:
     return PICacheStore(device=device, device_bytes=DEFAULT_STORE_BYTES, host_bytes=host_bytes)
 
 
-def make_method(method: str | Method, model: Any, parameters: dict[str, Any], store: PICacheStore, salt: str) -> Method:
+def make_method(
+    method: str | Method, model: Any, tokenizer: Any, parameters: dict[str, Any], store: PICacheStore, salt: str
+) -> Method:
     """The method from ``"name:parameters"`` and further `parameters`, or as it is.
 
     Raises:
@@ -36,8 +38,9 @@ def make_method(method: str | Method, model: Any, parameters: dict[str, Any], st
             raise ValueError(f"parameters {', '.join(sorted(parameters))} belong into the Method instance")
         return method
     name, from_spec = methods.parse(method)
-    extra = {"store": store, "salt": salt} if methods.get(name).needs_store else {}
-    return methods.create(name, model, **{**from_spec, **parameters}, **extra)
+    cls = methods.get(name)
+    extra = {"store": store, "salt": salt} if cls.needs_store else {}
+    return methods.create(name, model, **cls.tokenized({**from_spec, **parameters}, tokenizer), **extra)
 
 
 def executor_of(

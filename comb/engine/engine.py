@@ -91,7 +91,7 @@ class PICEngine(AnswerSteps):
         super().__init__(
             model,
             tokenizer,
-            make_method(method or trained_method(model) or "comb", model, parameters, store, salt),
+            make_method(method or trained_method(model) or "comb", model, tokenizer, parameters, store, salt),
             store=store,
             salt=salt,
             prompt_builder=PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder,

@@ -289,6 +289,11 @@ class Method(ABC):
             )
         self.model = model
 
+    @classmethod
+    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+        """`parameters` with text among them as token ids, so that other processes need no tokenizer for them."""
+        return dict(parameters)
+
     @property
     @abstractmethod
     def fingerprint(self) -> str:

@@ -7,9 +7,10 @@ where it has to look into the cache.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from hashlib import sha256
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import continue_tokens
 from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
+from comb.methods.primer import Primer, own_tokenizer, primer_ids
 
 
 @dataclass
@@ -68,6 +70,10 @@ class Decoder(Method):
 
     Keys are rotated once, in float32, from where they were compiled to where they are linked.
 
+    Args:
+        primer: what segments are compiled behind, instead of alone: true for a passage of prose that comb has, a text
+            file, or token ids. Its keys and values are dropped. See `primed`.
+
     Raises:
         ValueError: when the model's keys and values can't be moved; the message says why.
     """
@@ -80,12 +86,30 @@ class Decoder(Method):
     chooses_by_query = False
     """Whether another query has other document tokens recomputed."""
     exact_for_one = True
-    """Whether one document at the start of a prompt is what it is in full recompute."""
+    """Whether one document at the start of a prompt is what it is in full recompute, unless there is a primer."""
+    default_primer: ClassVar[Primer] = False
 
-    def __init__(self, model: Any, **parameters: Any) -> None:
+    def __init__(self, model: Any, *, primer: Primer | None = None, **parameters: Any) -> None:
         super().__init__(model, **parameters)
         with usable_with_model(self):
             _ = self.support
+        self.primer = self._primer(self.default_primer if primer is None else primer)
+        if self.primer:
+            self.exact_for_one = False
+
+    def _primer(self, primer: Primer) -> tuple[int, ...]:
+        if primer is False:
+            return ()
+        ids = primer_ids(primer, own_tokenizer(self.backbone) if isinstance(primer, (bool, str)) else None)
+        vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
+        if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
+            raise ValueError(f"{self.name}:primer has token ids below {vocabulary}, got {wrong[0]!r}")
+        return tuple(ids)
+
+    @classmethod
+    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+        primer = parameters.get("primer", cls.default_primer)
+        return {**parameters, "primer": primer_ids(primer, tokenizer)} if primer else dict(parameters)
 
     @property
     def support(self) -> LinkSupport:
@@ -94,7 +118,8 @@ class Decoder(Method):
 
     @property
     def fingerprint(self) -> str:
-        return weights_fingerprint(self.backbone)
+        own = weights_fingerprint(self.backbone)
+        return f"{own}/{sha256(str(self.primer).encode()).hexdigest()[:12]}" if self.primer else own
 
     @property
     def max_segment_tokens(self) -> int | None:
@@ -122,7 +147,7 @@ class Decoder(Method):
 
     def dummy_ids(self) -> list[int]:
         """Tokens in front of a segment while it is compiled, whose keys and values are dropped."""
-        return []
+        return list(self.primer)
 
     @property
     def compiled_from(self) -> int:
@@ -178,6 +203,8 @@ class Decoder(Method):
     def recompute(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         """Computes fresh and selected tokens; returns the positions of document tokens that were recomputed."""
         chosen = self.choose(layout, cache)
+        if self._lacks_sink(layout.spans):
+            chosen = sorted({0, *chosen})
         rows = sorted({*chosen, *layout.fresh_rows})
         if rows:
             with layout.times.timed("recompute"):
@@ -216,8 +243,8 @@ class Decoder(Method):
                 tokens += segment_ids(picaches[index])
         support = self.support
         limit = support.positions.max_segment_tokens
-        if limit is not None and len(tokens) > limit:
-            # compiled with the frequencies of short prompts, also the first one differs in a long prompt
+        if self.primer or (limit is not None and len(tokens) > limit):
+            # compiled behind a primer, or with the frequencies of short prompts, also the first one differs here
             spans = [replace(span, first=False) for span in spans]
         times = StageTimes(self.backbone.get_input_embeddings().weight.device)
         layout = PromptLayout(torch.tensor(tokens), spans, fresh, len(tokens) - 1, support, times, past)
@@ -230,7 +257,12 @@ class Decoder(Method):
 
     def recomputes_nothing(self, spans: Sequence[Span]) -> bool:
         """Whether no document token will be recomputed."""
-        return not self.select(spans)
+        return not self.select(spans) and not self._lacks_sink(spans)
+
+    def _lacks_sink(self, spans: Sequence[Span]) -> bool:
+        """Whether the prompt begins with a document that knows itself behind a primer: its first token has to become
+        the prompt's attention sink."""
+        return bool(self.primer) and bool(spans) and spans[0].start == 0
 
     def assemble(self, layout: PromptLayout, picaches: Sequence[DecoderPICache]) -> ScatterCache:
         """All layers' keys and values [1, H, end, D]: cached ones moved to their places, zeros elsewhere."""

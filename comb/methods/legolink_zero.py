@@ -35,6 +35,8 @@ class LegoLinkZero(Decoder):
         check_token_count("legolink-0:dummies", dummies, least=1)
         self.dummies = dummies
         super().__init__(model, **parameters)
+        if self.primer:
+            raise ValueError("legolink-0 compiles behind its dummies and takes no primer: use method='primed'")
         self.token = _dummy(self.backbone) if token is None else token
         vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
         if not isinstance(self.token, int) or not 0 <= self.token < vocabulary:

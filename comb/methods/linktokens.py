@@ -43,6 +43,8 @@ class LinkTokens(Decoder):
                 "method='naive'"
             )
         super().__init__(model, **parameters)
+        if self.primer:
+            raise ValueError("linktokens compiles behind its link tokens and takes no primer")
 
     @property
     def fingerprint(self) -> str:

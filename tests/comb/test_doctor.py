@@ -41,9 +41,9 @@ def test_every_family_gets_a_verdict_on_every_method(family: str) -> None:
         expected, reason = ONLY[family]
         assert usable == expected
         assert reason in (verdicts["legolink"].refused or "")
-    else:  # refused: nothing trained; rotary by the prompt's length; no BOS token; no linear layers; unseen attention
+    else:  # refused: nothing trained; rotary by the prompt's length; no BOS or tokenizer; no linear layers; unseen
         refused = set(methods.names()) - usable
-        assert refused <= {"comb", "linktokens", "prefix", "legolink-0", "hypic", "addition", "focus"}
+        assert refused <= {"comb", "linktokens", "prefix", "legolink-0", "primed", "hypic", "addition", "focus"}
         assert ("focus" in usable) == (family not in UNSEEN)
     full, settings = methods.create("full", model), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     documents, query = [[7, 8, 9, 10, 11], [12, 13, 14]], [90, 17, 33]

@@ -105,7 +105,8 @@ def test_every_method(name: str, scheme: str) -> None:
         model = open_gates(CombForCausalLM.from_backbone(model, num_encoder_layers=2))
     elif name == "linktokens":
         model = LinkTokensForCausalLM.from_backbone(model, num_link_tokens=3)
-    plain, small = methods.create(name, model), methods.create(f"{name}:quantize={scheme}", model)
+    given = {"primer": [5, 6, 7]} if name == "primed" else {}
+    plain, small = methods.create(name, model, **given), methods.create(f"{name}:quantize={scheme}", model, **given)
     assert (small.name, small.uses_encoder, small.batches) == (plain.name, plain.uses_encoder, plain.batches)
     assert small.max_segment_tokens == plain.max_segment_tokens
     reference = plain.link(plain.compile(DOCUMENTS), QUERY).logits
@@ -114,7 +115,7 @@ def test_every_method(name: str, scheme: str) -> None:
     assert 0 < error < 0.15
     with pytest.raises(ValueError, match="links what it compiled itself"):
         small.link(plain.compile(DOCUMENTS), QUERY)
-    other = methods.create(f"{name}:quantize={'fp8' if scheme == 'int8' else 'int8'}", model)
+    other = methods.create(f"{name}:quantize={'fp8' if scheme == 'int8' else 'int8'}", model, **given)
     with pytest.raises(ValueError, match="links what it compiled itself"):
         small.link(other.compile(DOCUMENTS), QUERY)
 

@@ -27,6 +27,7 @@ _HEAD, _GAPS, _QUERY = 3, (2, 0), 5
 # how to make a method recompute everything, by its name
 _EVERYTHING: dict[str, dict[str, Any]] = {
     "legolink": {"k": max(_DOCUMENTS)},
+    "primed": {"k": max(_DOCUMENTS)},
     "attnlink": {"k": 2 * max(_DOCUMENTS)},
     "cacheblend": {"ratio": 1.0},
     "focus": {"ratio": 1.0},
