@@ -104,6 +104,12 @@ class Decoder(Method):
         vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
         if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
             raise ValueError(f"{self.name}:primer has token ids below {vocabulary}, got {wrong[0]!r}")
+        limit = self.max_prompt_tokens
+        if limit is not None and len(ids) > limit // 2:
+            raise ValueError(
+                f"the primer's {len(ids)} tokens take more than half of the {limit} positions that the model has: "
+                "documents are compiled behind them, so give a shorter one"
+            )
         return tuple(ids)
 
     @classmethod

@@ -36,7 +36,7 @@ from comb_serving.manager.leases import Lease, PoolFullError
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import KEY
 from comb_serving.pool.pool import SharedPool
-from comb_serving.vllm.linking.setup import engine_options
+from comb_serving.vllm.linking.setup import engine_options, primer_for
 
 Result = TypeVar("Result")
 Given: TypeAlias = str | Mapping[str, Any] | Document
@@ -49,7 +49,7 @@ class LLM:
 
     Args:
         checkpoint: adapter folder or Hub id; with `method` any plain model, also by a registered name.
-        method: that a plain model links documents with: ``naive``, ``legolink:16``, ``legolink-0``, ``full``;
+        method: that a plain model links documents with: ``primed``, ``legolink:16``, ``naive``, ``full``;
             a hybrid: ``hypic:8``.
         encoder: False makes no pool and no encoder; documents go into the prompt.
         pool_bytes: of all tensor-parallel ranks together: bytes, ``8GiB``, or a share of memory such as ``25%``.
@@ -123,7 +123,8 @@ class LLM:
                 variables |= {POOL_BLOCK: str(pool_block), POOL_DTYPE: pool_dtype}
                 if method is not None:
                     variables |= self.options.tiers()
-                    ours = engine_options(LinkMethod.parse(method))
+                    chosen = LinkMethod.parse(method)
+                    ours = engine_options(chosen, primer_for(chosen, str(checkpoint)))
                     for name in engine.keys() & ours.keys():
                         raise ValueError(f"{name} can't be given with method: linking documents needs its own")
                     engine |= ours

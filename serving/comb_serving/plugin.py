@@ -19,7 +19,7 @@ def serve(
     method: Annotated[
         str | None,
         typer.Option(
-            help="for a plain model: naive, legolink:k, legolink-0, hypic:w for hybrids, or full for nothing linked"
+            help="for a plain model: primed, legolink:k, naive, legolink-0, hypic:w for hybrids, or full for none"
         ),
     ] = None,
     audit: Annotated[
@@ -67,7 +67,7 @@ def serve(
         raise ValueError("--audit compares what is linked in a plain model with full recompute: say --method too")
     if method is not None:
         from comb_serving.linking.methods import LinkMethod
-        from comb_serving.vllm.linking.setup import engine_options
+        from comb_serving.vllm.linking.setup import engine_options, primer_for
 
         check_plain_options(
             {
@@ -79,7 +79,8 @@ def serve(
             }
         )
         chosen = LinkMethod.parse(method)
-        method, engine = chosen.name, {} if chosen.full else engine_options(chosen)
+        method = chosen.name
+        engine = {} if chosen.full else engine_options(chosen, primer_for(chosen, checkpoint))
     options = ServeOptions(
         checkpoint=checkpoint,
         method=method,

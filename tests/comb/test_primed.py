@@ -14,6 +14,7 @@ from comb.engine.engine import PICEngine
 from comb.methods.decoder import Decoder
 from comb.methods.primer import PASSAGE
 from tests.comb.test_linking import DOCUMENTS, GAPS, HEAD, LINKABLE, QUERY, error, model_of
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny
 
 PRIMER = [3, 41, 17, 8, 99, 23]
@@ -98,8 +99,8 @@ def test_without_a_primer_nothing_changes() -> None:
     assert torch.equal(logits(off, head_ids=HEAD), logits(methods.create("legolink:3", model), head_ids=HEAD))
 
 
-def test_the_passage_is_tokenised_by_the_engine(backbone: Any, tokenizer: Any, tmp_path: Path) -> None:
-    model = backbone
+def test_the_passage_is_tokenised_by_the_engine(tmp_path: Path) -> None:
+    model, tokenizer = byte_llama(max_position_embeddings=2048), byte_tokenizer()
     engine = PICEngine(model, tokenizer, method="primed")
     assert tokenizer.decode(engine.method.primer, skip_special_tokens=True).strip() == PASSAGE.strip()
     # another process gets the ids
@@ -118,6 +119,8 @@ def test_errors_say_what_to_do(backbone: Any, tokenizer: Any, tmp_path: Path) ->
         methods.create("primed", model)
     with pytest.raises(ValueError, match="primed:primer has token ids below 128, got 128"):
         primed(model, primer=[1, 128])
+    with pytest.raises(ValueError, match="the primer's 129 tokens take more than half of the 256 positions"):
+        primed(model, primer=[5] * 129)
     for spec in ("legolink-0", "legolink-0:2"):
         with pytest.raises(ValueError, match="takes no primer"):
             primed(model, spec)

@@ -24,6 +24,7 @@ from tests.helpers.engines import answer, engine, greedy, instance
 from tests.helpers.families import BASE
 
 HEAD = [7, 8, 9, 10, 11, 12, 13]
+PRIMER = [25, 31, 47, 6, 19]
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,18 @@ class LinkedEngine:
         }  # fmt: skip
         return Capability(**means).sign(self.secret)
 
-    def compiling(self, name: str, dummies: int = 0, salt: str = "") -> tuple[Any, Any]:
-        """vLLM's prompt and parameters that compile a document for methods with so many dummies.
+    def compiling(self, name: str, method: str = "naive", salt: str = "") -> tuple[Any, Any]:
+        """vLLM's prompt and parameters that compile a document for a method.
 
         `salt`: under which it is kept beyond the pool.
         """
         ids = self.documents[name]
         handle = PoolHandle(len(ids), tuple(self._free.pop() for _ in range(self.layout.blocks_for(len(ids)))))
-        self.handles[f"{name}{dummies}"] = handle
-        prompt = [*([self.layout.dummy] * dummies), *ids]
-        token = self.signed(COMPILE, prompt, ((dummies, len(ids)),), [handle], salt=salt)
+        parsed = LinkMethod.parse(method)
+        front = self.layout.front(parsed)
+        self.handles[name + parsed.compiled] = handle
+        prompt = [*front, *ids]
+        token = self.signed(COMPILE, prompt, ((len(front), len(ids)),), [handle], salt=salt)
         own = {"cache_salt": salt} if salt else {}
         return {"prompt_token_ids": prompt, **own}, greedy(1, {KEY: token})
 
@@ -96,11 +99,11 @@ class LinkedEngine:
         parsed = LinkMethod.parse(method)
         if parsed.full:
             return {"prompt_token_ids": ids}, greedy(tokens)
-        missing = [name for name in dict.fromkeys(prompt.names) if f"{name}{parsed.dummies}" not in self.handles]
+        missing = [name for name in dict.fromkeys(prompt.names) if name + parsed.compiled not in self.handles]
         if missing:
-            requests = [self.compiling(name, parsed.dummies) for name in missing]
+            requests = [self.compiling(name, method) for name in missing]
             self.llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
-        handles = [self.handles[f"{name}{parsed.dummies}"] for name in prompt.names]
+        handles = [self.handles[name + parsed.compiled] for name in prompt.names]
         token = self.signed(parsed.name, ids, spans, handles, **stated)
         return {"prompt_token_ids": ids}, greedy(tokens, {KEY: token})
 
@@ -130,7 +133,7 @@ def library_answer(
     model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8
 ) -> tuple[list[int], list[float]]:
     """The library's greedy answer by the method of the same name: token ids and their log-probabilities."""
-    made = methods.create(method, model)
+    made = methods.create(method, model, **({"primer": PRIMER} if method.startswith("primed") else {}))
     segments = [documents[name] for name in prompt.names]
     gaps = [list(gap) for gap in prompt.gaps]
     gaps += [[]] * (len(segments) - 1 - len(gaps))
@@ -188,7 +191,7 @@ def check_nothing_is_left(scheduler: Any) -> None:
 @contextmanager
 def linked_engine(model: Any, method: str = "naive", **options: Any) -> Iterator[LinkedEngine]:
     """A model served with linking from where it was saved."""
-    ours = engine_options(LinkMethod.parse(method))
+    ours = engine_options(LinkMethod.parse(method), PRIMER)
     with instance(2**23) as place, engine(model.name_or_path, **ours, **options) as llm:
         found = LinkedEngine(llm, model, place, three_documents(model.config.get_text_config().vocab_size))
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from comb_serving.pool.capability import COMPILE, Capability
 from comb_serving.pool.handles import PoolHandle, pack
 from tests.helpers.fakes import until
 
-LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096, dummy=1)
+LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096, dummy=1, primer=(4, 5, 6))
 SECRET = b"of the instance"
 HANDLE = PoolHandle(3, (5,))
 NAIVE = LinkMethod("naive")
@@ -64,29 +65,39 @@ def compiler(client: Client, method: LinkMethod = NAIVE) -> EngineCompiler:
     return made
 
 
-@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0:2"])
-async def test_a_document_is_a_request_of_its_own(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "front"), [("naive", []), ("legolink:16", []), ("legolink-0:2", [1, 1]), ("primed:4", [4, 5, 6])]
+)
+async def test_a_document_is_a_request_of_its_own(method: str, front: list[int]) -> None:
     pytest.importorskip("vllm")
     client, wanted = Client(), LinkMethod.parse(method)
     made = compiler(client, wanted)
     identity = await made.identity()
-    assert (identity.method, identity.max_document_tokens) == (wanted.compiled, 63 - wanted.dummies)
+    assert identity.method.startswith(wanted.compiled)
+    assert identity.max_document_tokens == 63 - len(front)
+    other = await EngineCompiler(replace(LAYOUT, dummy=2, primer=(4, 5, 7)), wanted, SECRET).identity()
+    assert (other.method == identity.method) == (not front)  # a document on the disk says what it was compiled behind
     client.gate.set()
     found = await made.submit("key", [7, 8, 9], HANDLE)
     assert found.tier == "compiled"
     ((prompt, parameters, name),) = client.asked
-    ids = [1] * wanted.dummies + [7, 8, 9]
+    ids = [*front, 7, 8, 9]
     assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == (ids, "key")
     assert (parameters.max_tokens, parameters.ignore_eos) == (1, True)
     said = Capability.verify(parameters.extra_args["comb_docs"], SECRET)
     said.check(f"{name}-x", "key", ids)
     assert (said.method, said.documents) == (COMPILE, tuple(pack([HANDLE])))
-    assert said.spans_in(ids) == ((wanted.dummies, 3),)
+    assert said.spans_in(ids) == ((len(front), 3),)
 
 
 def test_a_model_without_dummy_tokens() -> None:
     with pytest.raises(ValueError, match="has neither: choose --method legolink:16"):
         EngineCompiler(LinkingLayout(8, 16, 24, "model", "float32", 63, 4096), LinkMethod.parse("legolink-0"), SECRET)
+
+
+def test_a_primer_that_is_too_long() -> None:
+    with pytest.raises(ValueError, match="behind 63 tokens, and prompts have at most 64: raise --max-model-len"):
+        EngineCompiler(replace(LAYOUT, primer=(5,) * 63), LinkMethod.parse("primed"), SECRET)
 
 
 @pytest.mark.parametrize("client", [Client(reason="error"), Client(reason="abort"), Client(error=OSError("dead"))])

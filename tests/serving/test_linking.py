@@ -25,6 +25,9 @@ SECRET = b"secret"
         ("legolink:k=4", "legolink:4", 4, 0, "alone"),
         ("legolink:0", "legolink:0", 0, 0, "alone"),
         ("legolink-0", "legolink-0:4", 0, 4, "dummies:4"),
+        ("primed", "primed", 0, 0, "primed"),
+        ("primed:0", "primed", 0, 0, "primed"),
+        ("primed:k=4", "primed:4", 4, 0, "primed"),
         ("full", "full", 0, 0, "alone"),
     ],
 )
@@ -35,7 +38,8 @@ def test_methods_have_one_name_each(spec: str, name: str, seam: int, dummies: in
 
 
 @pytest.mark.parametrize("spec", ["cacheblend:0.1", "legolink:-1", "legolink:x", "naive:rotate=false", "legolink-0:0",
-                                  "legolink-0:token=3", "nothing", "full:1", ""])  # fmt: skip
+                                  "legolink-0:token=3", "primed:primer=/etc/passwd", "primed:x", "nothing", "full:1",
+                                  ""])  # fmt: skip
 def test_other_methods_are_refused_by_name(spec: str) -> None:
     with pytest.raises(ValueError, match=r"naive|method"):
         LinkMethod.parse(spec)
@@ -50,25 +54,25 @@ def prompts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     return position + draw(st.integers(0, 3)), spans
 
 
-def token_by_token(length: int, spans: list[tuple[int, int]], seam_tokens: int, dummies: int) -> list[str]:
+def token_by_token(length: int, spans: list[tuple[int, int]], seam_tokens: int, first_tokens: int) -> list[str]:
     """The plan as a word for each token: "load", "seam" or "query"; the plain way to say what `plan` computes."""
     words = ["seam"] * length
     for start, tokens in spans:
         for offset in range(tokens):
-            again = offset < seam_tokens and not (start == 0 and not dummies)
+            again = offset < (seam_tokens if start else first_tokens)
             if not again and start + offset < length - 1:
                 words[start + offset] = "load"
     end = min(spans[-1][0] + spans[-1][1], length - 1) if "load" in words else 0
     return [word if place < end else "query" for place, word in enumerate(words)]
 
 
-@given(prompts(), st.integers(0, 9), st.sampled_from([0, 4]), st.integers(0, 40))
+@given(prompts(), st.integers(0, 9), st.integers(0, 9), st.integers(0, 40))
 def test_a_plan_says_of_every_token_what_the_plain_way_says(
-    prompt: tuple[int, list[tuple[int, int]]], seam: int, dummies: int, known: int
+    prompt: tuple[int, list[tuple[int, int]]], seam: int, first: int, known: int
 ) -> None:
     length, spans = prompt
-    found = plan(length, spans, seam, dummies)
-    words = token_by_token(length, spans, seam, dummies)
+    found = plan(length, spans, seam, first)
+    words = token_by_token(length, spans, seam, first)
     for left, least in ((found, 0), (found.behind(known), known)):
         said = ["query" if place >= found.query else "?" for place in range(length)]
         for load in left.loads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,12 @@ import pytest
 from comb_serving.api.linking_check import check_linking
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import plan
 from comb_serving.linking.reports import LinkReport, ReportReceiver, ReportSender, name_of
 from comb_serving.pool.capability import KEY, Capability
 from tests.helpers.middleware_server import SECRET, Server
 
 pytestmark = pytest.mark.vllm
+LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096, primer=(5, 6, 7))
 
 
 class Engine:
@@ -34,7 +35,7 @@ class Engine:
             said = Capability.verify(token, SECRET)
             said.check(request_id, prompt["cache_salt"], ids)
             method = LinkMethod.parse(said.method)
-            found = plan(len(ids), said.spans_in(ids), method.seam_tokens, method.dummies)
+            found = LAYOUT.plan(method, len(ids), said.spans_in(ids))
             linked = sum(load.end - load.start for load in found.loads) if self.links else 0
             self.sender.send(name_of(token), LinkReport(0, linked, len(ids) - linked))
         likely = -1 + self.noise * self.asked + (self.wrong if linked else 0)
@@ -57,10 +58,10 @@ def told(tmp_path: Path) -> Iterator[tuple[ReportReceiver, ReportSender]]:
 
 
 def plain(method: str = "legolink:16", *, blocks: int = 8, longest: int = 64) -> Server:
-    return Server(method=method, layout=LinkingLayout(blocks, 16, 24, "model", "float32", longest, 4096))
+    return Server(method=method, layout=replace(LAYOUT, num_blocks=blocks, max_document_tokens=longest))
 
 
-@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0"])
+@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0", "primed", "primed:4"])
 async def test_an_engine_that_links_is_believed_and_nothing_is_left(told: Any, method: str) -> None:
     pytest.importorskip("vllm")
     server = plain(method)

@@ -74,7 +74,7 @@ def test_a_document_comes_back_from_every_tier(tmp_path: Path, monkeypatch: pyte
         """All documents at other places of the pool, without having been compiled."""
         for name, tokens in linked.documents.items():
             handle = PoolHandle(len(tokens), tuple(linked._free.pop() for _ in range(-(-len(tokens) // 4))))
-            linked.handles[f"{name}0"] = handle
+            linked.handles[f"{name}alone"] = handle
             assert linked.llm.collective_rpc("comb_fetch", args=(name, handle.tokens, list(handle.blocks))) == [tier]
             assert linked.llm.collective_rpc("comb_fetch", args=(name, 3, list(handle.blocks))) == [None]
         for prompt in PROMPTS[:3]:

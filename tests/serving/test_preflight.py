@@ -103,7 +103,11 @@ def test_plain_models_say_how_they_link(
     (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
     for checkpoint, options, message in (
         ("adapter", ["--method", "naive"], "is a COMB adapter, whose encoder is its method: leave --method away"),
-        ("nano", ["--method", "cacheblend"], "vLLM links documents with naive, legolink:k, legolink-0:dummies"),
+        (
+            "nano",
+            ["--method", "cacheblend"],
+            "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies",
+        ),
         ("nano", ["--method", "legolink:-1"], "at least 0"),
         ("nano", ["--method", "naive", "--encoder", "off"], "--encoder is for adapters"),
         ("nano", ["--method", "naive", "--comb-encoders", "2"], "--comb-encoders is for adapters"),

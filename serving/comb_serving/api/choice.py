@@ -103,8 +103,7 @@ class LinkChoice(MethodChoice):
         except ValueError as error:
             raise RequestError(400, str(error), param=param) from error
         if self.switchable and not method.full and method.compiled != self.started.compiled:
-            alone = not (self.started.dummies or self.started.states)
-            alike = "naive, legolink:k" if alone else self.started.name
+            alike = {"alone": "naive, legolink:k", "primed": "primed:k"}.get(self.started.compiled, self.started.name)
             raise RequestError(
                 400,
                 f"{method.name} wants documents compiled in another way than those here: ask for {alike} or full",

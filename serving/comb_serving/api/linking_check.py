@@ -3,7 +3,8 @@
 Two made-up documents stand in front of a made-up query. The first is at position zero, where its keys and values are
 exact, and the second is computed again whole; so the answer is plain vLLM's, although the first comes from the pool and
 the second is a seam. Then both come from the pool: that something does at all, the engine itself has to say. Where
-states are linked, the first document's interior comes from the pool, and the second is no longer than its seams.
+states are linked, the first document's interior comes from the pool, and the second is no longer than its seams. Primed
+documents stand behind the primer here, which makes the first one exact, and seams are as long as the second.
 """
 
 from __future__ import annotations
@@ -50,18 +51,24 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
         )
     lengths = [min(_DOCUMENT + seams, half), seams or min(_DOCUMENT, half) - 1]
     documents = [tuple(draw.randrange(size) for _ in range(length)) for length in lengths]
-    prompt = [*documents[0], *documents[1], *(draw.randrange(size) for _ in range(_QUERY))]
+    front = list(layout.primer) if method.primed else []
+    prompt = [*front, *documents[0], *documents[1], *(draw.randrange(size) for _ in range(_QUERY))]
     keys = await preprocessor.keys(documents, TENANT, True)
     segments = [KeyedSegment("self-check", ids, key) for ids, key in zip(documents, keys, strict=True)]
     lease = await preprocessor.acquire(segments, TENANT)
 
     async def linked(method: LinkMethod, tokens: int) -> dict[int, float]:
-        return await _linked(engine, prompt, segments, lease, method, secret, reports, tokens)
+        return await _linked(engine, prompt, len(front), segments, lease, method, secret, reports, tokens)
 
     try:
         if not method.dummies:
-            exact = method if method.states else LinkMethod.parse(f"legolink:{lengths[0]}")
-            found = await linked(exact, lengths[0] - seams)
+            if method.states:
+                exact, loaded = method, lengths[0] - seams
+            elif method.primed:
+                exact, loaded = LinkMethod.parse(f"primed:{lengths[1]}"), lengths[0] - lengths[1]
+            else:
+                exact, loaded = LinkMethod.parse(f"legolink:{lengths[1]}"), lengths[0]
+            found = await linked(exact, loaded)
             plain, again = [await likely(engine, prompt, secrets.token_hex(16), None) for _ in range(2)]
             error, noise = _distance(found, plain), _distance(again, plain)
             if error > max(BOUNDS.get(known.dtype, BOUND), 10 * noise):
@@ -70,7 +77,8 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
                     f"plain runs differ by {noise:.2g})"
                 )
         if not method.states:
-            await linked(method if method.dummies else LinkMethod("naive"), sum(lengths))
+            whole = method if method.dummies else LinkMethod.parse("primed" if method.primed else "naive")
+            await linked(whole, sum(lengths))
     finally:
         lease.release()
     for key in keys:
@@ -80,6 +88,7 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
 async def _linked(
     engine: Any,
     prompt: list[int],
+    start: int,
     segments: Sequence[KeyedSegment],
     lease: Lease,
     method: LinkMethod,
@@ -89,7 +98,7 @@ async def _linked(
 ) -> dict[int, float]:
     """Log-probabilities; raises RuntimeError unless `tokens` tokens came from the pool."""
     salt, sizes = secrets.token_hex(16), [len(segment.token_ids) for segment in segments]
-    spans = ((0, sizes[0]), (sizes[0], sizes[1]))
+    spans = ((start, sizes[0]), (start + sizes[0], sizes[1]))
     request = PreprocessedRequest({"cache_salt": salt}, method, {}, tuple(segments), (prompt,), (spans,))
     token = request.signed(lease, "", secret)
     found = await likely(engine, prompt, salt, {KEY: token})

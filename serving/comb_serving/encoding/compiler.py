@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, TypeVar
 
 from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
@@ -67,7 +68,7 @@ class DocumentCompiler:
         kept_bytes: that they keep, by tier, as they last said.
 
     Raises:
-        ValueError: for a method with dummy tokens, and a model that has none.
+        ValueError: for a method with dummy tokens, and a model that has none, or no room for them.
     """
 
     def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes, *, keeps: bool = False) -> None:
@@ -77,6 +78,12 @@ class DocumentCompiler:
                 "neither: choose --method legolink:16"
             )
         self.layout, self.method, self._secret, self._keeps = layout, method, secret, keeps
+        self.front = layout.front(method)
+        if len(self.front) >= layout.max_document_tokens:
+            raise ValueError(
+                f"{method.name} compiles documents behind {len(self.front)} tokens, and prompts have at most "
+                f"{layout.max_document_tokens + 1}: raise --max-model-len, or choose --method legolink:16"
+            )
         self.kept_bytes: dict[str, int] = {}
 
     def _note_kept(self, ranks: Sequence[dict[str, int]]) -> None:
@@ -84,15 +91,16 @@ class DocumentCompiler:
 
     async def identity(self) -> EncoderIdentity:
         """Of vLLM's model and its pool."""
-        layout, method = self.layout, self.method
-        longest = layout.max_document_tokens - method.dummies
-        return EncoderIdentity(layout.fingerprint, layout.dtype, longest, layout.vocab_size, method.compiled)
+        layout, compiled = self.layout, self.method.compiled
+        if self.front:  # lower tiers outlive the server, and the next one may have another front
+            compiled += f":{sha256(str(self.front).encode()).hexdigest()[:12]}"
+        longest = layout.max_document_tokens - len(self.front)
+        return EncoderIdentity(layout.fingerprint, layout.dtype, longest, layout.vocab_size, compiled)
 
     def request(self, key: str, token_ids: Sequence[int], handle: PoolHandle, request_id: str) -> DocumentPrompt:
         """One document; `request_id` is empty where the engine alone chooses it."""
-        dummies = self.method.dummies
-        prompt = [*([self.layout.dummy or 0] * dummies), *token_ids]
-        spans = (((dummies, len(token_ids)),),)
+        prompt = [*self.front, *token_ids]
+        spans = (((len(self.front), len(token_ids)),),)
         said = Capability(request_id, key, tuple(pack([handle])), (digest(prompt),), COMPILE, spans)
         return DocumentPrompt(prompt, key, said.sign(self._secret), handle)
 

@@ -26,6 +26,7 @@ class LinkingLayout:
         max_document_tokens: longest document that the engine can compile.
         vocab_size: ids are below.
         dummy: the token in front of documents where a method wants some; None if the model has neither BOS nor EOS.
+        primer: the tokens in front of documents where the method is primed; none if the server's isn't.
         state_rows: behind a document's tokens, what it does to the states of linear layers takes as much as so many.
         columns: that the convolutions of linear layers look back.
     """
@@ -38,6 +39,7 @@ class LinkingLayout:
     max_document_tokens: int
     vocab_size: int
     dummy: int | None = None
+    primer: tuple[int, ...] = ()
     state_rows: int = 0
     columns: int = 0
 
@@ -50,6 +52,10 @@ class LinkingLayout:
         """Blocks that a document of so many tokens takes."""
         return -(-(tokens + self.state_rows) // self.block_size)
 
+    def front(self, method: LinkMethod) -> list[int]:
+        """Tokens in front of a document while it is compiled."""
+        return list(self.primer) if method.primed else [self.dummy or 0] * method.dummies
+
     def seams(self, method: LinkMethod) -> Range:
         """Tokens at either end of documents that a method computes again, never fewer than convolutions look back."""
         return max(method.seam_tokens, self.columns), method.tail_tokens or 0
@@ -57,7 +63,9 @@ class LinkingLayout:
     def plan(self, method: LinkMethod, length: int, spans: Sequence[Range]) -> LinkPlan:
         """Of a prompt: see `plan.plan`."""
         seam, tail = self.seams(method)
-        return plan(length, spans, seam, method.dummies, tail if method.states else None)
+        # behind a primer a document's first token is no attention sink, and a prompt that begins with it has no other
+        first = max(seam, 1) if method.primed else 0
+        return plan(length, spans, seam, first, tail if method.states else None)
 
     def write(self, folder: Path) -> None:
         """Into an instance's folder, whole or not at all."""
@@ -66,4 +74,5 @@ class LinkingLayout:
     @classmethod
     def read(cls, folder: Path) -> LinkingLayout:
         """Raises FileNotFoundError while the engine has made no pool."""
-        return cls(**json.loads((folder / MANIFEST).read_text()))
+        said = json.loads((folder / MANIFEST).read_text())
+        return cls(**{**said, "primer": tuple(said["primer"])})

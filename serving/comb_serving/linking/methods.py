@@ -17,7 +17,8 @@ class LinkMethod:
     Args:
         name: as it is written in requests and reports, in one way only: ``legolink:16``, never ``legolink``.
         seam_tokens: first tokens of each document that are computed again where it is linked.
-        dummies: tokens in front of each document while it is compiled, whose keys and values are dropped.
+        dummies: BOS tokens in front of each document while it is compiled, whose keys and values are dropped.
+        primed: whether the primer is there instead.
         tail_tokens: last tokens of each document that are computed again, in models of linear layers; None: the
             method is for models without.
     """
@@ -25,6 +26,7 @@ class LinkMethod:
     name: str
     seam_tokens: int = 0
     dummies: int = 0
+    primed: bool = False
     tail_tokens: int | None = None
 
     @property
@@ -37,6 +39,8 @@ class LinkMethod:
         """How its documents are compiled; methods that agree share them."""
         if self.states:
             return self.name
+        if self.primed:
+            return "primed"
         return f"dummies:{self.dummies}" if self.dummies else "alone"
 
     @property
@@ -46,7 +50,7 @@ class LinkMethod:
 
     @classmethod
     def parse(cls, spec: str) -> LinkMethod:
-        """Reads ``naive``, ``legolink:k``, ``legolink-0:dummies``, ``hypic:w`` or ``full``.
+        """Reads ``naive``, ``legolink:k``, ``primed:k``, ``legolink-0:dummies``, ``hypic:w`` or ``full``.
 
         Raises:
             ValueError: for a method that the library doesn't have, one that vLLM can't link with, or wrong numbers.
@@ -59,6 +63,9 @@ class LinkMethod:
         if name == "legolink" and not given.keys() - {"k"}:
             count = _count(spec, given.get("k", SEAM_TOKENS), least=0)
             return cls(f"legolink:{count}", seam_tokens=count)
+        if name == "primed" and not given.keys() - {"k"}:
+            count = _count(spec, given.get("k", 0), least=0)
+            return cls(f"primed:{count}" if count else "primed", seam_tokens=count, primed=True)
         if name == "legolink-0" and not given.keys() - {"dummies"}:
             count = _count(spec, given.get("dummies", DUMMIES), least=1)
             return cls(f"legolink-0:{count}", dummies=count)
@@ -66,8 +73,8 @@ class LinkMethod:
             count = _count(spec, given.get("w", WIDTH), least=0)
             return cls(f"hypic:{count}", seam_tokens=count, tail_tokens=count)
         raise ValueError(
-            "vLLM links documents with naive, legolink:k, legolink-0:dummies, hypic:w, or not at all (full), not with "
-            f"{spec!r}"
+            "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies, hypic:w, or not at all (full), "
+            f"not with {spec!r}"
         )
 
 

@@ -48,14 +48,15 @@ class LinkPlan:
 
 
 def plan(
-    length: int, spans: Sequence[Range], seam_tokens: int, dummies: int, tail_tokens: int | None = None
+    length: int, spans: Sequence[Range], seam_tokens: int, first_tokens: int = 0, tail_tokens: int | None = None
 ) -> LinkPlan:
     """Plans a prompt of `length` tokens whose documents are at `spans`, each ``(start, tokens)``, in order.
 
-    A document at position 0 that was compiled alone is exact: it has no seam. The last token of the prompt is always
-    computed by the request itself, as something has to be sampled from.
+    The last token of the prompt is always computed by the request itself, as something has to be sampled from.
 
     Args:
+        seam_tokens: of each document that are computed again.
+        first_tokens: instead, of one at position 0: what was compiled alone is exact there and has no seam.
         tail_tokens: last tokens of documents that are computed again too, in models of linear layers. Their states
             are those behind the whole interior of a document, so that of none a part is loaded, and each has its seams
             wherever it stands; the request begins right behind the last one.
@@ -69,7 +70,7 @@ def plan(
     loads, seams, position = [], [], 0
     last = length - 1
     for number, (start, tokens) in enumerate(spans):
-        seam = 0 if start == 0 and not dummies else min(seam_tokens, tokens)
+        seam = min(seam_tokens if start else first_tokens, tokens)
         begin, end = start + seam, min(start + tokens, last)
         if begin >= end:
             continue

@@ -104,10 +104,11 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             return
         ids = blocks.get_block_ids()
         assert link.method is not None
+        front = len(self.layout.front(link.method))
         interiors = {}
         for load in loads:
             handle = link.handles[load.document]
-            self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, link.method.dummies))
+            self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, front))
             if link.method.states:
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids)
         if left.seams:

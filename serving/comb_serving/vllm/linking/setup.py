@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from comb.backbones.loading import resolve_name
+from comb.methods.primer import primer_ids
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.versions import TESTED, is_tested
 
@@ -15,11 +21,15 @@ WORKER = "comb_serving.vllm.linking.worker.LinkingWorker"
 LEAST_TOKENS = 8  # in a step: interiors are never computed token by token
 
 
-def engine_options(method: LinkMethod) -> dict[str, Any]:
-    """Arguments of vLLM's engine; without vLLM installed they can be had too."""
+def engine_options(method: LinkMethod, primer: Sequence[int] = ()) -> dict[str, Any]:
+    """Arguments of vLLM's engine; without vLLM installed they can be had too.
+
+    Args:
+        primer: token ids that documents are compiled behind, if the method is primed.
+    """
     transfer = {
         "kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both",
-        "kv_connector_extra_config": {"method": method.name},
+        "kv_connector_extra_config": {"method": method.name, "primer": list(primer)},
     }  # fmt: skip
     options = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER, "worker_cls": WORKER}
     if method.states:
@@ -29,9 +39,23 @@ def engine_options(method: LinkMethod) -> dict[str, Any]:
     return {**options, "disable_hybrid_kv_cache_manager": True}
 
 
+def primer_for(method: LinkMethod, checkpoint: str | Path) -> list[int]:
+    """The passage of prose that primed documents are compiled behind, in a checkpoint's tokens; else none.
+
+    Raises:
+        ValueError: for a checkpoint without a tokenizer.
+    """
+    return primer_ids(True, AutoTokenizer.from_pretrained(resolve_name(checkpoint))) if method.primed else []
+
+
 def method_of(vllm_config: Any) -> LinkMethod:
     """The method that an engine was started with."""
     return LinkMethod.parse(vllm_config.kv_transfer_config.get_from_extra_config("method", "naive"))
+
+
+def primer_of(vllm_config: Any) -> list[int]:
+    """What its documents are compiled behind, if that method is primed."""
+    return list(vllm_config.kv_transfer_config.get_from_extra_config("primer", []))
 
 
 def check_version(version: str) -> None:

@@ -16,7 +16,7 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.vllm.linking.connector import LinkingConnector
 from comb_serving.vllm.linking.pool import DocumentPool
-from comb_serving.vllm.linking.setup import check_engine, check_states, check_version, method_of
+from comb_serving.vllm.linking.setup import check_engine, check_states, check_version, method_of, primer_of
 from comb_serving.vllm.linking.tiers import kept_documents
 from comb_serving.vllm.pool import total_bytes
 
@@ -68,6 +68,7 @@ class PoolWorker:
             max_document_tokens=config.max_model_len - 1,  # one token has to be sampled, if nobody sees it
             vocab_size=config.get_vocab_size(),
             dummy=start_token_id(config.hf_text_config),
+            primer=tuple(primer_of(self.vllm_config)),
             state_rows=pool.state_rows,
             columns=0 if pool.states is None else pool.states.columns,
         )
