@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -13,7 +14,8 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from comb.backbones.exclusive import exclusive
+from comb.backbones.discovery import decoder_layers, layer_input
+from comb.backbones.exclusive import backbone_of, exclusive
 from comb.bench.harness import BenchmarkReport, benchmark, or_refused
 from comb.bench.options import Methods, QuestionOptions, split_methods
 from comb.documents.document import Example
@@ -33,6 +35,30 @@ class DriftOptions(QuestionOptions):
     model: Annotated[str, typer.Option(help="folder or Hub id of a hybrid, or nano-hybrid")] = "nano-hybrid"
     methods: Methods = "addition,addition:rotate=true,hypic:mode=rotation,hypic:0,hypic:4,hypic:8,hypic:16"
     limit: Annotated[int, typer.Option(min=1, help="questions at most")] = 50
+    full_layers: Annotated[bool, typer.Option(help="--no-full-layers leaves them out, as HYPIC table 4 does")] = True
+
+
+@contextmanager
+def without_full_layers(model: Any) -> Iterator[None]:
+    """Inside, what stands in front of a layer of full attention alone also comes out of it (HYPIC sec. 6.3).
+
+    Raises:
+        ValueError: for a model whose every layer keeps a state.
+    """
+    backbone = backbone_of(model)
+    layers, linear = decoder_layers(backbone), find_hybrid_support(backbone).linear
+    full = [layer for number, layer in enumerate(layers) if number not in linear]
+    if not full:
+        raise ValueError("every layer of this model keeps a state: there is no full layer to leave out")
+
+    def skip(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        before = layer_input(args, kwargs)
+        return (before, *output[1:]) if isinstance(output, tuple) else before
+
+    with ExitStack() as stack:
+        for layer in full:
+            stack.callback(layer.register_forward_hook(skip, with_kwargs=True).remove)
+        yield
 
 
 def measure_drift(setting: Setting, examples: Sequence[Example], specs: Sequence[str]) -> list[Row]:
@@ -136,7 +162,12 @@ def drift(options: DriftOptions, report: BenchmarkReport) -> None:
     """How far a hybrid's states are from full recompute's, by layer: what composing costs in depth (HYPIC table 4)."""
     specs = split_methods(options.methods, control=False)
     setting, examples = options.load_questions(report)
-    for row in measure_drift(setting, examples, specs):
+    heads = setting.engine("full").heads
+    heads.clear()  # one that was computed with all layers, or without
+    with nullcontext() if options.full_layers else without_full_layers(setting.model):
+        rows = measure_drift(setting, examples, specs)
+        heads.clear()
+    for row in rows:
         report.add(row)
 
 

@@ -152,7 +152,7 @@ def measure_quality(
     """The questions without MAC ("exact"), then with each configuration, one question at a time.
 
     ``same`` is the share of answers that are exact attention's token for token, ``found`` of those that hold the right
-    one word by word; the others are a `MacReport`'s, over all answers.
+    one word by word; the others are a `MacReport`'s, over all answers, and in ``layers`` by layer (paper Fig. 5).
     """
     exact: list[tuple[int, ...]] = []
     exact_texts: list[str] = []
@@ -177,4 +177,9 @@ def measure_quality(
             "rouge_l_exact": fmean(agreement(texts, exact_texts)[1]),
             "hit_rate": whole.hit_rate if whole.layers else None, "error_max": whole.error_max,
             "read_share": whole.read_share if whole.layers else None, "exact_calls": left.total(),
+            "layers": [
+                {"layer": number, "hit_rate": one.hit_rate, "read_share": one.read_share}
+                for number in sorted({layer.layer for layer in whole.layers})
+                for one in [MacReport(0, 0, tuple(layer for layer in whole.layers if layer.layer == number))]
+            ],
         }  # fmt: skip

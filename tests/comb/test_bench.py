@@ -17,7 +17,7 @@ from comb import CombForCausalLM, Document, Example
 from comb.bench.arrivals import AsyncOptions, budget, measure_async, poisson_arrivals, serve_in_order
 from comb.bench.context_length import ContextLengthOptions, measure_context_length
 from comb.bench.context_length import tables as length_tables
-from comb.bench.drift import measure_drift
+from comb.bench.drift import measure_drift, without_full_layers
 from comb.bench.drift import tables as drift_tables
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, benchmarks
 from comb.bench.memory import peak_memory, running_maximum
@@ -413,6 +413,28 @@ def test_drift_command(folder: Path, tmp_path: Path) -> None:
     assert deepest[0] > deepest[1] > 1e-3
     assert deepest[2] < 1e-5
     assert hypic["layers"][0]["error"]["high"] < 1e-5 < addition["layers"][0]["error"]["low"]
+    without = written(
+        tmp_path / "l.json", "drift", "--model", tmp_path / "hybrid", "--methods", "addition,hypic:2",
+        "--no-full-layers", "--dataset", folder / "data.jsonl", "--split", "all", "--limit", 3,
+    )["results"][1]  # fmt: skip
+    assert without["layers"][0]["error"]["high"] < 1e-5
+    assert without["layers"][-1]["error"]["median"] != hypic["layers"][-1]["error"]["median"]
+
+
+def test_full_layers_are_left_out(tmp_path: Path) -> None:
+    """HYPIC's protocol for its table 4: with nothing but linear layers, what is below is exact longer."""
+    model, _ = text_model("bamba")
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        with without_full_layers(model):
+            left_out = model(ids).logits
+        model.model.layers[2].self_attn.o_proj.weight.zero_()
+        model.model.layers[2].feed_forward.down_proj.weight.zero_()
+        assert torch.allclose(left_out, model(ids).logits, atol=1e-5)
+    assert (left_out - before).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="no full layer"), without_full_layers(text_model("falcon_h1")[0]):
+        pass
 
 
 @pytest.mark.parametrize(

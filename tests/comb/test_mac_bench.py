@@ -87,6 +87,9 @@ def test_quality_compares_with_exact_answers() -> None:
     assert by_name["never"]["rouge_l_exact"] == 1.0 >= by_name["free"]["rouge_l_exact"]
     assert by_name["free"]["hit_rate"] is not None
     assert by_name["free"]["hit_rate"] > 0.5
+    layers = by_name["free"]["layers"]  # the mean of all is that of the layers, which were searched alike
+    assert len(layers) == setting().model.config.num_hidden_layers
+    assert sum(layer["hit_rate"] for layer in layers) / len(layers) == pytest.approx(by_name["free"]["hit_rate"])
     assert len(tables(results)[1].lines()) == 3
 
 

@@ -14,7 +14,7 @@ from comb_training.models import training_method
 
 ROOT = Path(__file__).resolve().parents[2]
 # evaluation.yaml is for `comb bench methods`, the others are of runs
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "evaluation")
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem not in ("evaluation", "longbench"))
 
 
 def written(folder: Path, text: str) -> Path:

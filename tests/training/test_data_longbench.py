@@ -48,6 +48,9 @@ def test_worked_examples(write_rows: WriteRows, name: str) -> None:
     dataset = read_dataset("longbench", write_rows(row(name, SHOTS[name])))
     assert len(dataset[0].documents) == 2
     assert "\n".join(map(str, texts(dataset[0]))) == SHOTS[name]
+    whole = read_dataset("longbench", write_rows(row(name, SHOTS[name])), whole=True)
+    assert texts(whole[0]) == [SHOTS[name]]
+    assert not whole.counts.truncated
     assert dataset[0].query.endswith("\nq?")
     assert not dataset.counts.truncated
 
