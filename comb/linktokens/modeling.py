@@ -98,14 +98,6 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         with exclusive(self.backbone):
             self.front.start_from(self.backbone, token_ids)
 
-    def resize(self, num_link_tokens: int) -> None:
-        """Makes them so many, to be started or loaded anew."""
-        if num_link_tokens != self.num_link_tokens:
-            dtype = next(self.front.parameters()).dtype
-            self.config.num_link_tokens = num_link_tokens
-            self.front = Front(self.config, self.config.hidden_size)
-            self._place(dtype)
-
     @property
     def num_link_tokens(self) -> int:
         """n, in front of every document."""

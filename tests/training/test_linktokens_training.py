@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from comb import LinkTokensForCausalLM, PICEngine, methods
 from comb.linktokens.config import FORMS
+from comb.methods.primer import primer_ids
 from comb_training.config import config_from_dict
 from comb_training.models import training_method
 from comb_training.train import run_training
 from comb_training.trainer.trainer import CombTrainer
-from tests.helpers.training import backbone, examples, trainer
+from tests.helpers.training import TOKENIZER, backbone, examples, trainer
 
 
 def link_tokens(form: str = "keys_values", **sizes: Any) -> LinkTokensForCausalLM:
@@ -103,17 +104,23 @@ def test_the_whole_run_from_a_configuration(tmp_path: Path) -> None:
     assert answer.report.method == "linktokens"
 
 
-def test_fresh_link_tokens_start_as_the_head(tmp_path: Path) -> None:
+def test_fresh_link_tokens_start_as_the_passage(tmp_path: Path) -> None:
+    model = backbone(max_position_embeddings=2048)
+    model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    whole = primer_ids(True, TOKENIZER)
+    for given, ids in ({}, whole), ({"num_link_tokens": 4}, whole[-4:]):
+        config = config_from_dict(
+            {"model": {"backbone": str(tmp_path), "options": given}, "train": {"method": "linktokens"}}
+        )
+        started = training_method("linktokens").load(config)
+        assert started.fingerprint == LinkTokensForCausalLM.from_backbone(model, token_ids=ids).fingerprint
+
+
+def test_rows_are_as_long_as_linked_prompts() -> None:
     model = link_tokens()
     [example, *_] = examples()
     method = training_method("linktokens")
-    for given in ({}, {"num_link_tokens": 4}):
-        config = config_from_dict({"model": {"options": given}, "train": {"method": "linktokens"}})
-        started = method.fitted(link_tokens(), config, [example], None)
-        head = [*example.prompt.head] * given.get("num_link_tokens", 1)
-        assert started.fingerprint == LinkTokensForCausalLM.from_backbone(backbone(), token_ids=head).fingerprint
-    started.save_pretrained(tmp_path)
-    assert method.fitted(link_tokens(), config, [example], tmp_path).num_link_tokens == started.num_link_tokens
     made = methods.create("linktokens", link_tokens())
     model.config.kept = True
     made.model.config.kept = True

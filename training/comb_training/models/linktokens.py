@@ -5,19 +5,27 @@ A row is the whole prompt and its answer; its documents see themselves and their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
-from comb.linktokens.config import LinkTokensConfig
+from transformers import AutoTokenizer
+
+from comb.backbones.loading import resolve_name
 from comb.linktokens.modeling import LinkTokensForCausalLM
+from comb.methods.primer import primer_ids
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.models.adapter import AdapterTraining, trained_options
 from comb_training.models.loading import device_of, dtype_of, shaping_options
 from comb_training.models.method import training_methods
 from comb_training.models.rows import RowTraining
+
+
+def starting_tokens(backbone: str, count: int | None) -> list[int]:
+    """What fresh link tokens start as: the passage that ``primed`` compiles behind, or its last `count` tokens."""
+    passage = primer_ids(True, AutoTokenizer.from_pretrained(resolve_name(backbone)))
+    return passage if count is None else list(islice(cycle(reversed(passage)), count))[::-1]
 
 
 @training_methods.register("linktokens")
@@ -34,7 +42,8 @@ class LinkTokensTraining(RowTraining, AdapterTraining):
         options = trained_options(config)
         if config.model.init_from is None:
             dtype = dtype_of(config.model.dtype)
-            model = LinkTokensForCausalLM.from_backbone(config.model.backbone, dtype=dtype, **options)
+            start = starting_tokens(config.model.backbone, options.pop("num_link_tokens", None))
+            model = LinkTokensForCausalLM.from_backbone(config.model.backbone, dtype=dtype, token_ids=start, **options)
         else:
             if shaping := sorted(shaping_options(LinkTokensForCausalLM, config.model.options)):
                 raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
@@ -42,20 +51,6 @@ class LinkTokensTraining(RowTraining, AdapterTraining):
         loaded: LinkTokensForCausalLM = model.to(device_of(config))
         loaded.trainable_support()
         return loaded
-
-    def fitted(
-        self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None
-    ) -> LinkTokensForCausalLM:
-        """Fresh ones start as what stands in front of documents in the prompts: the head, whole unless n is given."""
-        trained: LinkTokensForCausalLM = model
-        if resume is not None:
-            trained.resize(LinkTokensConfig.from_pretrained(resume).num_link_tokens)
-            return trained
-        head = examples[0].prompt.head if examples else ()
-        if head and config.model.init_from is None:
-            trained.resize(config.model.options.get("num_link_tokens") or len(head))
-            trained.start_from(list(islice(cycle(head), trained.num_link_tokens)))
-        return trained
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "linked": False}
