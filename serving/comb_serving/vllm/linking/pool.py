@@ -188,7 +188,7 @@ class DocumentPool:
                 slots = [self._cache_slots(name, load.blocks, load.start, load.end) for load in commands]
                 targets[place] = torch.cat(slots)
             shape = token_shape(layer)
-            parts = shape.split(self.rows[source, self.columns[name]])  # of a copy
+            parts = shape.split(self.rows[:, self.columns[name]].index_select(0, source))  # rows at once, not numbers
             turn.apply(parts[shape.rotated], self.positions.layers[name])
             write(layer, parts[0], parts[1], targets[place])
 
