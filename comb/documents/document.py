@@ -282,7 +282,11 @@ class PromptBuilder:
         """
         contents: dict[str, list[int | _Reference]] = {}
         placed = False
+        optional: set[str] = set()
         for message in messages:
+            if message.get("tool_calls") and not message.get("content"):
+                message["content"] = ""
+                continue
             marker = f"comb{secrets.token_hex(16)}"
             first_user = not placed and message.get("role") == "user"
             contents[marker] = [_DOCUMENTS] if first_user else []
@@ -293,6 +297,8 @@ class PromptBuilder:
                 else:
                     contents[marker] += self._ids(value) if kind == "text" else (_Reference(value),)
             message["content"] = marker
+            if message.get("tool_calls") and all(isinstance(block, int) for block in contents[marker]):
+                optional.add(marker)  # some templates show the calls alone
         if not placed:
             raise ValueError("no message with role 'user': documents and question belong to a user message")
         with lock_of(self.tokenizer):
@@ -302,6 +308,8 @@ class PromptBuilder:
         blocks: list[int | _Reference] = []
         position = 0
         for start, marker in sorted((rendered.find(marker), marker) for marker in contents):
+            if start < 0 and marker in optional:
+                continue
             if start < 0:
                 raise ValueError("the chat template leaves out a message; documents can't be placed in it")
             blocks += self._template_ids(rendered[position:start])

@@ -192,3 +192,22 @@ def test_a_template_that_leaves_out_a_message_is_refused() -> None:
 def test_token_ids_of_another_tokenizer() -> None:
     with pytest.raises(ValueError, match="another tokenizer"):
         PromptBuilder(byte_tokenizer()).segment(Document(token_ids=(1, 99999)))
+
+
+def test_calls_of_tools_stand_in_prompts_and_a_template_may_show_them_alone() -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls and not (both and m.content) %}"
+        "{{ m.tool_calls[0].name }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(chat_template=template)
+    question = {"role": "user", "content": "Where?"}
+    for content in (None, "", "I look."):
+        call = {"role": "assistant", "content": content, "tool_calls": [{"name": "look"}]}
+        for both in (False, True):
+            builder = PromptBuilder(tokenizer, chat_template_kwargs={"both": both})
+            prompt = builder.build([question, call], [builder.segment("A text.")])
+            said = "I look." if both and content else "look"
+            assert tokenizer.decode(prompt.flat) == f"[user]A text.\nWhere?[assistant]{said}"
+    named = {**call, "content": [{"type": "document", "id": "a"}]}
+    with pytest.raises(ValueError, match="leaves out a message"):
+        PromptBuilder(tokenizer).build([question, named], (), {"a": [(1, 2)]})

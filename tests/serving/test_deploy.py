@@ -6,16 +6,21 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from comb_serving.api.routes import CHAT
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.reports import LinkReport
 from comb_serving.plugin import serve
-from tests.helpers.middleware_server import Server
+from tests.helpers.middleware_server import Server, chat
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "serving" / "deploy"
+LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096)
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "comb.json"
 
 
@@ -28,23 +33,30 @@ def series(prefix: str) -> set[str]:
 
 async def test_the_dashboard_asks_for_our_series_as_they_are() -> None:
     pytest.importorskip("prometheus_client", reason="comes with vLLM")
-    from types import SimpleNamespace
-
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    from comb_serving.api.metrics import CombCollector
-
-    server = Server()
-    registry = CollectorRegistry()
-    encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})
-    registry.register(CombCollector(server.app.front().preprocessor, encoders, server.app.options))
-    there = set(re.findall(r"^(comb:[a-z_]+)", generate_latest(registry).decode(), re.M))
+    there = await shown_by(Server()) | await shown_by(Server(method="naive", layout=LAYOUT))
     assert series("comb") <= there
     # counters whose `_total` is forgotten are what this test is for
     assert "comb:evictions" not in there
     # whatever is counted is shown somewhere
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in series("comb")}
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in there} == shown
+    assert {"comb:method", "comb:tenant_blocks", "comb:audit_tokens_total"} <= there
+
+
+async def shown_by(server: Server) -> set[str]:
+    """The series of a server that has answered a tenant's request and audited one."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from comb_serving.api.metrics import CombCollector
+
+    preprocessor = server.app.front().preprocessor
+    assert (await server.client("alice").post(CHAT, chat())).status == 200
+    preprocessor.counters.count_audit("naive", 3, 4)
+    preprocessor.counters.count_prompt("naive", LinkReport(1, 2, 3))
+    registry = CollectorRegistry()
+    encoders: Any = SimpleNamespace(waiting=0, restarts=0, kept_bytes={})
+    registry.register(CombCollector(preprocessor, encoders, server.app.options))
+    return set(re.findall(r"^(comb:[a-z_]+)", generate_latest(registry).decode(), re.M))
 
 
 def test_panels_do_not_overlap_and_have_one_id_each() -> None:

@@ -61,6 +61,16 @@ def test_answers_are_the_librarys(llm: LLM, library: PlainLibrary, method: str |
     manager.check_integrity()
 
 
+def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> None:
+    from vllm import SamplingParams
+
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, *QUESTION]
+    parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    (answer,) = llm.chat(messages, parameters, documents=TEXTS, use_tqdm=False)
+    assert logs(answer) == pytest.approx(library.logs(library.chat(messages, TEXTS), METHOD, 8), abs=1e-4)
+
+
 def test_what_has_no_place_is_computed_whole(llm: LLM, library: PlainLibrary) -> None:
     manager = llm.preprocessor.manager
     assert manager is not None

@@ -118,8 +118,6 @@ async def test_the_other_ways_to_ask_have_the_same_prompt(path: str) -> None:
     (got,) = server.echo.bodies
     ids = list(BUILDER.build("Where is Ada?", SEGMENTS).flat)
     assert documents_at(capability_of(got), [ids]) == [SEGMENTS]
-    refused = await server.client().post(path, {**asked, "documents": DOCUMENTS, "tools": [{"name": "x"}]})
-    assert "tools and reasoning can't be combined" in refused.json["error"]["message"]
 
 
 async def test_a_request_chooses_among_methods_that_share_documents() -> None:

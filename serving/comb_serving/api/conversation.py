@@ -8,14 +8,18 @@ from typing import Any
 from comb_serving.api.errors import RequestError
 from comb_serving.api.routes import CHAT, MESSAGES, RESPONSES
 
+FIELD = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages"}  # where each has its turns
 _TEXTS = ("text", "input_text", "output_text")
-# what the prompt builder has no rule for: vLLM renders such bodies itself, where documents needn't stand in the prompt
-_VLLM_RENDERS = {CHAT: (), RESPONSES: ("tools", "reasoning"), MESSAGES: ("tools", "thinking", "output_config")}
+# what vLLM has rules for: it renders such bodies itself, or converts them for prompts with documents (`conversion`)
+_VLLM_CONVERTS = {
+    CHAT: ("tools", "reasoning_effort"), RESPONSES: ("tools", "reasoning"),
+    MESSAGES: ("tools", "thinking", "output_config"),
+}  # fmt: skip
 
 
 def turns(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages as the body has them, in a list of their own. Raises RequestError."""
-    name = "input" if path == RESPONSES else "messages"
+    name = FIELD[path]
     found = body.get(name)
     if path == RESPONSES and isinstance(found, str):
         found = [{"role": "user", "content": found}]
@@ -25,23 +29,24 @@ def turns(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """All messages, with system texts; None where vLLM has to render them (tools, reasoning). Raises RequestError."""
+    """All messages, with system texts; None where vLLM has to convert them (tools, reasoning). Raises RequestError."""
     found = turns(path, body)
-    if any(body.get(name) for name in _VLLM_RENDERS[path]) or not all(map(_is_plain, found)):
+    if any(body.get(name) for name in _VLLM_CONVERTS[path]) or not all(map(_is_plain, found)):
         return None
     system = _system(path, body)
-    return [*system, *({**turn, "content": _parts(turn["content"])} for turn in found)]
+    return [*system, *({**turn, "content": parts_of(turn["content"])} for turn in found)]
 
 
 def without_references(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The body for vLLM, which knows no parts of type document; it reads token ids instead of these messages."""
-    plain = [{**turn, "content": text_of(turn.get("content"))} for turn in turns(path, body)]
-    return {**body, "input" if path == RESPONSES else "messages": plain}
+    return {**body, FIELD[path]: [_without_documents(turn) for turn in turns(path, body)]}
 
 
-def text_of(content: Any) -> Any:
-    """A message's text, without what stands in it beside text."""
-    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
+def _without_documents(turn: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(turn.get("content"), list):
+        return turn
+    left = [part for part in turn["content"] if not (isinstance(part, dict) and part.get("type") == "document")]
+    return {**turn, "content": left or ""}
 
 
 def _is_plain(turn: Mapping[str, Any]) -> bool:
@@ -52,7 +57,8 @@ def _is_plain(turn: Mapping[str, Any]) -> bool:
     return content is not None and not called and not any(str(kind).startswith(("tool_", "thinking")) for kind in kinds)
 
 
-def _parts(content: Any) -> Any:
+def parts_of(content: Any) -> Any:
+    """A message's content as it stands, its parts as those of chat messages."""
     if not isinstance(content, list):
         return content
     return [

@@ -24,9 +24,16 @@ _NOT_WITH_DOCUMENTS = [
 # places of documents, and of caches of other engines
 _RESERVED_FOR_US = (KEY, "kv_transfer_params", "ec_transfer_params")
 # of apply_chat_template itself: not for a request to set
-_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
-_RESERVED |= {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"}
-_RESERVED |= {"tokenizer_kwargs", "tools", "truncation"}
+TEMPLATE_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
+TEMPLATE_RESERVED |= {
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+}
+TEMPLATE_RESERVED |= {"tokenizer_kwargs", "tools", "truncation"}
 
 
 def check_reserved(body: dict[str, Any]) -> None:
@@ -41,18 +48,14 @@ def check_reserved(body: dict[str, Any]) -> None:
 
 
 def references_of(messages: Sequence[dict[str, Any]]) -> References:
-    """The documents that messages name. Raises RequestError for a message with one that is malformed otherwise."""
-    parts = [
-        part
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if isinstance(part, dict) and part.get("type") == "document"
-    ]
-    if not parts:
-        return References()
+    """The documents that messages name. Raises RequestError for a malformed one."""
+
+    def documents(content: Any) -> list[Any]:
+        parts = content if isinstance(content, list) else []
+        return [part for part in parts if isinstance(part, dict) and part.get("type") == "document"]
+
     try:
-        return referenced_documents(messages)
+        return referenced_documents([{**message, "content": documents(message.get("content"))} for message in messages])
     except ValueError as error:
         raise RequestError(400, str(error), param="messages") from error
 
@@ -113,11 +116,11 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
 
 
 def template_arguments(body: dict[str, Any]) -> dict[str, Any]:
-    """What a body sets of its chat template, tools included."""
+    """What a body sets of its chat template by name."""
     arguments = body.get("chat_template_kwargs") or {}
     if not isinstance(arguments, dict):
         raise RequestError(400, "chat_template_kwargs is an object", param="chat_template_kwargs")
-    reserved = sorted(_RESERVED & set(arguments))
+    reserved = sorted(TEMPLATE_RESERVED & set(arguments))
     if reserved:
         raise RequestError(400, f"chat_template_kwargs can't set {reserved[0]!r}", param="chat_template_kwargs")
-    return arguments if body.get("tools") is None else {**arguments, "tools": body["tools"]}
+    return arguments

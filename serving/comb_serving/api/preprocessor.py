@@ -19,7 +19,8 @@ from comb.documents.document import Document, Prompt, PromptBuilder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
 from comb_serving.api.choice import INLINED, MethodChoice
-from comb_serving.api.conversation import messages_of, turns, without_references
+from comb_serving.api.conversation import FIELD, messages_of, turns, without_references
+from comb_serving.api.conversion import converted
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import (
     check_combinations,
@@ -173,7 +174,7 @@ class Preprocessor:
         if path == COMPLETIONS:
             request = await asyncio.to_thread(self._completion, request)
         else:
-            request = await asyncio.to_thread(self._chat, path, request, listed, inside)
+            request = await asyncio.to_thread(self._chat, path, request, listed, named, inside)
         return request if linked else self.inlined(request)
 
     def inlined(self, request: PreprocessedRequest) -> PreprocessedRequest:
@@ -244,14 +245,18 @@ class Preprocessor:
         path: str,
         request: PreprocessedRequest,
         listed: list[KeyedSegment],
+        named: References,
         inside: dict[str, KeyedSegment],
     ) -> PreprocessedRequest:
-        messages = messages_of(path, request.body)
+        messages, builder = messages_of(path, request.body), self.builder_for(request.body)
         if messages is None:
-            if inside or self._in_prompt(request):
-                raise RequestError(400, "tools and reasoning can't be combined with documents in the prompt")
-            return request
-        builder = self.builder_for(request.body)
+            if not inside and not self._in_prompt(request):
+                return request  # vLLM renders it
+            messages, arguments = converted(path, request.body)
+            if references_of(messages) != named:
+                reason = "these messages don't keep their documents in place: put them into those of the user"
+                raise RequestError(400, reason, param=FIELD[path])
+            builder = replace(builder, chat_template_kwargs=arguments)
         referenced = {name: [segment.token_ids] for name, segment in inside.items()}
         try:
             prompt = builder.build(messages, [segment.token_ids for segment in listed], referenced)
