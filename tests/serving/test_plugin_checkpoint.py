@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import pytest
@@ -86,7 +87,16 @@ def options(**changed: Any) -> Any:
     )  # fmt: skip
 
 
-def test_what_an_instance_is_set_up_with() -> None:
+def set_up_on_gpu(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from comb_serving.vllm import setup
+
+    with monkeypatch.context() as gpu:
+        gpu.setattr(setup.current_platform, "is_cpu", lambda: False)
+        gpu.setattr(setup.current_platform, "is_cuda_alike", lambda: True)
+        setup.set_up(given)
+
+
+def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
     from comb_serving.vllm import OP
     from comb_serving.vllm.setup import SCHEDULER, set_up
 
@@ -95,7 +105,12 @@ def test_what_an_instance_is_set_up_with() -> None:
         set_up(given)
     assert v1.parallel_config.worker_cls == "comb_serving.vllm.worker_cpu.CombCPUWorker"
     assert v1.model_config.logits_processors == ["mine:Mine", "comb_serving.vllm.admission:DocumentCheckV1"]
-    assert v2.parallel_config.worker_cls == "auto"
+    assert v2.parallel_config.worker_cls == "auto"  # on a CPU
+    for v2_runner, worker in ((False, "CombGPUWorker"), (True, "CombGPUWorkerV2")):
+        on_gpu = options(use_v2_model_runner=v2_runner)
+        set_up_on_gpu(on_gpu, monkeypatch)
+        assert on_gpu.parallel_config.worker_cls == f"comb_serving.vllm.worker.{worker}"
+        assert locate(on_gpu.parallel_config.worker_cls) is not None
     assert v1.scheduler_config.scheduler_cls == v2.scheduler_config.scheduler_cls == SCHEDULER
     assert v2.model_config.logits_processors == ["comb_serving.vllm.admission_v2:DocumentCheckV2"]
     refused = {

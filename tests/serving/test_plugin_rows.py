@@ -176,6 +176,7 @@ def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.vllm
 def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
+    from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
     from comb_serving.vllm import state
@@ -196,12 +197,16 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
         def prepare_dummy_inputs(self, requests: int, tokens: int) -> dict[str, Any]:
             return {"positions": 2}
 
+        def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
+            return AttentionCGSupport.ALWAYS, None
+
     pool = documents.pool
     monkeypatch.setattr(state, "create_pool", lambda model, dtype, *, rank, ranks: pool)
     for name, value in (("get_tensor_model_parallel_rank", 0), ("get_tensor_model_parallel_world_size", 1)):
         monkeypatch.setattr(state, name, lambda value=value: value)
     model = SimpleNamespace(comb=RequestDocuments(verified))
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE)
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32), compilation_config=compilation)
     found = state.with_documents(Base)(config, model, None, None)
 
     def new(name: str, extra: Any) -> Any:
@@ -225,7 +230,10 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     found.prepare_inputs(batch(["x"], [0, 1]), None)
     assert found.prepare_dummy_inputs(4, 8) == {"positions": 2}
     assert not model.comb.step.rows
+    assert model.comb.step.dummy
     assert found.get_additional_cg_support() == (AttentionCGSupport.NEVER, "comb")
+    model.comb.full_graphs = True  # comb's worker asks for none where there are documents
+    assert found.get_additional_cg_support() == (AttentionCGSupport.ALWAYS, None)
     assert found.calls[-2:] == [("add", "w"), ("add", "x")]
 
 

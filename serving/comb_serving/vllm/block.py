@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from vllm import ir
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.config import CUDAGraphMode
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from comb.kernels.paged.attention import attend
-from comb.kernels.paged.layout import PagedBatch, PagedLayer
 from comb.model.config import CombEncoderConfig
-from comb.model.encoder import cross_norm
 from comb_serving.vllm import OP
 from comb_serving.vllm.rows import RequestDocuments
+
+GATE_UP = ("gate_proj", "up_proj")  # in checkpoints; here one product, of each rank's part of both
 
 
 class OwnColumnLinear(ColumnParallelLinear):
@@ -26,6 +33,40 @@ class OwnColumnLinear(ColumnParallelLinear):
 
 class OwnRowLinear(RowParallelLinear):
     """As `OwnColumnLinear`."""
+
+
+class FusedNorm(RMSNorm):
+    """vLLM's norm, in one kernel where there is one: while vLLM compiles it prefers operators that compile into others,
+    and here is nothing to compile into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same shape."""
+        with ir.ops.rms_norm.set_priority(["vllm_c", "native"]):
+            out: Tensor = super().forward(x)
+            return out
+
+
+class GatedActivation(nn.Module):
+    """``act(gate) * up`` for activations that vLLM has no kernel for."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.act = ACT2FN[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, 2 * width] -> [tokens, width]."""
+        gate, up = x.chunk(2, -1)
+        out: Tensor = self.act(gate) * up
+        return out
+
+
+def gated_activation(name: str) -> nn.Module:
+    """vLLM's fused activation of that name, else transformers'. Raises KeyError for one that neither has."""
+    try:
+        found: nn.Module = get_act_and_mul_fn(name)
+    except ValueError:
+        return GatedActivation(name)
+    return found
 
 
 class ParallelCrossAttention(nn.Module):
@@ -39,15 +80,12 @@ class ParallelCrossAttention(nn.Module):
             config.hidden_size, width, bias=config.cross_bias, return_bias=False, prefix=f"{prefix}.q_proj"
         )
         self.o_proj = OwnRowLinear(width, config.hidden_size, bias=False, return_bias=False, prefix=f"{prefix}.o_proj")
-        self.q_norm = cross_norm(config)
+        none = config.cross_qk_norm == "none"
+        self.q_norm = nn.Identity() if none else FusedNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
-        """Tokens of all rows with documents, behind one another, against each row's own documents.
-
-        hidden [tokens, hidden] -> the same shape
-        """
-        query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        out: Tensor = self.o_proj(attend(query, layer, batch).flatten(1))
+    def query(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, heads, head_dim]."""
+        out: Tensor = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
         return out
 
 
@@ -56,17 +94,17 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, config: CombEncoderConfig, prefix: str) -> None:
         super().__init__()
-        sizes, bias = (config.hidden_size, config.intermediate_size), config.mlp_bias
-        self.gate_proj, self.up_proj = (
-            OwnColumnLinear(*sizes, bias=bias, return_bias=False, prefix=f"{prefix}.{name}")
-            for name in ("gate_proj", "up_proj")
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        # vLLM's LoRA wraps all kinds of its own layer for two merged products
+        self.gate_up_proj = OwnColumnLinear(
+            hidden, 2 * width, bias=bias, return_bias=False, prefix=f"{prefix}.gate_up_proj"
         )
-        self.down_proj = OwnRowLinear(*reversed(sizes), bias=bias, return_bias=False, prefix=f"{prefix}.down_proj")
-        self.act_fn = ACT2FN[config.hidden_act]
+        self.down_proj = OwnRowLinear(width, hidden, bias=bias, return_bias=False, prefix=f"{prefix}.down_proj")
+        self.act_fn = gated_activation(config.hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> the same shape."""
-        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
         return out
 
 
@@ -84,12 +122,13 @@ class PagedCrossBlock(nn.Module):
         super().__init__()
         check_divisible(config, get_tensor_model_parallel_world_size())
         self.layer, self.documents, self.name = layer, documents, name
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = FusedNorm(config.hidden_size, config.rms_norm_eps)
         self.cross_attn = ParallelCrossAttention(config, f"{name}.cross_attn")
         self.attention_gate = nn.Parameter(torch.zeros(1))
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = FusedNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = ParallelMLP(config, f"{name}.mlp")
         self.mlp_gate = nn.Parameter(torch.zeros(1))
+        self.graphs: tuple[Callable[..., Any], Callable[..., None]] | None = None
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Mixes documents into the stream in front of a decoder layer, [tokens, hidden], in place.
@@ -102,23 +141,94 @@ class PagedCrossBlock(nn.Module):
         torch.ops.vllm.comb_cross_block(hidden, hidden.new_empty(0) if residual is None else residual, self.name)
         return hidden, residual
 
+    def capture(self, graph: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Has the two parts beside attention replayed in the steps that vLLM replays in pieces.
+
+        Args:
+            graph: what makes a CUDA graph of a function, one for each size of a batch.
+        """
+        self.graphs = graph(self.read), graph(self.write)
+
     def mix_(self, hidden: Tensor, residual: Tensor) -> None:
         """What the op does: nothing, unless a row of this step has documents. An empty `residual` is none."""
         step, pool = self.documents.step, self.documents.pool
+        # [1, tokens, hidden] where vLLM runs transformers' own layers; view, as what is written must arrive
+        hidden = hidden.view(-1, hidden.shape[-1])
+        residual = residual.view(-1, residual.shape[-1]) if residual.numel() else residual
+        pieces = self.graphs is not None and get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
         if not step.rows or pool is None:
+            if pieces and step.dummy:
+                self.replay(hidden, residual, warm=True)
             return
         self.documents.mixed += 1
-        # [1, tokens, hidden] where vLLM runs transformers' own layers; view, as what is written must arrive
-        hidden, tokens = hidden.view(-1, hidden.shape[-1]), step.tokens(hidden.device)
-        stream = hidden.index_select(0, tokens)
+        if pieces:
+            self.replay(hidden, residual)
+            return
+        tokens = step.tokens(hidden.device)
+        rest = residual.index_select(0, tokens) if residual.numel() else residual
+        stream, query, _ = self.read(hidden.index_select(0, tokens), rest)
+        mixed = self.mixed(stream, attend(query, pool.layer(self.layer), step.batch))
+        hidden.index_copy_(0, tokens, mixed.to(hidden))
         if residual.numel():
-            stream = stream + residual.index_select(0, tokens)
             residual.index_fill_(0, tokens, 0)
-        x = stream.to(self.attention_gate)
-        attended = self.cross_attn(self.input_layernorm(x), pool.layer(self.layer), step.batch)
-        x = x + self.attention_gate.tanh() * attended
-        x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
-        hidden.index_copy_(0, tokens, x.to(hidden))
+
+    def replay(self, hidden: Tensor, residual: Tensor, *, warm: bool = False) -> None:
+        """`mix_` by graphs that take all rows and write those with documents; attention alone takes the latter.
+
+        warm: no row has documents, the graphs are there to be captured.
+        """
+        assert self.graphs is not None
+        read, write = self.graphs
+        step, readers = self.documents.step, self.documents.readers(len(hidden))
+        if warm:  # what is made at the first call, such as handles and compiled kernels, can't be captured
+            stream, _, attended = self.read(hidden, residual)
+            self.write(stream, attended, hidden, residual, readers)
+        stream, query, attended = read(hidden, residual)
+        if step.rows:
+            assert self.documents.pool is not None
+            tokens = step.tokens(hidden.device)
+            layer = self.documents.pool.layer(self.layer)
+            attended.index_copy_(0, tokens, attend(query.index_select(0, tokens), layer, step.batch))
+        write(stream, attended, hidden, residual, readers)
+
+    def read(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What stands in front of attention.
+
+        Returns:
+            The stream [tokens, hidden], queries [tokens, heads, head_dim], and room for what attention makes of them.
+        """
+        stream = (hidden + residual if residual.numel() else hidden).to(self.attention_gate)
+        query = self.cross_attn.query(self.input_layernorm(stream))
+        return stream, query, torch.empty_like(query)
+
+    def write(self, stream: Tensor, attended: Tensor, hidden: Tensor, residual: Tensor, readers: Tensor) -> None:
+        """What stands behind attention, written into the rows of `hidden` that `readers` [tokens, 1] names."""
+        torch.where(readers, self.mixed(stream, attended).to(hidden), hidden, out=hidden)
+        if residual.numel():
+            residual.masked_fill_(readers, 0)
+
+    def mixed(self, stream: Tensor, attended: Tensor) -> Tensor:
+        """The new stream [tokens, hidden]."""
+        x = torch.addcmul(stream, self.attention_gate.tanh(), self.cross_attn.o_proj(attended.flatten(1)))
+        return torch.addcmul(x, self.mlp_gate.tanh(), self.mlp(self.post_attention_layernorm(x)))
+
+
+def checkpoint_weights(block: nn.Module) -> Iterator[tuple[str, nn.Parameter, int | None]]:
+    """(name in a checkpoint, parameter, which part of it) of all weights of a block; None is the whole."""
+    for name, weight in block.named_parameters():
+        if "gate_up_proj" in name:
+            yield from ((name.replace("gate_up_proj", part), weight, index) for index, part in enumerate(GATE_UP))
+        else:
+            yield name, weight, None
+
+
+def load_weight(weight: nn.Parameter, tensor: Tensor, part: int | None) -> None:
+    """Copies a checkpoint's weight, or this rank's rows of it, into a parameter or its half number `part`."""
+    if part is None:
+        getattr(weight, "weight_loader", default_weight_loader)(weight, tensor)
+        return
+    rows, rank = len(weight) // len(GATE_UP), get_tensor_model_parallel_rank()
+    weight.data[part * rows : (part + 1) * rows].copy_(tensor[rank * rows : (rank + 1) * rows])
 
 
 def check_divisible(config: CombEncoderConfig, ranks: int) -> None:

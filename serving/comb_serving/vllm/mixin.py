@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from comb.backbones.fingerprint import same_embedding
-from comb_serving.vllm.block import PagedCrossBlock
+from comb_serving.vllm.block import PagedCrossBlock, checkpoint_weights, load_weight
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
 from comb_serving.vllm.layer import put_in_front
 from comb_serving.vllm.pool import capability_of
@@ -56,40 +55,42 @@ class CombMixin(ModelClass):
                 embedding isn't the one that the adapter was trained on.
         """
         fingerprint = getattr(self._comb_vllm_config.model_config.hf_config, ATTRIBUTE)["fingerprint"]
-        loaded: set[int] = set()  # ids of the cross blocks' parameters that have got their values
+        missing = {  # what the cross blocks still wait for: name in the checkpoint -> parameter, part of it
+            start + name: (weight, part)
+            for start, block in self.comb_blocks.items()
+            for name, weight, part in checkpoint_weights(block)
+        }
+        ours = {id(weight) for weight, _ in missing.values()}
         same: list[bool] = []  # of weights with the embedding's shape, as names differ: whether it is the adapter's
 
         def of_backbone() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 if not name.startswith(BACKBONE):
-                    loaded.update(self._load_adapter(name, tensor))
+                    self._load_adapter(name, tensor, missing)
                     continue
                 if fingerprint is not None and list(tensor.shape) == fingerprint["embedding_shape"]:
                     same.append(same_embedding(tensor, fingerprint))
                 yield name.removeprefix(BACKBONE), tensor
 
         names = set(super().load_weights(of_backbone()))
-        ours = [pair for block in self.comb_blocks.values() for pair in block.named_parameters()]
-        missing = [name for name, weight in ours if id(weight) not in loaded]
         if missing:
-            raise ValueError(f"the checkpoint lacks {len(missing)} weights of its cross blocks, such as {missing[:3]}")
+            such = list(missing)[:3]
+            raise ValueError(f"the checkpoint lacks {len(missing)} weights of its cross blocks, such as {such}")
         if same and not any(same):
             place = self.secondary_weights[-1].model_or_path
             raise ValueError(f"the embedding in {place} differs from the one that this adapter was trained on")
-        return names | {name for name, weight in self.named_parameters() if id(weight) in loaded}
+        return names | {name for name, weight in self.named_parameters() if id(weight) in ours}
 
-    def _load_adapter(self, name: str, tensor: Tensor) -> Iterator[int]:
-        """Loads a weight of the cross blocks; its parameter's id, nothing for one of the encoder's."""
-        block = next((found for start, found in self.comb_blocks.items() if name.startswith(start)), None)
-        if block is None:
+    def _load_adapter(self, name: str, tensor: Tensor, missing: dict[str, tuple[nn.Parameter, int | None]]) -> None:
+        """Loads a weight of the cross blocks, which is no longer missing; nothing for one of the encoder's."""
+        if name not in missing:
             if not name.startswith(ENCODER):
                 raise ValueError(f"the checkpoint has a weight {name!r} that belongs to no part of this adapter")
             return
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged")
-        weight = block.get_parameter(name.split(".", 2)[2])
-        getattr(weight, "weight_loader", default_weight_loader)(weight, tensor)
-        yield id(weight)
+        weight, part = missing.pop(name)
+        load_weight(weight, tensor, part)
 
     def get_model_state_cls(self) -> type:
         """For vLLM's V2 model runner: the backbone's model state, which also knows documents."""

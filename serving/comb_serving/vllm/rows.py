@@ -13,6 +13,7 @@ from torch import Tensor
 
 from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb.kernels.paged.plan import to_device
+from comb.waits import on_device
 from comb_serving.pool.capability import KEY, Capability
 from comb_serving.pool.handles import unpack
 from comb_serving.pool.pool import SharedPool
@@ -29,9 +30,14 @@ class RequestRows:
 
 @dataclass(frozen=True)
 class StepDocuments:
-    """The rows of one forward pass that have documents; without any, cross blocks do nothing."""
+    """The rows of one forward pass that have documents; without any, cross blocks do nothing.
+
+    Attributes:
+        dummy: a pass of vLLM's own, such as one that graphs are captured in.
+    """
 
     rows: tuple[RequestRows, ...] = ()
+    dummy: bool = False
     _tokens: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -58,6 +64,8 @@ class RequestDocuments:
         pool: where documents lie; None when the instance has none, and then no request has documents.
         verified: what a request's token says. Raises ValueError unless this instance has signed it.
         step: the forward pass that is running. blocks: of the model; mixed: those that have run in this step.
+        room: [tokens, 1] bool on the model's device, where captured graphs look which tokens have documents.
+        full_graphs: whether steps with documents are kept out of graphs that hold a whole step (`graphs`).
     """
 
     verified: Callable[[object], Capability]
@@ -65,6 +73,9 @@ class RequestDocuments:
     step: StepDocuments = field(default_factory=StepDocuments)
     blocks: int = 0
     mixed: int = 0
+    room: Tensor | None = None
+    full_graphs: bool = False
+    _written: StepDocuments | None = None
     _tables: dict[str, BlockTable] = field(default_factory=dict)
     _tokens: dict[str, object] = field(default_factory=dict)
 
@@ -118,7 +129,23 @@ class RequestDocuments:
     def begin_without(self) -> None:
         """Sets a step without documents: profiling, warm-up, graph capture."""
         self.end()
-        self.step = StepDocuments()
+        self.step = StepDocuments(dummy=True)
+
+    @property
+    def known(self) -> bool:
+        """Whether any request that this worker knows has documents, scheduled in this step or not."""
+        return bool(self._tables)
+
+    def readers(self, count: int) -> Tensor:
+        """Which of a batch's first `count` tokens have documents, at the same address in each step. [count, 1] bool"""
+        assert self.room is not None, "graphs were captured without room"
+        if self._written is not self.step:
+            mask = torch.zeros(self.room.shape, dtype=torch.bool)
+            for row in self.step.rows:
+                mask[row.start : row.stop] = True
+            self.room.copy_(on_device(mask, self.room.device))
+            self._written = self.step
+        return self.room[:count]
 
     def end(self) -> None:
         """Ends the step. Raises RuntimeError if a cross block was left out, as in a graph that isn't cut there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
@@ -14,7 +13,9 @@ from comb_serving.vllm import OP
 SALTED_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 CHECKS = {False: "comb_serving.vllm.admission:DocumentCheckV1", True: "comb_serving.vllm.admission_v2:DocumentCheckV2"}
 SCHEDULER = "comb_serving.vllm.scheduler.make_scheduler"
-WORKERS = {True: "comb_serving.vllm.worker_cpu.CombCPUWorker", False: "comb_serving.vllm.worker.CombGPUWorker"}
+WORKER = "comb_serving.vllm.worker.CombGPUWorker"
+WORKER_V2 = "comb_serving.vllm.worker.CombGPUWorkerV2"
+WORKER_CPU = "comb_serving.vllm.worker_cpu.CombCPUWorker"
 
 
 def config_hook(backbone: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdateConfig]:
@@ -36,7 +37,7 @@ def config_hook(backbone: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndU
 
 
 def set_up(vllm_config: Any) -> None:
-    """Names the worker that knows rows (V1), and the two checks that requests pass: at the door, and in the engine.
+    """Names the worker, and the two checks that requests pass: at the door, and in the engine.
 
     Raises:
         ValueError: for features that documents don't work with.
@@ -66,15 +67,13 @@ def set_up(vllm_config: Any) -> None:
     if scheduler.scheduler_cls not in (None, SCHEDULER):
         raise ValueError(f"comb checkpoints need their own scheduler, not {scheduler.scheduler_cls}: leave it alone")
     scheduler.scheduler_cls = SCHEDULER
-    if v2:
+    worker = WORKER_CPU if current_platform.is_cpu() else WORKER_V2 if v2 else WORKER
+    if v2 and not current_platform.is_cuda_alike():
         return  # the model's state object knows the rows
     if parallel.worker_cls == "auto":
-        parallel.worker_cls = WORKERS[current_platform.is_cpu()]
-    elif parallel.worker_cls not in WORKERS.values():
+        parallel.worker_cls = worker
+    elif parallel.worker_cls != worker:
         raise ValueError(f"comb checkpoints need their own worker, not {parallel.worker_cls}: leave worker_cls alone")
-    if not current_platform.is_cpu():
-        # a whole step in one CUDA graph would never come back to Python to look up its rows
-        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def check_connector(vllm_config: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from comb_serving.vllm.graphs import capture_blocks
 from comb_serving.vllm.pool import create_pool
 
 
@@ -23,6 +24,7 @@ def with_documents(base: Any) -> type:
                 rank=get_tensor_model_parallel_rank(),
                 ranks=get_tensor_model_parallel_world_size(),
             )
+            capture_blocks(model, vllm_config, device)
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
@@ -45,7 +47,10 @@ def with_documents(base: Any) -> type:
             return inputs
 
         def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
-            # a step's rows are known to Python alone, so its graphs are cut at the cross blocks
+            if self.documents.full_graphs:
+                found: tuple[AttentionCGSupport, str | None] = super().get_additional_cg_support()
+                return found
+            # another worker than comb's would replay whole steps for requests with documents
             return AttentionCGSupport.NEVER, "comb"
 
     CombModelState.__name__ = CombModelState.__qualname__ = f"Comb{base.__name__}"

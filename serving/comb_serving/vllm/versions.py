@@ -12,6 +12,7 @@ TESTED = ("0.32",)
 # what `comb_serving.vllm` and the front build on: module -> names
 NEEDED = {
     "vllm.compilation.breakable_cudagraph": ("eager_break_during_capture",),
+    "vllm.compilation.cuda_graph": ("CUDAGraphOptions", "CUDAGraphWrapper"),
     "vllm.config": ("CompilationConfig",),
     "vllm.forward_context": ("get_forward_context",),
     "vllm.model_executor.models": ("ModelRegistry",),

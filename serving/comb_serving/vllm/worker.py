@@ -1,4 +1,4 @@
-"""The worker of vLLM's V1 model runner: makes the pool, and says in front of each step which row is whose."""
+"""Workers: the one of vLLM's V1 model runner makes the pool, and says in front of each step which row is whose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
+from comb_serving.vllm.graphs import capture_blocks, without_full_v1, without_full_v2
 from comb_serving.vllm.pool import create_pool
 from comb_serving.vllm.rows import RequestDocuments
 
@@ -28,12 +30,17 @@ class RunnerRows:
         if get_forward_context().attn_metadata is None:
             self.documents.begin_without()
             return
+        self.follow()
+        self.documents.begin(self.runner.input_batch.req_ids, self.runner.query_start_loc.np)
+
+    def follow(self) -> bool:
+        """Looks up the documents of the requests that are scheduled; whether there are any."""
         names = self.runner.input_batch.req_ids
         for name in names:
             parameters = self.runner.requests[name].sampling_params
             self.documents.add(name, None if parameters is None else parameters.extra_args)
         self.documents.keep(names)
-        self.documents.begin(names, self.runner.query_start_loc.np)
+        return self.documents.known
 
 
 class PoolOwner:
@@ -42,6 +49,7 @@ class PoolOwner:
     model_runner: Any
     vllm_config: Any
     comb_documents: RequestDocuments | None = None
+    comb_rows: RunnerRows
 
     def load_model(self, **options: Any) -> None:
         """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
@@ -54,7 +62,8 @@ class PoolOwner:
             rank=get_tensor_model_parallel_rank(),
             ranks=get_tensor_model_parallel_world_size(),
         )
-        model.register_forward_pre_hook(RunnerRows(self.model_runner, model.comb))
+        self.comb_rows = RunnerRows(self.model_runner, model.comb)
+        model.register_forward_pre_hook(self.comb_rows)
         model.register_forward_hook(lambda *_: model.comb.end())
 
     def shutdown(self) -> None:
@@ -66,3 +75,26 @@ class PoolOwner:
 
 class CombGPUWorker(PoolOwner, Worker):
     """For GPUs."""
+
+    def load_model(self, **options: Any) -> None:
+        """As `PoolOwner`'s; cross blocks take part in graphs."""
+        super().load_model(**options)
+        capture_blocks(self.model_runner.get_model(), self.vllm_config, self.device)
+        without_full_v1(self.model_runner.cudagraph_dispatcher, self.comb_rows.follow)
+
+
+class CombGPUWorkerV2(Worker):
+    """For GPUs and vLLM's V2 model runner, whose model state (`state`) does all but this."""
+
+    def load_model(self, **options: Any) -> None:
+        """As vLLM's, and promises what `compile_or_warm_up_model` does: vLLM asks before."""
+        super().load_model(**options)
+        self.model_runner.get_model().comb.full_graphs = True
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """As vLLM's; steps with documents are kept out of the graphs of whole steps that it has captured."""
+        times = super().compile_or_warm_up_model()
+        if self.model_runner.cudagraph_manager is not None:
+            documents = self.model_runner.get_model().comb
+            without_full_v2(self.model_runner.cudagraph_manager, lambda: documents.known)
+        return times
