@@ -31,7 +31,7 @@ from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row, TextTable
 
 TRAINING_FREE = (
-    "naive,legolink-0,legolink:4,legolink:16,attnlink:16,cacheblend:0.15,focus:0.1,prefix,"
+    "naive,primed,primed:4,legolink-0,legolink:4,legolink:16,attnlink:16,cacheblend:0.15,focus:0.1,focus:0.1,primer=true,prefix,"
     "legolink:16,quantize=int8,legolink:16@fixed:64"
 )
 """Asked where ``--methods`` names none: of each kind some, in eight bits, and cut into shorter segments."""
