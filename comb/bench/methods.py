@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from comb.documents.datasets import Counts
 from comb.documents.document import Example, PromptBuilder
 from comb.evaluation.compare import AnswerRules, compare, made_by
 from comb.evaluation.journal import Journal
-from comb.evaluation.plot import METRICS, Lines, Panel, Quality
+from comb.evaluation.plot import METRICS, Frontier, Panel, Quality
 from comb.evaluation.run import NO_DOCUMENTS, Setting, disjoint, first_token_times
 from comb.evaluation.sets import EvaluationSet, read_sets
 from comb.evaluation.summary import comparison_tables, summarize
@@ -108,20 +109,28 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
 
 def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
-    """For each set a score over the time to the first token, where times were taken, and KL over computed tokens."""
+    """For each set KL over computed tokens; where times were taken KL and a score over the time to the first token."""
     found: list[Panel] = []
     for name, own in _by_set(rows):
+        whole = next((row["computed_tokens"] for row in own if row["method"] == "full" and not row["refused"]), 1.0)
+        between = [row for row in own if row["method"] not in ("full", NO_DOCUMENTS)]
+        found.append(
+            Frontier(between, partial(_share_computed, whole=whole), "of the prompt computed for a question, %", name)
+        )
         if any(row["ttft_cold_s"] for row in own):
-            found.append(Quality(own, metric, name))
-        asked = [row for row in own if not row["refused"]]
-        whole = next((row["computed_tokens"] for row in asked if row["method"] == "full"), 1.0)
-        linked = [
-            row | {"computed": 100 * row["computed_tokens"] / whole}
-            for row in asked
-            if row["method"] not in ("full", NO_DOCUMENTS)
-        ]
-        found.append(Lines(linked, "computed", "kl", "of the prompt computed, %", f"{name}: KL to full, nats"))
+            found += [
+                Frontier(between, _cached_ms, "time to first token, documents cached, ms", name),
+                Quality(own, metric, name),
+            ]
     return found
+
+
+def _share_computed(row: Row, whole: float) -> float:
+    return float(100 * row["computed_tokens"] / whole)
+
+
+def _cached_ms(row: Row) -> float | None:
+    return None if row["ttft_cached_s"] is None else float(1000 * row["ttft_cached_s"].median)
 
 
 def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[QuestionSet]:

@@ -14,6 +14,7 @@ from comb.evaluation.table import Row
 
 METRICS = {"em": "exact match, %", "f1": "F1, %", "contains": "gold answer contained, %", "rouge_l": "ROUGE-L, %"}
 _MARKERS = "osD^vXP*"
+_EXACT = 1e-3  # nats: what is below is full recompute, to rounding
 
 
 class Panel(Protocol):
@@ -157,6 +158,38 @@ class Quality:
         axes.set_xlabel("time to first token, ms (hollow: cold, filled: cached)")
         axes.set(ylabel=METRICS[self.metric], title=self.name)
         _legend_beside(axes)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What a method leaves of full recompute over what it costs: its KL with the 95% interval, on a logarithmic axis.
+
+    Args:
+        rows: of `summarize`; those that are refused or have no KL are left out. cost: of a row; None: no point.
+    """
+
+    rows: Sequence[Row]
+    cost: Callable[[Row], float | None]
+    xlabel: str
+    name: str = ""
+
+    def draw(self, axes: Any) -> None:
+        """Each point with its name beside it."""
+        from matplotlib.ticker import LogLocator, NullLocator
+
+        asked = [row for row in self.rows if not row.get("refused") and row.get("kl")]
+        points = [(row, cost) for row in asked if (cost := self.cost(row)) is not None]
+        for number, (row, cost) in enumerate(points):
+            low, high = row["intervals"]["kl"]
+            low, kl, high = (max(_EXACT, value) for value in (low, row["kl"], high))
+            reach = [[kl - low], [high - kl]]
+            axes.errorbar(cost, kl, yerr=reach, **_look(number), markersize=5, elinewidth=0.8, capsize=2)
+            axes.annotate(row["method"], (cost, kl), xytext=(6, 3), textcoords="offset points", fontsize="x-small")
+        axes.set(yscale="log", xlim=(0, 1.35 * max((cost for _, cost in points), default=1.0)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set(xlabel=self.xlabel, ylabel="KL to full recompute, nats/token", title=self.name)
 
 
 def draw(panels: Sequence[Panel], path: str | Path, *, title: str = "") -> Path:

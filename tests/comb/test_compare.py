@@ -20,6 +20,7 @@ from comb.documents.datasets import read_dataset
 from comb.documents.document import PromptBuilder
 from comb.evaluation.compare import AnswerRules, compare, kl_divergence
 from comb.evaluation.journal import Journal
+from comb.evaluation.plot import Frontier
 from comb.evaluation.run import Setting
 from comb.evaluation.sets import read_sets, spread
 from comb.evaluation.summary import comparison_tables, summarize
@@ -320,3 +321,19 @@ def test_the_sets_of_the_project_can_be_read() -> None:
     sets = read_sets(Path(__file__).parents[2] / "configs" / "evaluation.yaml")
     assert len(sets) >= 4
     assert all(each.template.stop for each in sets.values())
+
+
+def test_the_frontier_shows_each_method_at_its_cost() -> None:
+    from matplotlib.figure import Figure
+
+    rows = [
+        {"method": "naive", "refused": "", "kl": 0.2, "intervals": {"kl": (0.1, 0.4)}, "computed_tokens": 5},
+        {"method": "exact", "refused": "", "kl": 1e-9, "intervals": {"kl": (0.0, 1e-9)}, "computed_tokens": 50},
+        {"method": "hypic", "refused": "no linear layers"},
+        {"method": "timeless", "refused": "", "kl": 0.1, "intervals": {"kl": (0.1, 0.1)}, "computed_tokens": None},
+    ]
+    axes = Figure().subplots()
+    Frontier(rows, lambda row: row["computed_tokens"], "tokens", "squad").draw(axes)
+    assert [text.get_text() for text in axes.texts] == ["naive", "exact"]
+    assert [tuple(text.xy) for text in axes.texts] == [(5, 0.2), (50, 1e-3)]
+    assert (axes.get_title(), axes.get_yscale()) == ("squad", "log")
