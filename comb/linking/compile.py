@@ -16,13 +16,12 @@ from comb.waits import all_finite
 
 
 def compile_tokens(
-    model: Any, fingerprint: str, token_ids: Sequence[int], before: Sequence[DecoderPICache] = (), *, dropped: int = 0
+    model: Any, fingerprint: str, token_ids: Sequence[int], before: Sequence[DecoderPICache] = ()
 ) -> DecoderPICache:
     """Keys and values [kv_heads, tokens, head_dim] of `token_ids`, by one pass. The caller holds the model's lock.
 
     Args:
         before: what stands in front, from the start of the prompt; without it `token_ids` begin at position zero.
-        dropped: how many of `token_ids`, from the first on, are computed but not kept.
 
     Raises:
         ValueError: when the backbone computes NaN or infinity.
@@ -37,13 +36,13 @@ def compile_tokens(
     mask = torch.ones(1, end, dtype=torch.long)
     run_decoder(model, ids, cache, attention_mask=mask, position_ids=positions)
     layers: list[Any] = cache.layers
-    keys, values = ([getattr(layer, name)[0, :, start + dropped :] for layer in layers] for name in ("keys", "values"))
+    keys, values = ([getattr(layer, name)[0, :, start:] for layer in layers] for name in ("keys", "values"))
     if not all_finite((*keys, *values)):
         raise ValueError(
-            f"the backbone gave NaN or infinite keys or values for a segment of {len(token_ids) - dropped} tokens: its "
+            f"the backbone gave NaN or infinite keys or values for a segment of {len(token_ids)} tokens: its "
             f"weights are damaged or overflow in {str(model.dtype).removeprefix('torch.')}"
         )
-    return DecoderPICache(fingerprint, tuple(keys), tuple(values), torch.tensor(list(token_ids[dropped:])))
+    return DecoderPICache(fingerprint, tuple(keys), tuple(values), torch.tensor(list(token_ids)))
 
 
 def cache_of(model: Any, pieces: Sequence[DecoderPICache], length: int) -> Cache:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
-from comb.backbones.identity import weights_fingerprint
+from comb.backbones.identity import identity_of, weights_fingerprint
 from comb.backbones.stages import StageTimes
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble
@@ -144,15 +144,22 @@ class Decoder(Method):
             ValueError: for an empty or over-long segment, or when the backbone computes NaN or infinity.
         """
         self.check_segments(segments)
-        fingerprint, dummies = self.fingerprint, self.dummy_ids()
+        fingerprint = self.fingerprint
         with exclusive(self.backbone):
-            return [
-                compile_tokens(self.backbone, fingerprint, [*dummies, *segment], dropped=len(dummies))
-                for segment in segments
-            ]
+            front = self._front()
+            return [compile_tokens(self.backbone, fingerprint, segment, front) for segment in segments]
+
+    def _front(self) -> list[DecoderPICache]:
+        """What segments are compiled behind, computed once for each state of the weights."""
+        if not (ids := self.dummy_ids()):
+            return []
+        kept: dict[str, DecoderPICache] = identity_of(self.backbone).fact(("front", tuple(ids)), dict)
+        if not kept:  # a pass of this compile's, which is counted
+            kept["front"] = compile_tokens(self.backbone, "", ids)
+        return list(kept.values())
 
     def dummy_ids(self) -> list[int]:
-        """Tokens in front of a segment while it is compiled, whose keys and values are dropped."""
+        """Tokens in front of a segment while it is compiled."""
         return list(self.primer)
 
     @property

@@ -293,7 +293,7 @@ def test_legolink_zero_is_compiled_behind_dummies() -> None:
     behind = DynamicCache()
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 1, 1, *DOCUMENTS[0]]]), past_key_values=behind, use_cache=True)
-    assert torch.equal(picache.keys[1], behind.layers[1].keys[0, :, 3:])
+    assert torch.allclose(picache.keys[1], behind.layers[1].keys[0, :, 3:], atol=1e-6)
     # linked where it was compiled, behind the same dummies, it is exact
     state = method.link([picache], QUERY, head_ids=[1, 1, 1])
     reference = methods.create("full", model)

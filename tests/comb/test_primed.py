@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from comb import methods
+from comb.backbones.forward import counted_passes
 from comb.engine.engine import PICEngine
 from comb.methods.decoder import Decoder
 from comb.methods.primer import PASSAGE
@@ -47,7 +49,7 @@ def test_a_segment_is_what_it_is_behind_the_primer() -> None:
     behind = DynamicCache()
     with torch.no_grad():
         model(input_ids=torch.tensor([[*PRIMER, *DOCUMENTS[0]]]), past_key_values=behind, use_cache=True)
-    assert torch.equal(picache.keys[1], behind.layers[1].keys[0, :, len(PRIMER) :])
+    assert torch.allclose(picache.keys[1], behind.layers[1].keys[0, :, len(PRIMER) :], atol=1e-6)
     assert picache.num_tokens == len(DOCUMENTS[0])
     # where the prompt really has the primer in front, one document is exact
     full = methods.create("full", model)
@@ -129,3 +131,20 @@ def test_errors_say_what_to_do(backbone: Any, tokenizer: Any, tmp_path: Path) ->
     for primer, said in ((empty, r"empty\.txt is empty"), (tmp_path / "none.txt", "primer is true, or a text file")):
         with pytest.raises(ValueError, match=said):
             PICEngine(backbone, tokenizer, method=f"primed:primer={primer}")
+
+
+def test_the_primer_is_computed_once_for_all_documents() -> None:
+    model = tiny("llama", std=0.15)
+    method = primed(model)
+    with counted_passes() as first:
+        before = method.compile(DOCUMENTS)
+    with counted_passes() as second:
+        primed(model, "focus:0.2").compile(DOCUMENTS)
+    documents = sum(map(len, DOCUMENTS))
+    assert (first.tokens, second.tokens) == (len(PRIMER) + documents, documents)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    after = primed(model).compile(DOCUMENTS)
+    fresh = primed(copy.deepcopy(model)).compile(DOCUMENTS)
+    assert torch.equal(after[1].values[1], fresh[1].values[1])  # other weights, another front
+    assert not torch.allclose(after[1].values[1], before[1].values[1], atol=1e-3)
