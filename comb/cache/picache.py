@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from comb.cache.transfer import is_on, moved
 from comb.registry import Registry
 
 KEY_VERSION = 1
@@ -57,9 +58,17 @@ class PICache(ABC):
     def to(self, device: torch.device | str) -> Self:
         """The same PICache on `device`; self if it is there already.
 
-        Token ids stay on the host, where they are read: from a GPU each reading would be waited for.
+        Token ids stay on the host, where they are read: from a GPU each reading would be waited for. All other tensors
+        go in one copy, and share one buffer afterwards; on the host of a GPU pinned memory, of which torch takes the
+        next power of two.
         """
-        return self._map(lambda tensor: tensor.to("cpu" if tensor.dtype == torch.int64 else device))
+        tensors, there = self.tensors(), torch.device(device)
+        away = {name: one for name, one in tensors.items() if one.dtype != torch.int64 and not is_on(one, there)}
+        if len({tensor.device for tensor in away.values()}) == 1 and not any(
+            one.requires_grad for one in away.values()
+        ):
+            away = moved(away, there)
+        return self._map({**tensors, **away}, lambda one: one.to("cpu" if one.dtype == torch.int64 else device))
 
     def standalone(self) -> Self:
         """The same values without gradients, and keeping alive no more memory than `nbytes`; self if it is so already.
@@ -71,11 +80,11 @@ class PICache(ABC):
             tensor = tensor.detach() if tensor.requires_grad else tensor
             return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
 
-        return self._map(own)
+        return self._map(self.tensors(), own)
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def _map(self, tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> Self:
         before = self.tensors()
-        after = {name: change(tensor) for name, tensor in before.items()}
+        after = {name: change(tensor) for name, tensor in tensors.items()}
         if all(after[name] is tensor for name, tensor in before.items()):
             return self
         return self.from_tensors(self.fingerprint, after)

@@ -51,15 +51,13 @@ def serialize(pic: PICache, key: str, *, expires_at: float | None = None) -> byt
     if expires_at is not None:
         metadata["expires_at"] = repr(float(expires_at))
     # safetensors refuses tensors that overlap in memory (keys and values cut from one buffer), hence the copies
-    tensors = {name: _unshared(tensor) for name, tensor in pic.tensors().items()}
+    tensors = {name: _unshared(tensor) for name, tensor in pic.to("cpu").tensors().items()}
     metadata["checksum"] = _checksum(metadata, tensors)
     return safetensors.torch.save(tensors, metadata=metadata)
 
 
 def _unshared(tensor: Tensor) -> Tensor:
-    local = tensor.detach().to("cpu")
-    copied = local.device != tensor.device
-    return local.contiguous() if copied else local.clone(memory_format=torch.contiguous_format)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from comb.backbones.forward import count_tokens, run_decoder, takes_positions
 from comb.linking.cache import LayerReached, ScatterCache, plain_layer
+from comb.linking.grouped import grouped_attention
 from comb.linking.masks import Masks
 
 # A portion reads all weights once and attends to the keys in front of its last row only. On a CPU small portions save
@@ -54,10 +55,11 @@ def recompute(
         start += size
         cache.rows.positions = torch.cat([portion, last]) if with_last and start < len(positions) else portion
         try:
-            hidden = run_decoder(
-                model, token_ids[cache.rows.positions][None], cache,
-                position_ids=cache.rows.on(device)[None], attention_mask=masks.build(cache.rows, model),
-            )[0, -1]  # fmt: skip
+            with grouped_attention(model, cache.rows):
+                hidden = run_decoder(
+                    model, token_ids[cache.rows.positions][None], cache,
+                    position_ids=cache.rows.on(device)[None], attention_mask=masks.build(cache.rows, model),
+                )[0, -1]  # fmt: skip
         except LayerReached:
             hidden = None
             count_tokens(len(cache.rows.positions) * (cache.stop_layer or 0) / len(cache.layers))

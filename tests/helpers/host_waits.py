@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from comb import CombForCausalLM, PICEngine, methods
+from comb.cache.picache import DecoderPICache
 from comb.cache.quantization import quantize
 from comb.cache.store import PICacheStore
 from comb.linking.cache import ScatteredRows
@@ -187,6 +188,35 @@ def test_an_engine_answers_on_the_device_as_on_the_cpu(method: str) -> None:
     expected = answered(method, make(), **options)
     with SimulatedDevice():
         assert answered(method, move(make()), **options) == expected
+
+
+def test_a_document_goes_between_tiers_in_one_copy() -> None:
+    """Down with one wait, up with none; token ids stay on the host."""
+    tensors = {
+        f"{kind}.{layer}": torch.randn(2, 7, 3 + layer) for kind in ("keys", "values") for layer in range(LAYERS)
+    }
+    ids = torch.arange(7)
+    picache = DecoderPICache.from_tensors("x", {**tensors, "token_ids": ids})
+    with SimulatedDevice() as device:
+        with device.counted():
+            above = picache.to(DEVICE)
+            assert (device.waits.total(), device.launches.total()) == (0, 1)
+        with device.counted():
+            below = above.to("cpu")
+            assert device.waits.total() == 1
+            assert device.launches.total() <= 3  # gaps that align, all behind one another, the copy
+        assert below.keys[0].untyped_storage().data_ptr() == below.values[-1].untyped_storage().data_ptr()
+        with device.counted():
+            again = below.to(DEVICE)
+            assert (device.waits.total(), device.launches.total()) == (0, 1)
+        assert above.token_ids is ids
+        assert above.to(DEVICE) is above
+        with device.counted():  # the control: tensor by tensor
+            [tensor.to("cpu") for tensor in above.keys]
+            assert device.waits.total() == LAYERS
+        last = again.to("cpu").tensors()
+    for name, tensor in tensors.items():
+        assert torch.equal(last[name], tensor), name
 
 
 def test_quantising_waits_once_for_a_tensor() -> None:
