@@ -182,7 +182,8 @@ def _run(name: str, run: Mapping[str, Any], options: PaperOptions, report: Bench
     kind, wanted = get_type_hints(BENCHMARKS[run["benchmark"]])["options"], dict(run["options"])
     known = {each.name for each in fields(kind)}
     wanted = {key: options.questions if value == "$questions" else value for key, value in wanted.items()}
-    given = {"model": options.model, "dtype": options.dtype, "device": options.device, "seed": options.seed}
+    model = "" if run.get("own") else options.model  # a model and its task that belong together
+    given = {"model": model, "dtype": options.dtype, "device": options.device, "seed": options.seed}
     wanted |= {key: value for key, value in given.items() if key in known and value != ""}
     row: Row = {"refused": ""}
     rows: list[Row] = []

@@ -1,5 +1,5 @@
-"""How the nano backbones are made: tokenizer, structured start, curriculum; and the hybrid from the nano.
+"""How the nano backbones are made: tokenizer, structured start, curriculum; the hybrid from the nano; the ledger.
 
-For maintainers: `scripts/pretrain-nano` and `scripts/pretrain-nano-hybrid` write the two checkpoints in
-`comb_training.nano`, whose world the backbones are taught. No part of the package.
+For maintainers: `scripts/pretrain-nano`, `-nano-hybrid` and `-nano-ledger` write the checkpoints in
+`comb_training.nano`, whose tasks the backbones are taught. No part of the package.
 """

@@ -8,5 +8,7 @@ from comb.backbones.loading import backbones
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 HYBRID_CHECKPOINT = Path(__file__).parent / "hybrid_checkpoint"
+LEDGER_CHECKPOINT = Path(__file__).parent / "ledger_checkpoint"
 backbones.register("nano")(CHECKPOINT)
 backbones.register("nano-hybrid")(HYBRID_CHECKPOINT)
+backbones.register("nano-ledger")(LEDGER_CHECKPOINT)
