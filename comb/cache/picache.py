@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
@@ -68,7 +68,10 @@ class PICache(ABC):
             one.requires_grad for one in away.values()
         ):
             away = moved(away, there)
-        return self._map({**tensors, **away}, lambda one: one.to("cpu" if one.dtype == torch.int64 else device))
+        after = {**tensors, **away}
+        return self._changed(
+            tensors, {n: one.to("cpu" if one.dtype == torch.int64 else there) for n, one in after.items()}
+        )
 
     def standalone(self) -> Self:
         """The same values without gradients, and keeping alive no more memory than `nbytes`; self if it is so already.
@@ -80,11 +83,10 @@ class PICache(ABC):
             tensor = tensor.detach() if tensor.requires_grad else tensor
             return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
 
-        return self._map(self.tensors(), own)
+        tensors = self.tensors()
+        return self._changed(tensors, {name: own(tensor) for name, tensor in tensors.items()})
 
-    def _map(self, tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> Self:
-        before = self.tensors()
-        after = {name: change(tensor) for name, tensor in tensors.items()}
+    def _changed(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Self:
         if all(after[name] is tensor for name, tensor in before.items()):
             return self
         return self.from_tensors(self.fingerprint, after)
