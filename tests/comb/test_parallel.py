@@ -27,6 +27,7 @@ from comb.engine.workers import executor as executor_module
 from comb.engine.workers import request as request_module
 from comb.engine.workers.executor import SegmentWorker
 from comb.engine.workers.processes import process_executor
+from comb.engine.workers.ray_shared import ReplyIndex
 from comb.engine.workers.worker import Compiler, Reply
 from comb.methods.base import Method
 from comb.methods.naive import Naive
@@ -461,3 +462,17 @@ def test_a_result_under_another_key_is_not_taken(
     unchecked = request_module.deserialize
     monkeypatch.setattr(request_module, "deserialize", lambda data, key, device: unchecked(data, "another", device))
     assert not same(executor.compile(method, FAULTY), alone(method, FAULTY))
+
+
+def test_an_index_of_shared_picaches_forgets_the_least_recently_used() -> None:
+    index = ReplyIndex(10)
+    for name in "abc":
+        index.add(name, [name], 4)
+    assert index.find(["a", "b", "c"]) == [[], ["b"], ["c"]]
+    index.find(["b"])
+    index.add("d", ["d"], 4)
+    assert index.find(["b", "c", "d"]) == [["b"], [], ["d"]]
+    index.drop(["b", "nothing"])
+    assert index.find(["b", "d"]) == [[], ["d"]]
+    index.add("large", ["large"], 11)
+    assert index.find(["d", "large"]) == [[], []]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import numpy as np
 
@@ -33,13 +33,27 @@ class CompileRequest:
     lost: list[int] = field(default_factory=list)  # segments to compile here
     picaches: dict[int, PICache] = field(default_factory=dict)
     segment_s: dict[int, float] = field(default_factory=dict)  # of compiling each segment
-    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # of compiling, by worker; -1: here
+    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by worker; -1: here, -2: fetched
     decode_s: float = 0.0  # of checking and unpacking
-    # what keys begin with: a result that was sent for another request can't be taken for one of this
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         self.fingerprint = self.method.fingerprint
+
+    def key(self, index: int) -> str:
+        """What the segment's result is serialised under: another segment's, or method's, can't be taken for it."""
+        return sha256(f"{self.fingerprint}/{list(self.segments[index])}".encode()).hexdigest()
+
+    def take_shared(self, replies: Mapping[str, Reply], seconds: float) -> None:
+        """Keeps what others have compiled before; what of it can't be used is compiled as if it weren't there."""
+        keys = {index: self.key(index) for index in range(len(self.segments))}
+        for index in (index for index, key in keys.items() if key in replies):
+            try:
+                picache = self._checked(index, replies[keys[index]])
+            except PICacheError as error:
+                logger.warning("a shared PICache can't be used (%s): compiling it", error)
+                continue
+            self._keep(-2, index, picache, seconds / len(replies))
+            self.counts["shared"] += 1
 
     def take(self, worker: int, index: int, reply: Reply) -> bool:
         """Keeps what a worker says to a segment; False if it can't be used, and the segment is lost."""
@@ -71,7 +85,7 @@ class CompileRequest:
         device = self.method.backbone.get_input_embeddings().weight.device
         # copied: a store that kept a worker's shared memory would hold a file descriptor for each document
         data = np.asarray(reply.data, np.uint8).tobytes()
-        picache = deserialize(data, f"{self.name}/{index}", device)
+        picache = deserialize(data, self.key(index), device)
         if picache.fingerprint != self.fingerprint or picache.num_tokens != len(self.segments[index]):
             raise PICacheError(
                 f"{len(self.segments[index])} tokens with fingerprint {self.fingerprint} expected, got {picache!r}"
