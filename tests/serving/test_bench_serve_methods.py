@@ -59,10 +59,11 @@ def test_unknown_workloads_and_pools_are_refused() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_command_against_real_servers(plugin: None, tmp_path: Path) -> None:
+def test_the_command_against_real_servers(plugin: None, nano_adapter: Path, tmp_path: Path) -> None:
     out = tmp_path / "methods.json"
     arguments = [
         "bench", "serve-methods", "--model", "nano", "--methods", "naive,legolink:4", "--requests", "3", "--pool", "4",
+        "--adapter", str(nano_adapter),
         "--documents", "2", "--document-tokens", "8-12", "--query-tokens", "8", "--system-tokens", "40", "--max-tokens",
         "4", "--workloads", "cold,shuffled,same order,multi-turn,half without",  # nano knows no system prompt
         "--dtype", "float32", "--cache-bytes", "64MiB", "--pool-bytes", "8MiB", "--out", str(out),
@@ -70,9 +71,13 @@ def test_the_command_against_real_servers(plugin: None, tmp_path: Path) -> None:
     run = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert run.exit_code == 0, run.output
     rows = {(row["workload"], row["method"]): row for row in json.loads(out.read_text())["results"]}
-    assert len(rows) == 5 * 4
+    assert len(rows) == 5 * 5
+    encoders = {name for (_, name), row in rows.items() if "encoder" in row["resident"]}
+    assert encoders == {"comb"}
+    assert rows["cold", "comb"]["computed"] > rows["shuffled", "comb"]["computed"]  # what it encodes counts
     for (workload, method), row in rows.items():
         assert row["n"] == 3
+        assert row["cpu"] > 0
         if method == "full" and workload != "cold":  # the same computation behind comb serve
             assert row["agreed"] == pytest.approx(1.0)
             assert row["kl"] == pytest.approx(0, abs=1e-4)

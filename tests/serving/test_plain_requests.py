@@ -131,7 +131,7 @@ async def test_a_request_chooses_among_methods_that_share_documents() -> None:
     for asked, comb, message in (
         (server, {"method": "legolink-0"}, "ask for naive, legolink:k or full"),
         (behind, {"method": "naive"}, "ask for legolink-0:4 or full"),
-        (server, {"method": "cacheblend"}, "vLLM links documents with naive"),
+        (server, {"method": "cacheblend"}, "vLLM links documents with"),
         (server, {"method": "nonsense"}, "unknown method"),
         (server, {"method": 4}, "expected"),
         (server, {"method": "naive", "more": 1}, "expected"),

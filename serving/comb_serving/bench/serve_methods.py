@@ -1,7 +1,8 @@
 """`comb bench serve-methods`: a plain model behind `comb serve`, method by method, against plain vLLM.
 
-Both servers run at once with the same options; every request goes to all of them in turn, in an order that rotates, so
-that a slow moment of the machine meets all. One request at a time: what is compared is the work, not the queue.
+All servers run at once with the same options; every request goes to all of them in turn, in an order that rotates, so
+that a slow moment of the machine meets all. One request at a time: what is compared is the work, not the queue. An
+adapter is one more server, its encoder's time and memory counted.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from comb_serving.bench.servers import MODEL, PLAIN, MeasuredServer, plans
 from comb_serving.bench.workload import Workload
 from comb_serving.linking.methods import FULL, LinkMethod
 
+ADAPTER = "comb"  # the method that an adapter is
 WORKLOADS = ("cold", "shuffled", "same order", "system prompt", "multi-turn", "half without")
 TURNS, TOP = 3, 20
 _FLOOR = 1e-6  # of a probability that the server hasn't named
@@ -42,6 +44,7 @@ class ServeMethodsOptions(WorkloadOptions):
 
     model: Annotated[str, typer.Option(help="any plain model that vLLM serves")] = "smollm2-135m"
     methods: Annotated[str, typer.Option(help="that link documents, compiled alike")] = "legolink:16,naive"
+    adapter: Annotated[str | None, typer.Option(help="trained on the model: one more server to compare with")] = None
     workloads: Annotated[str, typer.Option(help=f"of {', '.join(WORKLOADS)}")] = ",".join(WORKLOADS)
     requests: Annotated[int, typer.Option(min=1, help="per workload and method")] = 8
     system_tokens: Annotated[int, typer.Option(min=1, help="of the shared system prompt, about so many")] = 320
@@ -67,7 +70,10 @@ class MethodQuestion:
 
 @dataclass
 class MethodAnswer:
-    """What came of one request. Times in seconds; `likely`: of the first token, log-probabilities by its text."""
+    """What came of one request.
+
+    Times in seconds; `likely`: of the first token, log-probabilities by its text; `cpu_s`: of the server meanwhile.
+    """
 
     workload: str
     method: str
@@ -78,6 +84,7 @@ class MethodAnswer:
     tokens: list[str] = field(default_factory=list)
     likely: dict[str, float] = field(default_factory=dict)
     computed: int = 0
+    cpu_s: float = 0.0
 
 
 def tables(rows: Sequence[Row]) -> list[TextTable]:
@@ -86,13 +93,15 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
         Column("workload", "workload", names=True), Column("method", "method", names=True), Column("n", "n"),
         Column("TTFT ms", "ttft", ms), Column("times sooner", "sooner", spread), Column("TPOT ms", "tpot", ms),
         Column("answers/s", "throughput", fixed(2)), Column("computed", "computed", fixed(0)),
-        Column("agreed", "agreed", fixed(2)), Column("KL", "kl", fixed(3)),
+        Column("agreed", "agreed", fixed(2)), Column("KL", "kl", fixed(3)), Column("CPU s", "cpu", fixed(2)),
+        Column("MiB", "memory", fixed(0)),
     )  # fmt: skip
     remarks = [
         "One request at a time, to plain vLLM (with its prefix cache) and comb serve in turn. times sooner: ratio of "
         "the medians of TTFT, 95% bootstrap interval. computed: tokens of the prompt that passed through the model, "
         "documents compiled for it included. agreed: share of the greedy answer until it parts from plain vLLM's; KL: "
-        f"of the first token from plain vLLM's, over its {TOP} likeliest, in nats."
+        f"of the first token from plain vLLM's, over its {TOP} likeliest, in nats. CPU s: of all processes of the "
+        "server per request, an encoder's too. MiB: what they have in memory behind the workload."
     ]
     return [TextTable("A plain model in the server", columns, rows, remarks)]
 
@@ -105,7 +114,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 @benchmark("serve-methods", tables, panels)
 def serve_methods(options: ServeMethodsOptions, report: BenchmarkReport) -> None:
-    """Methods without training behind `comb serve` against plain vLLM: TTFT, TPOT, tokens computed, agreement."""
+    """Methods without training (or an adapter) behind `comb serve` against plain vLLM: TTFT, TPOT, agreement, CPU."""
     methods = [LinkMethod.parse(each).name for each in options.methods.split(",")]
     workloads = [each.strip() for each in options.workloads.split(",")]
     if unknown := sorted(set(workloads) - set(WORKLOADS)):
@@ -117,12 +126,21 @@ def serve_methods(options: ServeMethodsOptions, report: BenchmarkReport) -> None
     report.heading = f"{options.model}, {options.dtype}: {options.documents} documents of {options.document_tokens}"
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="comb-bench-")))
-        plain, comb = (
-            stack.enter_context(MeasuredServer(plan, folder / f"{number}.log"))
-            for number, plan in enumerate(plans(options, place, served, more))
-        )
-        report.facts |= {"servers": [server.plan.command for server in (plain, comb)], "records": []}
-        run = MethodsRun(options, workload, {PLAIN: plain, **dict.fromkeys([FULL, *methods], comb)})
+        planned = plans(options, place, served, more)
+        if options.adapter is not None:
+            trained = [resolve_name(options.adapter), "--backbone", place]
+            planned.append(plans(options, place, trained, more)[1])
+        servers = [
+            stack.enter_context(MeasuredServer(plan, folder / f"{number}.log")) for number, plan in enumerate(planned)
+        ]
+        plain, comb, *others = servers
+        report.facts |= {"servers": [server.plan.command for server in servers], "records": []}
+        arms = {
+            PLAIN: plain,
+            **dict.fromkeys([FULL, *methods], comb),
+            **dict.fromkeys([ADAPTER] * len(others), *others),
+        }
+        run = MethodsRun(options, workload, arms)
         list(run.answers("warm-up", run.questions("shuffled", 1, "warm-up")))
         for name in workloads:
             found: list[MethodAnswer] = []
@@ -132,7 +150,8 @@ def serve_methods(options: ServeMethodsOptions, report: BenchmarkReport) -> None
                     {key: value for key, value in asdict(answered).items() if key != "likely"}
                 )
             for row in summarized(name, found, run.arms):
-                report.add(row)
+                memory = run.servers[row["method"]].resident()
+                report.add({**row, "memory": sum(memory.values()) / 2**20, "resident": memory})
             report.say(f"{name}: {len(found)} answers")
 
 
@@ -142,7 +161,7 @@ class MethodsRun:
     def __init__(self, options: ServeMethodsOptions, workload: Workload, servers: dict[str, MeasuredServer]) -> None:
         from openai import OpenAI
 
-        self.options, self.workload, self.arms = options, workload, list(servers)
+        self.options, self.workload, self.servers, self.arms = options, workload, servers, list(servers)
         self._clients = {
             arm: OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600.0)
             for arm, server in servers.items()
@@ -205,7 +224,8 @@ class MethodsRun:
         return [*places[by:], *places[:by]]
 
     def _ask(self, workload: str, arm: str, number: int, question: MethodQuestion) -> MethodAnswer:
-        found, start = MethodAnswer(workload, arm, number), time.perf_counter()
+        server = self.servers[arm]
+        found, busy, start = MethodAnswer(workload, arm, number), server.cpu_seconds(), time.perf_counter()
         usage, report = None, None
         for chunk in self._clients[arm].chat.completions.create(**self._body(arm, question)):
             report = report or getattr(chunk, "comb", None)
@@ -218,6 +238,7 @@ class MethodsRun:
                     found.tokens.append(token.token)
                 found.text += choice.delta.content or ""
         found.total_s = time.perf_counter() - start
+        found.cpu_s = server.cpu_seconds() - busy
         if len(found.tokens) != self.options.max_tokens or usage is None:
             raise RuntimeError(f"{arm}, {workload}: {len(found.tokens)} tokens instead of {self.options.max_tokens}")
         details = usage.prompt_tokens_details
@@ -235,7 +256,8 @@ class MethodsRun:
             first = next(each for each in messages if each["role"] == "user")
             first["content"] = "\n".join([*(str(each.text) for each in documents), first["content"]])
         elif documents:
-            extra |= {"documents": [{"id": each.id, "text": each.text} for each in documents], "comb": {"method": arm}}
+            extra |= {"documents": [{"id": each.id, "text": each.text} for each in documents]}
+            extra |= {} if arm == ADAPTER else {"comb": {"method": arm}}
         return {
             "model": MODEL, "max_tokens": self.options.max_tokens, "temperature": 0, "stream": True, "logprobs": True,
             "top_logprobs": TOP, "stream_options": {"include_usage": True}, "messages": messages, "extra_body": extra,
@@ -259,6 +281,7 @@ def summarized(workload: str, found: Sequence[MethodAnswer], arms: Sequence[str]
             "computed": mean(each.computed for each in own),
             "agreed": mean(agreement(*pair) for pair in compared) if compared else None,
             "kl": mean(divergence(*pair) for pair in compared) if compared else None,
+            "cpu": mean(each.cpu_s for each in own),
         })  # fmt: skip
     return rows
 
