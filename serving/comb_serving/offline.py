@@ -259,8 +259,10 @@ class LLM:
         return found
 
     def _compile(self, requests: list[DocumentPrompt]) -> list[Any]:
+        from vllm import SamplingParams
+
         prompts = [{"prompt_token_ids": request.prompt, "cache_salt": request.salt} for request in requests]
-        parameters = [request.parameters for request in requests]
+        parameters = [SamplingParams(temperature=0, **request.parameters) for request in requests]
         outputs: list[Any] = self.llm.generate(prompts, parameters, use_tqdm=False)
         return outputs
 

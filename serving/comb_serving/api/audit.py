@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor
+from comb_serving.encoding.asking import greedy
 from comb_serving.pool.capability import KEY
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ class Audit:
             return  # when it is that full, clients come first
         try:
             token = request.signed(lease, "", self._secret)
-            linked = await _greedy(engine, request.prompts[0], request.salt, {KEY: token})
+            linked = await _tokens(engine, request.prompts[0], request.salt, {KEY: token})
             # a salt of its own: what clients find in the prefix cache doesn't depend on audits
-            full = await _greedy(engine, request.prompts[0], secrets.token_hex(16), None)
+            full = await _tokens(engine, request.prompts[0], secrets.token_hex(16), None)
         except Exception:
             logger.exception("a request could not be compared with its full recompute")
             return
@@ -67,15 +68,10 @@ class Audit:
         self._preprocessor.counters.count_audit(request.method.name, same, max(len(linked), len(full)))
 
 
-async def _greedy(engine: Any, prompt: list[int], salt: str, extra: dict[str, Any] | None) -> list[int]:
+async def _tokens(engine: Any, prompt: list[int], salt: str, extra: dict[str, Any] | None) -> list[int]:
     """Token ids of the likeliest answer."""
-    from vllm import SamplingParams
-    from vllm.inputs import tokens_input
-
-    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, detokenize=False, extra_args=extra)
-    asked = tokens_input(prompt, cache_salt=salt) if salt else tokens_input(prompt)
-    outputs = [output async for output in engine.generate(asked, parameters, f"audit-{secrets.token_hex(8)}")]
-    answer = outputs[-1].outputs[0]
+    name = f"audit-{secrets.token_hex(8)}"
+    answer = await greedy(engine, prompt, salt, name, max_tokens=TOKENS, detokenize=False, extra_args=extra)
     if answer.finish_reason not in ("length", "stop"):
         raise RuntimeError(f"the engine ended with {answer.finish_reason!r}")
     return list(answer.token_ids)

@@ -16,6 +16,7 @@ from comb.backbones.loading import resolve_name
 from comb.documents.catalog import KeyedSegment
 from comb_serving.api.choice import ENCODER
 from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor, salted
+from comb_serving.encoding.asking import greedy
 from comb_serving.pool.capability import KEY, MARK
 
 logger = logging.getLogger(__name__)
@@ -59,12 +60,8 @@ async def check_engine(preprocessor: Preprocessor, engine: Any, secret: bytes, c
 
 async def likely(engine: Any, prompt: list[int], salt: str, extra: dict[str, Any] | None) -> dict[int, float]:
     """Log-probabilities of the likeliest first tokens, of an answer with several."""
-    from vllm import SamplingParams
-    from vllm.inputs import tokens_input
-
-    parameters = SamplingParams(temperature=0, max_tokens=_ANSWER, ignore_eos=True, logprobs=5, extra_args=extra)
-    outputs = engine.generate(tokens_input(prompt, cache_salt=salt), parameters, f"check-{salt[-8:]}")
-    answer = [output async for output in outputs][-1].outputs[0]
+    options = {"max_tokens": _ANSWER, "ignore_eos": True, "logprobs": 5, "extra_args": extra}
+    answer = await greedy(engine, prompt, salt, f"check-{salt[-8:]}", **options)
     if len(answer.token_ids) != _ANSWER:
         raise RuntimeError(f"the engine ended with {answer.finish_reason!r}")
     return {token: found.logprob for token, found in answer.logprobs[0].items()}

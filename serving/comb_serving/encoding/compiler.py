@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
+from comb_serving.encoding.asking import greedy
 from comb_serving.encoding.protocol import Encoded, EncoderError, EncoderIdentity
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
@@ -46,13 +47,9 @@ class DocumentPrompt:
         return self.salt, self.handle.tokens, list(self.handle.blocks)
 
     @property
-    def parameters(self) -> Any:
-        """vLLM's `SamplingParams`."""
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, extra_args={KEY: self.token}
-        )
+    def parameters(self) -> dict[str, Any]:
+        """Of vLLM's `SamplingParams`, greedy."""
+        return {"max_tokens": 1, "ignore_eos": True, "detokenize": False, "extra_args": {KEY: self.token}}
 
 
 class DocumentCompiler:
@@ -126,19 +123,15 @@ class EngineCompiler(DocumentCompiler):
         return asyncio.get_running_loop().create_task(self._compile(key, token_ids, handle))
 
     async def _compile(self, key: str, token_ids: Sequence[int], handle: PoolHandle) -> Encoded:
-        from vllm.inputs import tokens_input
-
         start, name = time.monotonic(), f"comb-document-{key[:32]}"
         request = self.request(key, token_ids, handle, name)
-        prompt = tokens_input(request.prompt, cache_salt=request.salt)
         tier: str | None = None
         try:
             if self._keeps:
                 tier = tier_of(await self.client.collective_rpc("comb_fetch", args=request.where))
                 self._note_kept(await self.client.collective_rpc("comb_kept"))
             if tier is None:
-                outputs = [output async for output in self.client.generate(prompt, request.parameters, name)]
-                tier = compiled(outputs[-1])
+                tier = compiled(await greedy(self.client, request.prompt, request.salt, name, **request.parameters))
         except EncoderError:
             raise
         except Exception as error:
@@ -208,9 +201,9 @@ def tier_of(found: Sequence[str | None]) -> str | None:
     return None if not found or None in found else min(filter(None, found))  # "disk" before "host"
 
 
-def compiled(output: Any) -> str:
+def compiled(answer: Any) -> str:
     """The tier of a document that vLLM has answered for. Raises EncoderError if it isn't in the pool."""
-    reason = output.outputs[0].finish_reason if output.outputs else None
+    reason = None if answer is None else answer.finish_reason
     if reason != "length":
         raise EncoderError(f"vLLM did not compile it: the request ended with {reason!r}")
     return "compiled"
@@ -220,6 +213,8 @@ def _settle(future: asyncio.Future[Encoded], answer: Any, seconds: float) -> Non
     try:
         if isinstance(answer, EncoderError):
             raise answer
-        future.set_result(Encoded(answer if isinstance(answer, str) else compiled(answer), seconds))
+        future.set_result(
+            Encoded(answer if isinstance(answer, str) else compiled(next(iter(answer.outputs), None)), seconds)
+        )
     except EncoderError as error:
         future.set_exception(error)
