@@ -64,6 +64,13 @@ class LinkedEngine:
         self.receiver = ReportReceiver(self.folder)
         self._number = itertools.count()
         self._free = list(range(self.layout.num_blocks))[::-2]  # they lie scattered
+        preempt = getattr(self.scheduler, "_preempt_request", None)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*arguments, **options)
+
+        self.scheduler._preempt_request = counted
 
     @property
     def scheduler(self) -> Any:
@@ -110,16 +117,7 @@ class LinkedEngine:
     def ask(self, requests: Sequence[tuple[LinkedPrompt, str]], tokens: int = 8) -> list[Any]:
         """(token ids, log-probabilities of them) per (prompt, method)."""
         given = [self.request(*each, tokens) for each in requests]
-        scheduler = self.scheduler
-        preempt = scheduler._preempt_request
-
-        def counted(*arguments: Any, **options: Any) -> Any:
-            self.preemptions += 1
-            return preempt(*arguments, **options)
-
-        scheduler._preempt_request = counted
         outputs = self.llm.generate(*map(list, zip(*given, strict=True)), use_tqdm=False)
-        scheduler._preempt_request = preempt
         names = [(parameters.extra_args or {}).get(KEY) for _, parameters in given]
         self.reports = [None if name is None else self.receiver.take(name_of(name)) for name in names]
         return [answer(output) for output in outputs]

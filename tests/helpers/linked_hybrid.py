@@ -22,8 +22,10 @@ from torch import Tensor
 from comb import methods
 from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.families.scalar import ScalarTransition
+from comb_serving.pool.handles import PoolHandle
 from tests.helpers.hybrids import BASE, PATTERN, slow_decays
 from tests.helpers.linked import LinkedPrompt
+from tests.helpers.processes import wait_for
 
 # what vLLM's kernels for CPUs take: heads of attention from 32 on, of gated DeltaNet 64 or 128
 WIDE = {**BASE, "vocab_size": 128, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -84,10 +86,10 @@ def error(one: Any, other: Tensor) -> float:
     return float((found - other).norm() / other.norm())
 
 
-def ask_hybrid(folder: Path, method: str, **options: Any) -> dict[str, Any]:
-    """What an engine says (`_answers`), started with these options of vLLM's."""
+def ask_hybrid(folder: Path, method: str, *, pressure: bool = False, **options: Any) -> dict[str, Any]:
+    """What an engine says (`_answers`, or `_under_pressure`), started with these options of vLLM's."""
     out = folder / f"{method.replace(':', '-')}.json"
-    given = {"folder": str(folder), "method": method, "options": options, "out": str(out)}
+    given = {"folder": str(folder), "method": method, "options": options, "out": str(out), "pressure": pressure}
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     subprocess.run([sys.executable, "-m", __name__, json.dumps(given)], check=True, env=environment, timeout=600)
     found: dict[str, Any] = json.loads(out.read_text())
@@ -139,6 +141,37 @@ def _answers(linked: Any, method: str) -> dict[str, Any]:
     return said
 
 
+def _under_pressure(linked: Any, method: str, tokens: int = 100) -> dict[str, Any]:
+    """Answers of single requests; of all at once, for which there are too few blocks; and with documents that have come
+    back from lower tiers into another place."""
+    from tests.helpers.linked import check_nothing_is_left
+
+    mixed = [(prompt, name) for prompt in PROMPTS for name in (method, "full")]
+    said: dict[str, Any] = {"alone": [linked.ask([each], tokens)[0] for each in mixed]}
+    assert linked.preemptions == 0
+    said["together"] = linked.ask(mixed, tokens)
+    said["preemptions"] = linked.preemptions
+    tiers = set()
+    for name in SIZES:  # the host has no room for all of them
+        ids, parameters = linked.compiling(name, salt=name)
+        linked.llm.generate([ids], [parameters], use_tqdm=False)
+        tiers.add(wait_for(lambda name=name: _fetch(linked, name)))
+    said["tiers"] = sorted(tiers | {_fetch(linked, name) for name in SIZES})
+    said["fetched"] = linked.ask(mixed, tokens)
+    linked.llm.llm_engine.step()
+    check_nothing_is_left(linked.scheduler)
+    return said
+
+
+def _fetch(linked: Any, name: str) -> str | None:
+    """The tier from which a document has come into other blocks."""
+    count = linked.layout.blocks_for(SIZES[name])
+    handle = PoolHandle(SIZES[name], tuple(linked._free.pop() for _ in range(count)))
+    linked.handles[f"{name}0"] = handle
+    (found,) = linked.llm.collective_rpc("comb_fetch", args=(name, handle.tokens, list(handle.blocks)))
+    return found if found is None else str(found)
+
+
 def main() -> None:
     """The process of an engine."""
     from tests.helpers.linked import linked_engine
@@ -148,7 +181,8 @@ def main() -> None:
     options = {"kv_cache_memory_bytes": 2**26, "max_logprobs": 128, **given["options"]}
     with linked_engine(model, given["method"], **options) as linked:
         linked.documents = documents()
-        Path(given["out"]).write_text(json.dumps(_answers(linked, given["method"])))
+        answers = _under_pressure if given["pressure"] else _answers
+        Path(given["out"]).write_text(json.dumps(answers(linked, given["method"])))
 
 
 if __name__ == "__main__":

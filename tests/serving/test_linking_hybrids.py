@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comb.hybrid.families.scalar import recurrence
+from comb_serving.config.options import DISK_PATH
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import plan
 from comb_serving.pool.handles import PoolHandle, pack, unpack
+from tests.helpers.linked import largest_difference
 from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model
 from tests.helpers.served import TEXTS, serve
 from tests.helpers.tiny_engine import TEMPLATE, make_tokenizer
@@ -62,6 +64,26 @@ def test_a_hybrid_is_linked_as_in_the_library(
         loads = layout.plan(LinkMethod.parse(method), len(ids), spans).loads
         assert linked == sum(load.end - load.start for load in loads)
         assert linked + computed == len(ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_preempted_and_fetched_states_are_those_of_before(
+    eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer blocks than all requests take; and over documents that have been on the host and on the disk."""
+    monkeypatch.setenv(DISK_PATH, str(tmp_path / "kept"))
+    model = tiny_model("falcon_h1", tmp_path)
+    options = {"num_gpu_blocks_override": 24, "max_model_len": 224, "enforce_eager": eager}
+    said = ask_hybrid(tmp_path, "hypic:4", pressure=True, dtype="float32", **options)
+    assert said["preemptions"] > 0
+    assert said["tiers"] == ["disk", "host"]
+    for name in ("together", "fetched"):
+        for one, other in zip(said[name], said["alone"], strict=True):
+            assert largest_difference(one, other) < 1e-3
+    for number, prompt in enumerate(PROMPTS):
+        for found, method in zip(said["alone"][2 * number :], ("hypic:4", "full"), strict=False):
+            assert found[1][0] == pytest.approx(library(model, method, prompt)[found[0][0]].item(), abs=1e-3)
 
 
 @pytest.mark.slow
