@@ -13,8 +13,10 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
 from comb.backbones.adapter import trained_method
+from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
+from comb.backbones.sdpa import choose_attention
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.store import PICacheStore
 from comb.documents import splitting
@@ -88,6 +90,7 @@ class PICEngine(AnswerSteps):
         **parameters: Any,
     ) -> None:
         store = default_store(model) if store is None else store
+        choose_attention(backbone_of(model).get_input_embeddings().weight.device)
         super().__init__(
             model,
             tokenizer,

@@ -66,12 +66,7 @@ class GroupedAttention:
         for known, parts in self._parts:
             if known is mask:
                 return parts
-        positions = self.rows.positions.tolist()
-        parts = []
-        for start in range(0, len(positions), _ROWS):
-            here = slice(start, min(start + _ROWS, len(positions)))
-            end = positions[here.stop - 1] + 1
-            parts.append((here, end, mask[:, :, here, :end].repeat(1, 1, groups, 1)))
+        parts = portions(self.rows, mask, groups, _ROWS)
         self._parts.append((mask, parts))
         return parts
 
@@ -79,3 +74,13 @@ class GroupedAttention:
         shape = (1, 1, len(self.rows.positions), call.keys.shape[2])
         whole = mask.dtype == torch.bool and mask.shape == shape and call.query.shape[0] == 1
         return whole and not call.dropout and call.options.get("position_bias") is None
+
+
+def portions(rows: ScatteredRows, mask: Tensor, groups: int, most: int) -> list[Part]:
+    """`rows` by `most` at a time, for a mask [1, 1, S, keys] of theirs and so many query heads to a key head."""
+    positions, found = rows.positions.tolist(), []
+    for start in range(0, len(positions), most):
+        here = slice(start, min(start + most, len(positions)))
+        end = positions[here.stop - 1] + 1
+        found.append((here, end, mask[:, :, here, :end].repeat(1, 1, groups, 1)))
+    return found

@@ -56,7 +56,7 @@ def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_triton
 @pytest.mark.slow
 def test_the_gpu_benchmarks_run_from_end_to_end(tmp_path: Path) -> None:
-    """`mac-gpu` and `serving-gpu` at small sizes, interpreted."""
+    """All sections of `scripts/bench-gpu` at small sizes, interpreted."""
     result = subprocess.run(
         [str(HERE.parents[1] / "scripts" / "bench-gpu"), "--tiny", "--device", "cpu"],
         env={**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
@@ -70,3 +70,9 @@ def test_the_gpu_benchmarks_run_from_end_to_end(tmp_path: Path) -> None:
         assert not any("fault" in row for row in rows)
         assert len(times) == timed
         assert all(row["bytes_per_s"] > 0 for row in times)
+    for name, lines in (("seams-gpu", 1), ("context-length", 4), ("hybrid", 2)):
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["results"]
+        assert len(rows) == lines, name
+        assert not any(row.get("refused") for row in rows), name
+    judged = json.loads((tmp_path / "summary.json").read_text())
+    assert [one["proven"] for one in judged[:2]] == [True, True]

@@ -1,0 +1,99 @@
+"""What `scripts/bench-gpu` was run for: claims about a GPU, proven or not by the JSON files of its sections.
+
+python -m comb.bench.claims FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from comb.backbones.sdpa import SLOW_S
+
+Section = dict[str, Any]
+Figures = list[tuple[str, float]]  # of what, and how much
+
+
+@dataclass(frozen=True)
+class GpuClaim:
+    """`figures` of a section's JSON are all at least, or at most, `bound`; no figures prove nothing."""
+
+    text: str
+    section: str
+    figures: Callable[[Section], Figures]
+    bound: float
+    at_least: bool = True
+
+    def judged(self, folder: Path) -> dict[str, Any]:
+        """The claim with its figures: ``proven`` is True, False, or None where nothing was measured."""
+        file = folder / f"{self.section}.json"
+        found = self.figures(json.loads(file.read_text())) if file.exists() else []
+        held = [value >= self.bound if self.at_least else value <= self.bound for _, value in found]
+        return {"claim": self.text, "bound": self.bound, "figures": dict(found), "proven": all(held) if held else None}
+
+
+def _share_of_bound(section: Section) -> Figures:
+    rows = section["results"]
+    return [(row["case"], max(row.get("error", 9e9), row.get("rival_error", 0)) / row.get("bound", 1)) for row in rows]
+
+
+def _bandwidth(section: Section) -> Figures:
+    copied = section.get("copy_bytes_per_s", 0)
+    rows = [row for row in section["results"] if "bytes_per_s" in row and "tokens 4000" in row["case"]]
+    # prompts are bound by arithmetic, not by bandwidth
+    return [(row["case"], row["bytes_per_s"] / copied) for row in rows if "queries 256" not in row["case"]]
+
+
+def _speedups(*words: str) -> Callable[[Section], Figures]:
+    def found(section: Section) -> Figures:
+        rows = [row for row in section["results"] if "kernel_s" in row and "hits 0.0" not in row["case"]]
+        return [(row["case"], row["speedup"]) for row in rows if all(word in row["case"] for word in words)]
+
+    return found
+
+
+def _linked(section: Section) -> Figures:
+    rows = [row for row in section["results"] if row.get("speedup") and row["method"] != "full"]
+    return [(f"{row['method']}, {row['tokens']} tokens", _median(row["speedup"])) for row in rows]
+
+
+def _median(timing: Any) -> float:
+    return float(timing["median"] if isinstance(timing, dict) else timing)
+
+
+def _new_length(section: Section) -> Figures:
+    return [("seconds", section["new_length_s"])] if "new_length_s" in section else []
+
+
+CLAIMS = (
+    GpuClaim("kernels of paged attention are right: error, of the bound", "serving-gpu", _share_of_bound, 1.0, False),
+    GpuClaim("kernels of MAC are right: error, of the bound", "mac-gpu", _share_of_bound, 1.0, False),
+    GpuClaim("decoding over 8 x 4,000 tokens reaches 85% of a copy's bandwidth", "serving-gpu", _bandwidth, 0.85),
+    GpuClaim("MAC at 131,072 tokens, all hits, is 14 times as fast", "mac-gpu", _speedups("131072", "hits 1.0"), 14.0),
+    GpuClaim("MAC with hits is never slower", "mac-gpu", _speedups(), 1.0),
+    GpuClaim("a new number of keys costs no plan", "seams-gpu", _new_length, SLOW_S, False),
+    GpuClaim("linking is faster than computing the prompt", "context-length", _linked, 1.0),
+    GpuClaim("linking a hybrid is faster than computing the prompt", "hybrid", _linked, 1.0),
+)
+
+
+def main(folder: Path) -> list[dict[str, Any]]:
+    """Prints all claims, and writes them to ``summary.json`` in `folder`."""
+    judged = [claim.judged(folder) for claim in CLAIMS]
+    (folder / "summary.json").write_text(json.dumps(judged, indent=1))
+    words = {True: "proven    ", False: "not proven", None: "unmeasured"}
+    for one in judged:
+        figures = one["figures"].values()
+        said = f" ({min(figures):.3g} to {max(figures):.3g})" if figures else ""
+        typer.echo(f"{words[one['proven']]}  {one['claim']}{said}")
+    return judged
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
