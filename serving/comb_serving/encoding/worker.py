@@ -22,6 +22,7 @@ from comb.cache.picache import CrossPICache
 from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.model.modeling import ENCODE_BATCH_TOKENS, CombForCausalLM
 from comb_serving.config.options import ServeOptions, pool_path
+from comb_serving.encoding.kept import kept_bytes, kept_store
 from comb_serving.encoding.protocol import EncodeJob
 from comb_serving.pool.pool import SharedPool
 
@@ -130,11 +131,7 @@ class EncoderWorker:
 
     def kept(self) -> dict[str, int]:
         """Bytes that this process keeps for documents that have left the pool, by tier."""
-        if self.store is None:
-            return {}
-        tiers = self.store.stats().tiers
-        # the store's uppermost tier is this process's memory
-        return {name: tiers[tier].bytes for name, tier in (("host", "device"), ("disk", "disk")) if tier in tiers}
+        return {} if self.store is None else kept_bytes(self.store)
 
 
 def drop_decoder(model: CombForCausalLM) -> None:
@@ -177,16 +174,10 @@ def load(options: ServeOptions, folder: Path, pools: Sequence[SharedPool] = ()) 
     drop_decoder(model)
     model.encoder.to(device)
     (model.backbone if model.encoder.config.shared_layers else model.get_input_embeddings()).to(device)
-    store = None
-    if options.host_bytes or options.disk_path is not None:
-        # what goes to the disk goes through memory: there is always room for one document
-        longest = model.max_document_tokens * sum(pool.layout.bytes_per_token for pool in pools)
-        store = PICacheStore(
-            device="cpu",
-            device_bytes=max(options.host_bytes, 0 if options.disk_path is None else longest),
-            disk_path=options.disk_path,
-            disk_bytes=options.disk_bytes,
-        )
+    store = kept_store(
+        host_bytes=options.host_bytes, disk_path=options.disk_path, disk_bytes=options.disk_bytes,
+        largest_bytes=model.max_document_tokens * sum(pool.layout.bytes_per_token for pool in pools),
+    )  # fmt: skip
     return EncoderWorker(model, pools, store)
 
 

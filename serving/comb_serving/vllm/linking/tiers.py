@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from comb.cache.picache import PICache, register_kind
-from comb.cache.store import PICacheStore
+from comb_serving.encoding.kept import kept_bytes, kept_store
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,11 @@ class KeptDocuments:
     """
 
     def __init__(self, host_bytes: int, disk_path: Path | None, disk_bytes: int | None, largest_bytes: int) -> None:
-        self._store = PICacheStore(
-            device="cpu",
-            device_bytes=max(host_bytes, 0 if disk_path is None else largest_bytes),
-            disk_path=disk_path,
-            disk_bytes=disk_bytes,
+        store = kept_store(
+            host_bytes=host_bytes, disk_path=disk_path, disk_bytes=disk_bytes, largest_bytes=largest_bytes
         )
+        assert store is not None
+        self._store = store
         self._flushes = disk_path is not None
         self._queue: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._work, name="comb-kept-documents", daemon=True)
@@ -98,8 +97,7 @@ class KeptDocuments:
 
     def nbytes(self) -> dict[str, int]:
         """What is kept, by tier."""
-        tiers = self._store.stats().tiers
-        return {name: tiers[tier].bytes for name, tier in (("host", "device"), ("disk", "disk")) if tier in tiers}
+        return kept_bytes(self._store)
 
     def close(self) -> None:
         """Ends when all that waits is kept."""
