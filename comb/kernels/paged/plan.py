@@ -51,9 +51,12 @@ def launch_for(dtype: torch.dtype, width: int, *, fp8: bool = False) -> PagedLau
     So that no program's registers overflow, and as many programs as a multiprocessor of an H100 or H200 has registers
     and shared memory for (tests/helpers/compiled_paged_kernels.py finds out both).
     """
-    if dtype == torch.float32:  # products without tensor cores take many more registers
-        return PagedLaunch(Launch(32, 32), Launch(32, 32), prefill_rows=16)
     size = (width > 64) + (width > 128)
+    if dtype == torch.float32:  # products without tensor cores take many more registers
+        if not size:
+            return PagedLaunch(Launch(32, 32), Launch(32, 32), prefill_rows=16)
+        decode_keys = 32 if size == 1 else 16
+        return PagedLaunch(Launch(key_tile=decode_keys, warps=8), Launch(key_tile=16, warps=8), prefill_rows=16)
     decode, prefill = ((3, 2, 2), (2, 2, 1)) if fp8 else ((5, 3, 3), (3, 2, 1))
     keys, warps = (64, 64, 32)[size], (4, 4, 8)[size]
     return PagedLaunch(
