@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+import comb
+
+PACKAGE = f"{Path(comb.__file__).parent}/"  # a clone's folder is called comb, too
 
 
 class _Module(_DummyBackendModule):
@@ -184,7 +189,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _wait(self, what: str) -> None:
         frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename][:-2]
-        own = [frame for frame in frames if "/comb/" in frame.filename and "site-packages" not in frame.filename]
+        own = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
         last = (own or frames)[-1]
         self.waits[f"{what} at {'/'.join(last.filename.split('/')[-3:])}:{last.lineno}"] += 1
 
