@@ -26,6 +26,7 @@ from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_back
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+SECONDS = 120  # Ray itself waits for ever, for an actor that no node has room for, say
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,8 @@ def cluster() -> Iterator[Any]:
     small = {"object_store_memory": 200 * 2**20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
     try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1, **small)
+        for name in ("one", "two"):
+            cluster.add_node(num_cpus=1, resources={name: 1}, **small)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:
@@ -179,7 +180,7 @@ def gone(other: Any) -> bool:
 
 def test_what_another_engine_has_compiled_is_fetched(sharing: CompileExecutor, model: Any, folder: Path) -> None:
     other, method = another_engine(folder), methods.create("naive", model)
-    assert ray.get(other.compile.remote("naive", SEGMENTS)) == {"requests": 1, "by_workers": 5}
+    assert ray.get(other.compile.remote("naive", SEGMENTS), timeout=SECONDS) == {"requests": 1, "by_workers": 5}
     wait_until_shared(method, SEGMENTS)
     before = sharing.stats
     assert same(sharing.compile(method, SEGMENTS), alone(method, SEGMENTS))
@@ -189,7 +190,11 @@ def test_what_another_engine_has_compiled_is_fetched(sharing: CompileExecutor, m
     assert same(sharing.compile(method, new), alone(method, new))
     assert counted(sharing, before) == {"requests": 1, "shared": 1, "by_workers": 2}
     wait_until_shared(method, new)
-    assert ray.get(other.compile.remote("naive", [[9, 9]])) == {"requests": 2, "by_workers": 5, "shared": 1}
+    assert ray.get(other.compile.remote("naive", [[9, 9]]), timeout=SECONDS) == {
+        "requests": 2,
+        "by_workers": 5,
+        "shared": 1,
+    }
     before, differently = sharing.stats, methods.create("legolink-0", model)
     assert same(sharing.compile(differently, SEGMENTS), alone(differently, SEGMENTS))
     assert counted(sharing, before) == {"requests": 1, "by_workers": 5}  # another fingerprint
@@ -205,11 +210,11 @@ def test_fetching_beside_compiling_and_without_the_owner(cluster: Any, tmp_path:
     )
     model = source.load()
     method = methods.create("hypic:8", model)
-    other = ray.remote(num_cpus=1)(OtherEngine).remote(name)  # on a node of its own
-    with ray_executor(source, 1, share="test", resources={"num_cpus": 0}) as executor:
+    other = ray.remote(num_cpus=0, resources={"one": 1})(OtherEngine).remote(name)
+    with ray_executor(source, 1, share="test", resources={"num_cpus": 0, "resources": {"two": 1}}) as executor:
         for seed in range(3):
             segments = RandomPrompt.random(2048, 4096, 512, 1, seed).segments
-            ray.get(other.compile.remote("hypic:8", segments))
+            ray.get(other.compile.remote("hypic:8", segments), timeout=SECONDS)
             wait_until_shared(method, segments)
             run = executor.run(method, segments)
             start = time.perf_counter()
@@ -222,7 +227,7 @@ def test_fetching_beside_compiling_and_without_the_owner(cluster: Any, tmp_path:
         assert counted(executor, ExecutorStats()) == {"requests": 3, "shared": 24}
         # Ray keeps small objects everywhere; these end with their owner
         segments = RandomPrompt.random(2048, 1024, 512, 1, seed=3).segments
-        ray.get(other.compile.remote("hypic:8", segments))
+        ray.get(other.compile.remote("hypic:8", segments), timeout=SECONDS)
         wait_until_shared(method, segments)
         ray.kill(other)
         while not gone(other):
