@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
-from comb.cache.picache import content_key
 from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Document, PromptBuilder, as_document
 from comb.documents.splitting import Splitter, split_document
@@ -57,7 +56,7 @@ class Segmenter:
         checked = [as_document(document) for document in documents]
         how = self.tokenizer, len(self.tokenizer), self.builder, self.splitter
         split = [self.cut(*how, document) for document in checked]
-        keys = iter(self._keys([part for parts in split for part in parts]))
+        keys = iter(self.method.keys_of([part for parts in split for part in parts], self.salt))
         segments = []
         for document, parts in zip(checked, split, strict=True):
             own = [next(keys) for _ in parts]
@@ -71,7 +70,7 @@ class Segmenter:
 
     def keyed_anew(self, segments: Sequence[KeyedSegment]) -> list[KeyedSegment]:
         """The same segments under today's keys: an adapter may have been trained since they were made."""
-        keys = self._keys([segment.token_ids for segment in segments])
+        keys = self.method.keys_of([segment.token_ids for segment in segments], self.salt)
         return [replace(segment, key=key) for segment, key in zip(segments, keys, strict=True)]
 
     def check_lengths(self, segments: Sequence[KeyedSegment]) -> None:
@@ -84,11 +83,3 @@ class Segmenter:
                     f"at most {limit} at once: split it into parts of at most {limit} tokens, for example with "
                     f"splitter='paragraphs:{min(limit, 512)}'"
                 )
-
-    def _keys(self, token_ids: Sequence[tuple[int, ...]]) -> list[str]:
-        if not token_ids:
-            return []
-        method = self.method
-        made_by = method.compile_name or method.name
-        fields = {"fingerprint": method.fingerprint, "method": made_by, "dtype": method.dtype, "salt": self.salt}
-        return [content_key(ids, **fields) for ids in token_ids]

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import cache_argument, takes_positions
 from comb.backbones.state_cache import StateCache, generating_behind
-from comb.cache.picache import PICache
+from comb.cache.picache import PICache, content_key
 from comb.documents.document import Prompt
 from comb.linking.fork import fork_cache, repeat_rows
 from comb.methods.past_state import PastState
@@ -298,6 +298,14 @@ class Method(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Everything that changes what `compile` gives: model and adapter, parameters, dtype."""
+
+    def keys_of(self, segments: Sequence[Sequence[int]], salt: str = "") -> list[str]:
+        """The `content_key` of each segment's PICache; other methods that compile alike have the same."""
+        if not segments:  # a question without documents needs no identity
+            return []
+        made_by = self.compile_name or self.name
+        fields = {"fingerprint": self.fingerprint, "method": made_by, "dtype": self.dtype, "salt": salt}
+        return [content_key(ids, **fields) for ids in segments]
 
     @abstractmethod
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:

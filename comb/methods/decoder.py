@@ -146,11 +146,12 @@ class Decoder(Method):
         self.check_segments(segments)
         fingerprint = self.fingerprint
         with exclusive(self.backbone):
-            front = self._front()
+            front = self.front()
             return [compile_tokens(self.backbone, fingerprint, segment, front) for segment in segments]
 
-    def _front(self) -> list[DecoderPICache]:
-        """What segments are compiled behind, computed once for each state of the weights."""
+    def front(self) -> list[DecoderPICache]:
+        """What segments are compiled behind, computed once for each state of the weights; nothing if they are alone.
+        The caller holds the backbone's lock."""
         if not (ids := self.dummy_ids()):
             return []
         kept: dict[str, DecoderPICache] = identity_of(self.backbone).fact(("front", tuple(ids)), dict)

@@ -12,7 +12,6 @@ from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import exclusive
 from comb.cache.picache import DecoderPICache, PICache
 from comb.documents.document import Prompt
-from comb.linking.compile import compile_tokens
 from comb.methods import register
 from comb.methods.decoder import Decoder
 
@@ -57,13 +56,17 @@ class LinkTokens(Decoder):
 
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One DecoderPICache per segment, of its link tokens and its own; errors as of `Decoder.compile`."""
-        self.check_segments(segments)
-        fingerprint = self.fingerprint
         with exclusive(self.backbone):
-            keys, values = zip(*self.model.link_front(), strict=True)
-            front = DecoderPICache(fingerprint, keys, values, torch.tensor(self._placeholders))
-            compiled = [compile_tokens(self.backbone, fingerprint, segment, [front]) for segment in segments]
-        return [_behind(front, each) for each in compiled] if self.model.config.kept else list(compiled)
+            compiled: list[Any] = super().compile(segments)
+            if not self.model.config.kept:
+                return compiled
+            [front] = self.front()
+            return [_behind(front, each) for each in compiled]
+
+    def front(self) -> list[DecoderPICache]:
+        """The link tokens."""
+        keys, values = zip(*self.model.link_front(), strict=True)
+        return [DecoderPICache(self.fingerprint, keys, values, torch.tensor(self._placeholders))]
 
     @property
     def compiled_from(self) -> int:

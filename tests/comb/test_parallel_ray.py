@@ -165,7 +165,7 @@ def wait_until_shared(method: Any, segments: list[list[int]]) -> None:
     """An index is told without waiting for it."""
     request = CompileRequest(method, spec_of(method), [tuple(each) for each in segments], Counter())
     index, end = ray.get_actor("test", namespace="comb"), time.monotonic() + 60
-    while not all(ray.get(index.find.remote([request.key(at) for at in range(len(segments))]))):
+    while not all(ray.get(index.find.remote(request.keys))):
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -248,8 +248,8 @@ def test_a_wrong_or_silent_index_costs_time_alone(sharing: CompileExecutor, mode
         swapped = executor.compile(method, segments[:1])  # then its reply is called that of the other
         index, reference = ray.get_actor("wrong", namespace="comb"), []
         while not reference:
-            (reference,) = ray.get(index.find.remote([sources[0].key(0)]))
-        ray.get(index.add.remote(sources[1].key(0), reference, 1))
+            (reference,) = ray.get(index.find.remote(sources[0].keys))
+        ray.get(index.add.remote(sources[1].keys[0], reference, 1))
         before = executor.stats
         assert same(executor.compile(method, segments), alone(method, segments))
         assert counted(executor, before) == {"requests": 1, "shared": 1, "by_workers": 1}

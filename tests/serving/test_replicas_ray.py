@@ -96,8 +96,8 @@ def application(**settings: Any) -> Iterator[str]:
     port = free_port()
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([*(str(root / part) for part in (".", "training", "serving")), *sys.path])
-    ray.init(
-        num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
+    ray.init(  # "local": whatever else of Ray runs on this machine isn't asked
+        address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": paths}}, object_store_memory=100 * 2**20,
     )  # fmt: skip
     try:

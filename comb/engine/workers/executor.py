@@ -226,7 +226,7 @@ class CompileExecutor:
         """Every segment has its PICache after this, by `most` workers. Raises what ``method.compile`` raises."""
         if self._shared is not None:
             begun = time.perf_counter()
-            replies = self._shared.find([request.key(index) for index in range(len(request.segments))])
+            replies = self._shared.find(request.keys)
             request.take_shared(replies, time.perf_counter() - begun)
         left = [index for index in range(len(request.segments)) if index not in request.picaches]
         for index, worker in list(self._workers.items()):
@@ -254,7 +254,7 @@ class CompileExecutor:
         for number, segment in enumerate(segments):
             token_ids = request.segments[segment]
             try:
-                future = worker.submit(request.spec, request.fingerprint, request.key(segment), token_ids)
+                future = worker.submit(request.spec, request.fingerprint, request.keys[segment], token_ids)
             except Exception as error:  # whatever keeps the segment from getting there
                 request.lost.extend(segments[number:])
                 self._give_up(index, request, "died", error)

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from hashlib import sha256
 
 import numpy as np
 
@@ -35,20 +34,17 @@ class CompileRequest:
     segment_s: dict[int, float] = field(default_factory=dict)  # of compiling each segment
     busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by worker; -1: here, -2: fetched
     decode_s: float = 0.0  # of checking and unpacking
+    keys: list[str] = field(default_factory=list)  # results' own: another segment's, or method's, isn't taken for one
 
     def __post_init__(self) -> None:
         self.fingerprint = self.method.fingerprint
-
-    def key(self, index: int) -> str:
-        """What the segment's result is serialised under: another segment's, or method's, can't be taken for it."""
-        return sha256(f"{self.fingerprint}/{list(self.segments[index])}".encode()).hexdigest()
+        self.keys = self.method.keys_of(self.segments)
 
     def take_shared(self, replies: Mapping[str, Reply], seconds: float) -> None:
         """Keeps what others have compiled before; what of it can't be used is compiled as if it weren't there."""
-        keys = {index: self.key(index) for index in range(len(self.segments))}
-        for index in (index for index, key in keys.items() if key in replies):
+        for index in (index for index, key in enumerate(self.keys) if key in replies):
             try:
-                picache = self._checked(index, replies[keys[index]])
+                picache = self._checked(index, replies[self.keys[index]])
             except PICacheError as error:
                 logger.warning("a shared PICache can't be used (%s): compiling it", error)
                 continue
@@ -85,7 +81,7 @@ class CompileRequest:
         device = self.method.backbone.get_input_embeddings().weight.device
         # copied: a store that kept a worker's shared memory would hold a file descriptor for each document
         data = np.asarray(reply.data, np.uint8).tobytes()
-        picache = deserialize(data, self.key(index), device)
+        picache = deserialize(data, self.keys[index], device)
         if picache.fingerprint != self.fingerprint or picache.num_tokens != len(self.segments[index]):
             raise PICacheError(
                 f"{len(self.segments[index])} tokens with fingerprint {self.fingerprint} expected, got {picache!r}"
