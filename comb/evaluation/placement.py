@@ -127,10 +127,8 @@ class _Batch:
             flat = [*prompt.flat, *answer]
             ids[row, : len(flat)] = torch.tensor(flat)
             predicts[row, len(prompt.flat) - 1 : len(flat) - 1] = True
-            position = len(prompt.head)
-            for segment, gap in zip(prompt.segments, (*prompt.gaps, ()), strict=False):
-                documents[row, position : position + len(segment)] = True
-                position += len(segment) + len(gap)
+            for position, length in prompt.spans:
+                documents[row, position : position + length] = True
         hidden = ~documents[:, :, None] & documents[:, None, :]
         return cls(prompts, ids.to(device), predicts.to(device), hidden[:, None].to(device))
 

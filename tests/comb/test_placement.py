@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from comb.cli.main import app
 from comb.documents.document import Prompt
-from comb.evaluation.placement import Placement, measure_placement, short_prompts
+from comb.evaluation.placement import Placement, _Batch, _hidden, measure_placement, short_prompts
 from tests.helpers.families import tiny
 
 PROMPTS = [
@@ -29,6 +31,27 @@ def test_the_one_layer_that_reads_documents_is_found() -> None:
     # no other layer reads them, so without them is as without this layer's sight of them
     assert placement.losses[2] > 1e-4
     assert placement.best(1) == [2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gaps", [(), ((5,),)])
+def test_every_document_is_hidden(gaps: tuple[tuple[int, ...], ...]) -> None:
+    backbone = tiny("llama")
+    for index, layer in enumerate(backbone.model.layers):
+        if index != 2:
+            layer.self_attn.o_proj.weight.zero_()
+    attention = backbone.model.layers[2].self_attn
+
+    def logprobs(*segments: tuple[int, ...], hidden: bool) -> torch.Tensor:
+        batch = _Batch.of([(Prompt((3,), segments, (20, 21), gaps), (30, 31))], torch.device("cpu"))
+        with _hidden(attention, batch.hidden) if hidden else nullcontext():
+            return batch.logprobs(backbone)
+
+    one = (10, 11, 12, 13)
+    first, second = (logprobs(one, other, hidden=True) for other in ((14, 15), (40, 41)))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    seen = [logprobs(one, other, hidden=False) for other in ((14, 15), (40, 41))]
+    assert (seen[0] - seen[1]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "mixtral", "deepseek_v3", "qwen3_next"])
