@@ -14,7 +14,8 @@ from comb_training.train import run_training
 
 START = [
     "model.measured_cross_layers=4",  # cross blocks in front of the layers through which the backbone reads documents
-    'model.options={shared_layers: true, sink: "null", gate: 0.95}',  # they start as copies of what they stand for
+    'model.options={shared_layers: true, sink: "null", gate: 0.6}',  # they start as copies of what they stand for
+    "model.fit_sinks=64",  # and documents compete there with as much as in the backbone's own attention
     "train.answers=on_policy",  # the backbone's own answers, with the documents in its prompt
     "train.ce_weight=0",
     "train.kl_weight=1",  # learn its whole distribution there

@@ -29,6 +29,9 @@ class ModelConfig:
     fit_passages: AtLeastZero = 0
     """Documents of the training data on which the encoder's key and value heads are solved for in closed form before
     the run (ridge regression onto the backbone's own keys and values); 0: they start as copies."""
+    fit_sinks: AtLeastZero = 0
+    """Questions of the training data on which the null keys (`options: {sink: "null"}`) are solved for before the run,
+    so that documents compete with as much as in the backbone's own attention; 0: they start at zero."""
     encoder_causal: StrictBool = False
     """A causal mask inside the encoder (the paper's equation); false is bidirectional, as in the published code."""
     dtype: str = "float32"
