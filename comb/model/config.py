@@ -17,7 +17,7 @@ CROSS_QK_NORMS = ("head", "none")
 SINKS = ("token", "null")
 
 
-CONFIGURED_LATER = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token"}
+CONFIGURED_LATER = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token", "key_distance": 0}
 """Fields of `CombEncoderConfig` that adapters of before don't have, and what they were."""
 
 
@@ -45,6 +45,10 @@ class CombEncoderConfig(PreTrainedConfig):
             the COMB release), or a learned key and value that are the same for all documents (``null``). The first
             token is where a causal backbone rests its attention (StreamingLLM), with a key like no other's, which
             documents that are read side by side would repeat; the null key gives the attention that place to rest.
+        key_distance: 0 gives cross-attention no positions (COMB). With d, keys leave the head turned by the backbone's
+            rotary embedding as a query sees them that stands d tokens behind the document's last one, wherever the
+            document stands in the prompt: token i of n by i - n + 1 - d. Queries aren't turned, so linking and order
+            are as without.
         max_position_embeddings: the longest document in tokens.
     """
 
@@ -72,9 +76,15 @@ class CombEncoderConfig(PreTrainedConfig):
     shared_layers: bool = False
     cross_qk_norm: str = "head"
     sink: str = "token"
+    key_distance: int = 0
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self.check()
+        super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        """Raises ValueError for values that make no sense."""
         if self.qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm is one of {', '.join(QK_NORMS)}, not {self.qk_norm!r}")
         for name, known in (
@@ -82,12 +92,15 @@ class CombEncoderConfig(PreTrainedConfig):
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.key_distance < 0:
+            raise ValueError(
+                f"key_distance is a number of tokens, or 0 for keys without positions, not {self.key_distance}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        super().__post_init__(**kwargs)
 
     @property
     def cross_bias(self) -> bool:

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rot
 
 from comb.model.attention import Lengths, attend, uses_packing
 from comb.model.config import CombEncoderConfig
+from comb.waits import on_device
 
 
 def rotary_frequencies(config: CombEncoderConfig) -> tuple[Tensor, float]:
@@ -49,17 +50,17 @@ class Rotary(nn.Module):
         super().__init__()
         self._config = config
         self._cached: Tensor | None = None
-        self._factor = 1.0
+        self.factor = 1.0
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32. positions [rows, tokens] -> 2 x [rows, tokens, rotary_dim]"""
         # made at first use, not in __init__: there the module may still be on the meta device
         if self._cached is None or self._cached.device != positions.device:
-            frequencies, self._factor = rotary_frequencies(self._config)
+            frequencies, self.factor = rotary_frequencies(self._config)
             self._cached = frequencies.to(positions.device)
         angles = positions[..., None].float() * self._cached
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self._factor, angles.sin() * self._factor
+        return angles.cos() * self.factor, angles.sin() * self.factor
 
 
 def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -163,13 +164,17 @@ class KeyValueHead(nn.Module):
             self.null_key = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
             self.null_value = nn.Parameter(torch.zeros(config.num_key_value_heads, config.head_dim))
 
-    def forward(self, hidden: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, first: Tensor, rotary: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[rows, tokens, hidden], first [rows, tokens] -> keys, values, each [rows, tokens, kv_heads, head_dim]
 
-        `first` is true where a document begins.
+        `first` is true where a document begins; `rotary` turns keys by their places (`key_distance`).
         """
         hidden = self.norm(hidden)
         keys = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
+        if rotary is not None:
+            keys = apply_rotary(keys.transpose(1, 2), *rotary).transpose(1, 2)
         values = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "null_key"):
             begins = first[..., None, None]
@@ -247,9 +252,22 @@ class CombEncoder(nn.Module):
                 real = lengths.mask(device)  # None: no row is padded
                 states = [(state.flatten(0, 1) if real is None else state[real])[None] for state in states]
         first = (positions == 0).expand(hidden.shape[:2])
-        pairs = [head(state.to(self.dtype), first) for head, state in zip(self.key_value_heads, states, strict=True)]
+        turn = self._distance_rotary(lengths.counts, positions, packed=packed)
+        pairs = [
+            head(state.to(self.dtype), first, turn) for head, state in zip(self.key_value_heads, states, strict=True)
+        ]
         keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))
         return keys, values
+
+    def _distance_rotary(self, counts: Tensor, positions: Tensor, *, packed: bool) -> tuple[Tensor, Tensor] | None:
+        """What turns keys at `positions` as a query sees them `key_distance` tokens behind the document's last one."""
+        if not self.config.key_distance:
+            return None
+        counts = on_device(counts, positions.device)
+        ends = counts.repeat_interleave(counts)[None] if packed else counts[:, None]
+        cosine, sine = self.rotary(positions - ends + 1 - self.config.key_distance)
+        factor = self.rotary.factor  # queries would have it too
+        return cosine * factor, sine * factor
 
     @property
     def dtype(self) -> torch.dtype:

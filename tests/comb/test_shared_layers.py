@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from comb.model.modeling import CombForCausalLM
 from tests.helpers.families import open_gates, tiny
@@ -128,10 +129,40 @@ def test_documents_are_compiled_without_dropout_in_training_too() -> None:
     assert model.backbone.training
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("distance", [1, 40])
+def test_keys_are_seen_from_behind_their_document(distance: int) -> None:
+    """A query that isn't turned scores them as the backbone's own attention does so far behind the document's end."""
+    backbone = tiny("llama")
+    model, plain = shared(backbone, key_distance=distance), shared(backbone)
+    for document in DOCUMENTS[:2]:
+        [picache], [unturned] = model.encode([document]), plain.encode([document])
+        query = torch.randn(1, 1, model.info.head_dim, generator=torch.Generator().manual_seed(0))
+        places = torch.tensor([[*range(len(document)), len(document) - 1 + distance]])
+        cosine, sine = backbone.model.rotary_emb(query, places)
+        keys = unturned.keys.transpose(1, 2)
+        _, turned_keys = apply_rotary_pos_emb(keys, keys, cosine[:, :-1], sine[:, :-1])
+        turned_query, _ = apply_rotary_pos_emb(query, query, cosine[:, -1:], sine[:, -1:], 0)
+        scores = picache.keys @ query.flatten()  # [cross layers, tokens, heads]
+        wanted = (turned_keys @ turned_query.flatten()).transpose(1, 2)
+        torch.testing.assert_close(scores[:, 1:], wanted[:, 1:], atol=1e-5, rtol=1e-5)
+        assert (scores - unturned.keys @ query.flatten())[:, 1:].abs().max() > 1e-3  # without positions they are others
+        assert torch.equal(picache.keys[:, 0], unturned.keys[:, 0])  # the null key is nowhere
+        assert torch.equal(picache.values, unturned.values)
+    assert model.fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize(("options", "named"), [({"key_distance": -1}, "key_distance"), ({"sink": "none"}, "sink")])
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"{named} is "):
+        shared(tiny("llama"), **options)
+
+
+@pytest.mark.parametrize("distance", [0, 9])
 @pytest.mark.parametrize("documents", [DOCUMENTS[:1], DOCUMENTS, [DOCUMENTS[0], DOCUMENTS[0][::-1]]])
-def test_packed_rows_are_the_padded_ones(documents: list[tuple[int, ...]]) -> None:
+def test_packed_rows_are_the_padded_ones(documents: list[tuple[int, ...]], distance: int) -> None:
     """Heads call no attention, so what flash attention would be given can be looked at without it."""
-    model = shared(tiny("llama"))
+    model = shared(tiny("llama"), key_distance=distance)
     padded = model.encode_batch(list(documents))
     model.encoder.config._attn_implementation = "flash_attention_2"
     for (keys, values), (same_keys, same_values) in zip(padded, model.encode_batch(list(documents)), strict=True):

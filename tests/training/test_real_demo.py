@@ -69,7 +69,7 @@ def test_without_an_adapter_the_other_methods_are_asked(tmp_path: Path, monkeypa
     assert "comb is left out" in shown.output
     assert f"--adapter {tmp_path / 'adapter'}" in shown.output.replace("\n", "")
     assert not lines(shown.output, "comb")
-    for method in ("full", "legolink:16", "none"):
+    for method in ("full", "primed", "legolink:16", "none"):
         assert len(lines(shown.output, method)) == 3
 
 

@@ -28,7 +28,7 @@ from comb_training.data.mixture import prompt_builder
 from comb_training.models.loading import load_checkpoint
 from comb_training.train import trained_config
 
-METHODS = ("full", "comb", "legolink:16", NO_DOCUMENTS)
+METHODS = ("full", "comb", "primed", "legolink:16", NO_DOCUMENTS)
 
 _CHECKOUT = Path(__file__).parents[3]
 CONFIGS = _CHECKOUT / "configs"

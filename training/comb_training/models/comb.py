@@ -36,7 +36,9 @@ class CombTraining(AdapterTraining):
         if config.model.init_from is None:
             return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
         options = trained_options(config)
-        shaping = sorted({"max_document_tokens", "initialization", "shared_layers", "sink", "gate"} & options.keys())
+        shaping = sorted(
+            {"max_document_tokens", "initialization", "shared_layers", "sink", "key_distance", "gate"} & options.keys()
+        )
         if shaping:
             raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
         return _with_lora(self.continued(config, options), config)
