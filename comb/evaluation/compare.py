@@ -10,7 +10,7 @@ however early the run is broken off, all have answered the same questions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -108,6 +108,7 @@ def compare(
         (row["method"], row["made_by"], row["question"]): "text" in row for row in journal.rows if "computed" in row
     }
     limit = len(examples) if answers is None else answers
+    warm = False
     for number, example in enumerate(tqdm(examples, title, unit="question", leave=False, disable=not progress)):
         question, answered = question_name(number, example), number < limit
         # a row without an answer is made again if an answer is wanted now
@@ -118,6 +119,11 @@ def compare(
             token_ids, logits = state.generate_with_logits(**settings)
         own = trim(token_ids, settings, 1)
         expected = ReferenceAnswer(own, logits, logits.argmax(-1).tolist() == list(own))
+        if not warm:  # a head is kept for all methods, and the first one would count it
+            warm = True
+            for spec in missing:
+                with suppress(*REFUSALS), linked(engines[spec], *setting.request(spec, example)):
+                    pass
         for spec in missing:
             try:
                 row = _row(setting, spec, engines[spec], example, expected, settings, rules, answered)

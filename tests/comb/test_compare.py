@@ -104,6 +104,20 @@ def test_answers_are_those_of_the_engine(setting: Setting, examples: list[Exampl
     assert min(same.values()) > 3
 
 
+def test_the_head_counts_for_no_method(setting: Setting, examples: list[Example]) -> None:
+    """It is computed once and kept for all: a run that begins, or goes on, counts what any other does."""
+    computed = []
+    for _ in range(2):
+        journal = Journal(None, {})
+        compare(setting, examples[:2], ["naive", "legolink:2"], journal, rules=AnswerRules(2), progress=False)
+        computed.append([row["computed"] for row in journal.rows])
+        if not computed[1:]:
+            setting.engine("naive").heads.clear()
+    assert computed[0] == computed[1]
+    naive, lego = computed[0][::2], computed[0][1::2]
+    assert [more - less for less, more in zip(naive, lego, strict=True)] == [4, 4]
+
+
 def test_an_answer_ends_at_the_stop(setting: Setting, examples: list[Example]) -> None:
     long = compared(setting, examples, ["full"], AnswerRules(12))
     [first, *_] = setting.engine("full").ask(*setting.request("full", examples[0]), max_new_tokens=12).text[3:]
