@@ -14,7 +14,8 @@ from comb_training.train import run_training
 
 START = [
     "model.measured_cross_layers=4",  # cross blocks in front of the layers through which the backbone reads documents
-    'model.options={shared_layers: true, sink: "null", gate: 0.6}',  # they start as copies of what they stand for
+    # they start as copies of what they stand for, and know where in its document a token stands
+    'model.options={shared_layers: true, sink: "null", gate: 0.6, key_distance: 32}',
     "model.fit_sinks=64",  # and documents compete there with as much as in the backbone's own attention
     "train.answers=on_policy",  # the backbone's own answers, with the documents in its prompt
     "train.ce_weight=0",
