@@ -170,6 +170,24 @@ def wait_until_shared(method: Any, segments: list[list[int]]) -> None:
         time.sleep(0.05)
 
 
+def wait_until_lost(method: Any, segments: list[list[int]]) -> None:
+    """A node hears of an owner's end a little after the others."""
+    request = CompileRequest(method, spec_of(method), [tuple(each) for each in segments], Counter())
+    index, end = ray.get_actor("test", namespace="comb"), time.monotonic() + 60
+    for [reference] in ray.get(index.find.remote(request.keys)):
+        while fetchable(reference):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def fetchable(reference: Any) -> bool:
+    try:
+        ray.get(reference, timeout=5)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
 def gone(other: Any) -> bool:
     try:
         ray.get(other.compile.remote("naive", [[1]]), timeout=60)
@@ -232,6 +250,7 @@ def test_fetching_beside_compiling_and_without_the_owner(cluster: Any, tmp_path:
         ray.kill(other)
         while not gone(other):
             time.sleep(0.1)
+        wait_until_lost(method, segments)
         for expected in ("by_workers", "shared"):  # compiled, and then it is there again
             before = executor.stats
             assert same(executor.compile(method, segments), alone(method, segments))
