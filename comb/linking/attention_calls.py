@@ -7,12 +7,14 @@ the same masks, so that padded batches and prompts are computed as ever.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -54,6 +56,19 @@ class AttentionCall:
     def scale(self) -> float:
         """What scores are multiplied with."""
         return float(self.query.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
+
+    def scores(self, first: int = 0) -> Tensor:
+        """Of the queries from place `first` on, by groups: [B, G, H / G, N - first, L] float32, -inf where the mask
+        hides a key; without a mask they see all keys up to their own. What a model adds (soft caps, sinks) isn't in it.
+        """
+        query = self.query[:, :, first:].unflatten(1, (self.keys.shape[1], -1)).float()
+        scores: Tensor = query @ self.keys[:, :, None].float().transpose(-1, -2) * self.scale
+        if self.mask is None:
+            rows, keys = scores.shape[-2:]
+            causal = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril(keys - rows)
+            return scores.masked_fill(~causal, -math.inf)
+        mask = self.mask[:, :, None, first:]
+        return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 class AttentionHandler(Protocol):

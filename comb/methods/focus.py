@@ -106,12 +106,7 @@ class QueryAttention:
         first = int((self.rows.positions < self.start).sum())  # rows are sorted: those that ask are the last ones
         if first == len(self.rows.positions):
             return
-        query = call.query[:, :, first:].unflatten(1, (call.keys.shape[1], -1)).float()
-        scores = query @ call.keys[:, :, None].float().transpose(-1, -2) * call.scale
-        if call.mask is not None:
-            mask = call.mask[:, :, None, first:]
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        paid = scores.softmax(-1).sum(dim=(0, 1, 2, 3))
+        paid = call.scores(first).softmax(-1).sum(dim=(0, 1, 2, 3))
         if paid.device not in self._sums:
             self._sums[paid.device] = torch.zeros(self.rows.length, device=paid.device)
         self._sums[paid.device][: len(paid)] += paid

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from comb.backbones.discovery import ATTENTION_NAMES, decoder_layers, find_child, layer_input, text_config
 from comb.backbones.forward import decoder_of
 from comb.model.initialization import LayerParts, read_layer
+from comb.model.least_squares import NormalEquations
 from comb.model.modeling import CombForCausalLM
 from comb.model.segments import padded_batches
 
@@ -38,40 +39,6 @@ class HeadFit:
     layer: int
     keys: float
     values: float
-
-
-@dataclass
-class _Sums:
-    """Normal equations of one head, with a column of ones for the bias. float64"""
-
-    xx: Tensor  # [D + 1, D + 1]
-    xy: Tensor  # [D + 1, 2 W]
-    y: Tensor  # [2 W]
-    yy: Tensor  # [2 W]
-    count: int = 0
-
-    @classmethod
-    def zeros(cls, inputs: int, outputs: int, device: torch.device) -> _Sums:
-        options: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        return cls(torch.zeros(inputs + 1, inputs + 1, **options), torch.zeros(inputs + 1, outputs, **options),
-                   torch.zeros(outputs, **options), torch.zeros(outputs, **options))  # fmt: skip
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        x, y = torch.nn.functional.pad(x.double(), (0, 1), value=1.0), y.double()
-        self.xx += x.T @ x
-        self.xy += x.T @ y
-        self.y += y.sum(0)
-        self.yy += y.pow(2).sum(0)
-        self.count += len(x)
-
-    def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
-        """Weights [D + 1, 2 W], and R2 of every output [2 W]."""
-        penalty = torch.full_like(self.xx.diagonal(), ridge)
-        penalty[-1] = 0.0  # the bias is free
-        solution = torch.linalg.solve(self.xx + penalty.diag(), self.xy)
-        residual = self.yy - 2 * (solution * self.xy).sum(0) + (solution * (self.xx @ solution)).sum(0)
-        spread = (self.yy - self.y.pow(2) / self.count).clamp_min(1e-12)
-        return solution, 1 - residual / spread
 
 
 @torch.no_grad()
@@ -90,12 +57,12 @@ def fit_to_backbone(
     targets = [_LayerTargets.of(model, layer) for layer in model.config.cross_attention_layers]
     heads: list[Any] = list(model.encoder.key_value_heads)
     fitted = [index for index, target in enumerate(targets) if target is not None]
-    sums: dict[int, _Sums] = {}
+    sums: dict[int, NormalEquations] = {}
     for features, given, first in _observed(model, passages, targets, batch_tokens):
         for index in fitted:
             x, keys_values = heads[index].norm(features[index].to(heads[index].k_proj.weight)).float(), given[index]
             if index not in sums:
-                sums[index] = _Sums.zeros(x.shape[-1], keys_values.shape[-1], x.device)
+                sums[index] = NormalEquations.zeros(x.shape[-1], keys_values.shape[-1], x.device, bias=True)
             sums[index].add(x[~first], keys_values[~first])
     fits = []
     for index in fitted:

@@ -27,14 +27,14 @@ class CompileRequest:
     spec: MethodSpec
     segments: Sequence[tuple[int, ...]]
     counts: Counter[str]  # of the executor's `stats`
-    fingerprint: str = ""  # of the method as the request began
+    fingerprint: str = field(init=False)  # of the method as the request began
+    keys: list[str] = field(init=False)  # results' own: another segment's, or method's, isn't taken for one
     sent: dict[Future[Reply], int] = field(default_factory=dict)  # which segment a worker answers
     lost: list[int] = field(default_factory=list)  # segments to compile here
     picaches: dict[int, PICache] = field(default_factory=dict)
     segment_s: dict[int, float] = field(default_factory=dict)  # of compiling each segment
     busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by worker; -1: here, -2: fetched
     decode_s: float = 0.0  # of checking and unpacking
-    keys: list[str] = field(default_factory=list)  # results' own: another segment's, or method's, isn't taken for one
 
     def __post_init__(self) -> None:
         self.fingerprint = self.method.fingerprint

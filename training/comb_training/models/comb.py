@@ -36,9 +36,7 @@ class CombTraining(AdapterTraining):
         if config.model.init_from is None:
             return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
         options = trained_options(config)
-        shaping = sorted(
-            {"max_document_tokens", "initialization", "shared_layers", "sink", "key_distance", "gate"} & options.keys()
-        )
+        shaping = sorted(shaping_options(CombForCausalLM, config.model.options).keys() - {"adapter_dtype"})
         if shaping:
             raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
         return _with_lora(self.continued(config, options), config)

@@ -24,6 +24,7 @@ from torch import Tensor
 from comb.backbones.discovery import ATTENTION_NAMES, decoder_layers, find_child, layer_input
 from comb.backbones.forward import decoder_of
 from comb.linking.attention_calls import AttentionCall, watched
+from comb.model.least_squares import NormalEquations
 from comb.model.modeling import CombForCausalLM
 from comb_training.data.batches import TrainingExample
 
@@ -38,6 +39,7 @@ def fit_sinks(model: CombForCausalLM, examples: Sequence[TrainingExample], *, ri
     as they are. Soft caps and sinks that a layer adds to its scores don't count.
 
     Args:
+        examples: each with documents, of which only the number counts.
         ridge: the penalty on a null key, in units of one token's squared query.
 
     Returns:
@@ -66,12 +68,11 @@ def fit_sinks(model: CombForCausalLM, examples: Sequence[TrainingExample], *, ri
         stack.enter_context(watched(model.backbone, see))
         for example in examples:
             count = len(example.segments)
-            if count:
-                ids = torch.tensor([[*example.prompt.query, *example.target]], device=model.device)
-                decoder_of(model.backbone)(input_ids=ids, use_cache=False)
+            ids = torch.tensor([[*example.prompt.query, *example.target]], device=model.device)
+            decoder_of(model.backbone)(input_ids=ids, use_cache=False)
     quality = {}
     for (index, fit), head in zip(fits.items(), model.encoder.key_value_heads, strict=True):
-        if fit.tokens:
+        if fit.sums:
             null_key, quality[index] = fit.solve(ridge)
             head.null_key.copy_(null_key)  # type: ignore[operator]  # a parameter
     logger.info("null keys fitted, R2: %s", ", ".join(f"layer {layer}: {r2:.2f}" for layer, r2 in quality.items()))
@@ -79,15 +80,11 @@ def fit_sinks(model: CombForCausalLM, examples: Sequence[TrainingExample], *, ri
 
 
 class _SinkFit:
-    """Normal equations of one block's null keys, a key for each of the G heads. float64"""
+    """The least-squares problem of one block's null keys, one for each of the G heads."""
 
     def __init__(self, block: Any) -> None:
         self.block = block
-        self.tokens = 0
-        self.xx: Any = 0.0  # [G, D, D]
-        self.xz: Any = 0.0  # [G, D]
-        self.z: Any = 0.0  # [G]
-        self.zz: Any = 0.0  # [G]
+        self.sums: list[NormalEquations] = []
         self._hidden = torch.empty(0)
 
     def capture(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,33 +100,14 @@ class _SinkFit:
         groups = len(queries) // attention.num_key_value_groups
         if call.query.shape[1] != len(queries) or call.keys.shape[1] != groups:
             return
-        z = _log_sum_exp(call) - math.log(documents)  # [H, N]
-        x, y = queries.unflatten(0, (groups, -1)).flatten(1, 2), z.double().unflatten(0, (groups, -1)).flatten(1)
-        self.xx += x.transpose(1, 2) @ x
-        self.xz += (x.transpose(1, 2) @ y[..., None])[..., 0]
-        self.z += y.sum(1)
-        self.zz += y.pow(2).sum(1)
-        self.tokens += y.shape[1]
+        if not self.sums:
+            size, device = attention.head_dim, queries.device
+            self.sums = [NormalEquations.zeros(size, 1, device, bias=False) for _ in range(groups)]
+        z = call.scores()[0].logsumexp(-1) - math.log(documents)  # [G, H / G, N]
+        for sums, x, y in zip(self.sums, queries.unflatten(0, (groups, -1)), z, strict=True):
+            sums.add(x.flatten(0, 1), y.flatten()[:, None])
 
     def solve(self, ridge: float) -> tuple[Tensor, float]:
         """Null keys [G, D], and the mean R2 of the heads."""
-        penalty = ridge * torch.eye(self.xx.shape[-1], dtype=self.xx.dtype, device=self.xx.device)
-        solution = torch.linalg.solve(self.xx + penalty, self.xz)
-        residual = (
-            self.zz - 2 * (solution * self.xz).sum(-1) + torch.einsum("gd,gde,ge->g", solution, self.xx, solution)
-        )
-        spread = (self.zz - self.z.pow(2) / self.tokens).clamp_min(1e-12)
-        return solution, float((1 - residual / spread).mean())
-
-
-def _log_sum_exp(call: AttentionCall) -> Tensor:
-    """Of the scores of every token of one row. [H, N] float32"""
-    query = call.query[0].float().unflatten(0, (call.keys.shape[1], -1))  # [G, H / G, N, D]
-    scores = query @ call.keys[0, :, None].float().transpose(-1, -2) * call.scale
-    mask = call.mask
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()[None, None]
-    allowed = mask[0, :, None]  # [1, 1, N, N]
-    scores = scores.masked_fill(~allowed, -math.inf) if mask.dtype == torch.bool else scores + allowed
-    summed: Tensor = scores.logsumexp(-1).flatten(0, 1)
-    return summed
+        null_keys, quality = zip(*(sums.solve(ridge) for sums in self.sums), strict=True)
+        return torch.stack(null_keys)[..., 0], float(torch.stack(quality).mean())
