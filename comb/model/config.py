@@ -17,7 +17,8 @@ CROSS_QK_NORMS = ("head", "none")
 SINKS = ("token", "null")
 
 
-CONFIGURED_LATER = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token", "key_distance": 0}
+CONFIGURED_LATER = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token", "key_distance": 0,
+                    "cross_mlp": True}  # fmt: skip
 """Fields of `CombEncoderConfig` that adapters of before don't have, and what they were."""
 
 
@@ -49,6 +50,7 @@ class CombEncoderConfig(PreTrainedConfig):
             rotary embedding as a query sees them that stands d tokens behind the document's last one, wherever the
             document stands in the prompt: token i of n by i - n + 1 - d. Queries aren't turned, so linking and order
             are as without.
+        cross_mlp: whether cross blocks have an MLP behind their attention (COMB), three quarters of their weights.
         max_position_embeddings: the longest document in tokens.
     """
 
@@ -77,6 +79,7 @@ class CombEncoderConfig(PreTrainedConfig):
     cross_qk_norm: str = "head"
     sink: str = "token"
     key_distance: int = 0
+    cross_mlp: bool = True
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -151,7 +151,9 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """Cross-attention and gated MLP in front of one decoder layer, each behind a tanh gate that starts at zero.
+    """Cross-attention and, with `config.cross_mlp`, a gated MLP in front of one decoder layer.
+
+    Each is behind a tanh gate that starts at zero.
 
     Args:
         config: shape of the encoder, shared by the block.
@@ -164,9 +166,16 @@ class CrossBlock(nn.Module):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.cross_attn = CrossAttention(config)
         self.attention_gate = nn.Parameter(torch.zeros(1))
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
-        self.mlp_gate = nn.Parameter(torch.zeros(1))
+        self.has_mlp = config.cross_mlp
+        if self.has_mlp:
+            self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp = LlamaMLP(config)
+            self.mlp_gate = nn.Parameter(torch.zeros(1))
+
+    @property
+    def gates(self) -> list[nn.Parameter]:
+        """The attention's, and the MLP's if there is one."""
+        return [self.attention_gate, *([self.mlp_gate] if self.has_mlp else [])]
 
     def forward(self, hidden: Tensor, documents: LinkedDocuments) -> Tensor:
         """[batch, tokens, hidden] -> the same; rows without documents come back untouched, bit for bit."""
@@ -183,6 +192,7 @@ class CrossBlock(nn.Module):
         x = hidden.to(self.attention_gate)
         attended = self.cross_attn(self.input_layernorm(x), documents, self.layer)
         x = x + self.attention_gate.tanh() * attended
-        x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
+        if self.has_mlp:
+            x = x + self.mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
         result: Tensor = x.to(hidden)
         return result

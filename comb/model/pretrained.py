@@ -42,6 +42,7 @@ class CombPreTrainedModel(AdapterModel):
         shared_layers: bool = False,
         sink: str = "token",
         key_distance: int = 0,
+        cross_mlp: bool = True,
         gate: float = 0.0,
         adapter_dtype: torch.dtype | None = None,
         revision: str | None = None,
@@ -62,8 +63,8 @@ class CombPreTrainedModel(AdapterModel):
             shared_layers: no encoder layers at all: documents run through the backbone's own, up to the last cross
                 block, and heads and blocks start from the layers they stand for. `num_encoder_layers` is then only how
                 many cross blocks there are if they are not named.
-            sink, key_distance: what a document's first token leaves in its PICache, and whether keys say where in the
-                document they stand; see `CombEncoderConfig`.
+            sink, key_distance, cross_mlp: what a document's first token leaves in its PICache, whether keys say where
+                in the document they stand, and whether blocks have an MLP; see `CombEncoderConfig`.
             gate: how far the gates of the attention are open at the start, 0 <= gate < 1.
             adapter_dtype: dtype of encoder and blocks; the backbone's by default.
             revision, loading: passed to `AutoModelForCausalLM.from_pretrained`.
@@ -92,7 +93,7 @@ class CombPreTrainedModel(AdapterModel):
             max_document_tokens=max_document_tokens, plain=initialization == "random", first_layers=first_layers,
         )  # fmt: skip
         encoder_config.sink, encoder_config.shared_layers = sink, shared_layers
-        encoder_config.key_distance = key_distance
+        encoder_config.key_distance, encoder_config.cross_mlp = key_distance, cross_mlp
         encoder_config.check()
         if first_layers and not shared_layers:
             encoder_config.cross_attention_bias = True  # the fitted heads have one

@@ -85,6 +85,21 @@ def test_only_heads_and_blocks_are_saved_and_trained(tmp_path: Path) -> None:
         assert not torch.equal(again(ids, documents=[DOCUMENTS]).logits, backbone(ids).logits)
 
 
+@torch.no_grad()
+def test_blocks_without_an_mlp_are_blocks_whose_mlp_is_not_heard(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "backbone")
+    made = {mlp: open_gates(shared(tmp_path / "backbone", cross_mlp=mlp), mlp=0.0) for mlp in (True, False)}
+    made[False].save_pretrained(tmp_path / "adapter")
+    without = CombForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert not any("mlp" in name or "post_attention" in name for name in without.cross_blocks.state_dict())
+    assert made[True].cross_blocks[0].has_mlp
+    ids = torch.tensor([[4, 5, 6]])
+    silent = made[True](ids, documents=[DOCUMENTS]).logits
+    assert torch.equal(without(ids, documents=[DOCUMENTS]).logits, silent)
+    heard = open_gates(made[True])(ids, documents=[DOCUMENTS]).logits
+    assert not torch.equal(heard, silent)
+
+
 def test_a_document_is_compiled_without_those_that_are_linked() -> None:
     model = open_gates(shared(tiny("llama")))
     [alone] = model.encode([DOCUMENTS[0]])

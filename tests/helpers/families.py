@@ -129,5 +129,6 @@ def open_gates(model: Any, attention: float = 0.7, mlp: float = 0.3) -> Any:
     """Opens all gates, so that documents matter before any training. Returns the model."""
     for block in model.cross_blocks:
         block.attention_gate.data.fill_(attention)
-        block.mlp_gate.data.fill_(mlp)
+        if block.has_mlp:
+            block.mlp_gate.data.fill_(mlp)
     return model

@@ -78,8 +78,7 @@ def _round_trip(picache: CrossPICache) -> CrossPICache:
 
 @contextmanager
 def _open_gates(model: CombForCausalLM) -> Iterator[None]:
-    gates = [gate for block in model.cross_blocks if isinstance(block, CrossBlock)
-             for gate in (block.attention_gate, block.mlp_gate)]  # fmt: skip
+    gates = [gate for block in model.cross_blocks if isinstance(block, CrossBlock) for gate in block.gates]
     before = [gate.detach().clone() for gate in gates]
     for gate in gates:
         if float(gate) == 0.0:

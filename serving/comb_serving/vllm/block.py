@@ -125,9 +125,11 @@ class PagedCrossBlock(nn.Module):
         self.input_layernorm = FusedNorm(config.hidden_size, config.rms_norm_eps)
         self.cross_attn = ParallelCrossAttention(config, f"{name}.cross_attn")
         self.attention_gate = nn.Parameter(torch.zeros(1))
-        self.post_attention_layernorm = FusedNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = ParallelMLP(config, f"{name}.mlp")
-        self.mlp_gate = nn.Parameter(torch.zeros(1))
+        self.has_mlp = config.cross_mlp
+        if self.has_mlp:
+            self.post_attention_layernorm = FusedNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp = ParallelMLP(config, f"{name}.mlp")
+            self.mlp_gate = nn.Parameter(torch.zeros(1))
         self.graphs: tuple[Callable[..., Any], Callable[..., None]] | None = None
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -210,6 +212,8 @@ class PagedCrossBlock(nn.Module):
     def mixed(self, stream: Tensor, attended: Tensor) -> Tensor:
         """The new stream [tokens, hidden]."""
         x = torch.addcmul(stream, self.attention_gate.tanh(), self.cross_attn.o_proj(attended.flatten(1)))
+        if not self.has_mlp:
+            return x
         return torch.addcmul(x, self.mlp_gate.tanh(), self.mlp(self.post_attention_layernorm(x)))
 
 

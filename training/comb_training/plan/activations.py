@@ -108,7 +108,7 @@ def activation_bytes(
     # laid out for all blocks at once; each repeats its own for as many heads as there are queries
     linked, repeated = size.linked * 2 * residual * keys, size.linked * 2 * work * queries
     cross_block = repeated + size.queries * (
-        norms + mlp + (3 * work + FLOAT32 + BFLOAT16) * queries
+        norms + (mlp if config.cross_mlp else 0) + (3 * work + FLOAT32 + BFLOAT16) * queries
         # its input in the adapter's dtype, and what each gate multiplies
         + hidden * (residual + 2 * work)
     )  # fmt: skip
