@@ -160,8 +160,11 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
 
 
 def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, wanted: int) -> QuestionSet:
-    template, rules = each.template, AnswerRules(options.max_new_tokens or each.max_new_tokens, each.template.stop)
-    builder = PromptBuilder(plain.tokenizer, document_template=template.document, head=template.head)
+    template = each.asked(options.data)
+    rules = AnswerRules(options.max_new_tokens or each.max_new_tokens, template.stop)
+    builder = PromptBuilder(
+        plain.tokenizer, document_template=template.document, head=template.head, lead=template.lead
+    )
     setting = replace(plain, builder=builder, query_template=template.query)
     found = each.read(options.data, options.seed)
     counts = Counts.from_dict(found.counts.to_dict())
@@ -178,6 +181,7 @@ def ask(asked: QuestionSet, specs: Sequence[str], options: MethodsOptions, repor
     made_with = {
         "backbone": backbone_fingerprint(backbone), "dtype": str(backbone.dtype),
         "seed": options.seed, "rules": asdict(asked.rules), "head": asked.setting.builder.head,
+        **({"lead": asked.setting.builder.lead} if asked.setting.builder.lead else {}),
         "query": asked.setting.query_template, "document": asked.setting.builder.document_template,
         "splitter": options.splitter, **asked.source,
     }  # fmt: skip

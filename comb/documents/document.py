@@ -181,9 +181,9 @@ def _not_empty(blocks: list[int | _Reference]) -> list[int | _Reference]:
 class PromptBuilder:
     """Turns documents and a query into token ids, the same way in training, evaluation and serving.
 
-    With a chat template the documents stand at the start of the first user message; without one, behind the
-    tokenizer's BOS token (if it adds one). Each document is tokenised alone, so its ids never depend on its
-    neighbours.
+    With a chat template the documents stand at the start of the first user message, behind `lead`; without one, behind
+    the tokenizer's BOS token (if it adds one), `head` and `lead`. Each document is tokenised alone, so its ids never
+    depend on its neighbours.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -191,6 +191,7 @@ class PromptBuilder:
             there is one, and the text, each on its own line.
         head: plain text in front of the documents, for a language model that answers best after a few examples; the
             prompt is then ``head + documents + question`` without a chat template.
+        lead: plain text in front of the documents in either case, such as the first half of an instruction.
         stop: characters that end an answer, each of them, where no chat template does; answers to learn have the first
             one behind them.
 
@@ -203,6 +204,7 @@ class PromptBuilder:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     head: str | None = None
     stop: str = ""
+    lead: str = ""
 
     def __post_init__(self) -> None:
         if self.document_template is not None and "{text}" not in self.document_template:
@@ -240,7 +242,7 @@ class PromptBuilder:
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
         chat = self.head is None and self.tokenizer.chat_template
-        blocks = self._chat(messages) if chat else self._plain(query, self.head or "")
+        blocks = self._chat(messages) if chat else self._plain(query, (self.head or "") + self.lead)
         return _assembled(_not_empty(blocks), segments, referenced or {})
 
     def complete(self, text: str, segments: Sequence[Sequence[int]] = ()) -> Prompt:
@@ -289,7 +291,7 @@ class PromptBuilder:
                 continue
             marker = f"comb{secrets.token_hex(16)}"
             first_user = not placed and message.get("role") == "user"
-            contents[marker] = [_DOCUMENTS] if first_user else []
+            contents[marker] = [*self._ids(self.lead), _DOCUMENTS] if first_user else []
             placed = placed or first_user
             for kind, value in message_parts(message):
                 if isinstance(value, Generated):

@@ -5,11 +5,20 @@
     sets:
       squad: {dataset: squad, path: squad/dev.json, template: few-shot, options: {num_documents: 4}}
 
+Where a benchmark comes with a file of its prompts (LongBench's dataset2prompt.json: a JSON object of prompts with
+``{context}`` and ``{input}``), a template names that file, and a set the prompt in it:
+
+    templates:
+      official: {prompts: longbench/dataset2prompt.json}
+    sets:
+      hotpotqa: {dataset: longbench, path: longbench, template: official, prompt: hotpotqa, options: {bare: true}}
+
 `configs/evaluation.yaml` is such a file.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -30,19 +39,23 @@ class QuestionTemplate:
 
     Args:
         head: plain text in front of the documents (`PromptBuilder.head`); None takes the model's chat template.
+        lead: text in front of the documents in the user's message (`PromptBuilder.lead`).
         document: with ``{text}`` and, optionally, ``{title}``; None is `PromptBuilder`'s own.
         query: with ``{query}``.
         stop: characters that end an answer, as the model's end token does; the text in front is scored.
+        prompts: a file of prompts below the folder of all sets' data; a set's stands in it instead of lead and query.
     """
 
     head: str | None = None
+    lead: str = ""
     document: str | None = None
     query: str = "{query}"
     stop: str = ""
+    prompts: str | None = None
 
     def __post_init__(self) -> None:
-        if "{query}" not in self.query:
-            raise ValueError(f"a template's query needs {{query}}, or all questions would be the same: {self.query!r}")
+        if self.prompts is not None and (self.lead or self.query != "{query}"):
+            raise ValueError("a template has either prompts, a file, or lead and query of its own")
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ class EvaluationSet:
         dataset: a registered name. path: its file below the folder of all sets' data, or ``hf://...``.
         split: the side that is scored; templates were chosen on the other one.
         options: of the dataset's reader.
+        prompt: the name of its prompt, where the template is a file of prompts.
     """
 
     name: str
@@ -62,6 +76,33 @@ class EvaluationSet:
     split: str = "heldout"
     max_new_tokens: int = 24
     options: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) != (self.template.prompts is None):
+            raise ValueError("a set names its prompt if its template is a file of prompts, and only then")
+
+    def asked(self, data: Path) -> QuestionTemplate:
+        """How its questions are put, a prompt of a file below `data` written as the template of its own that it is.
+
+        Raises:
+            ValueError: for a file that can't be read, or a prompt that isn't in it or has no place for documents.
+        """
+        if self.template.prompts is None:
+            return self.template
+        path = data / self.template.prompts
+        try:
+            prompts = json.loads(path.read_text(encoding="utf-8"))
+            lead, question = prompts[self.prompt].split("{context}")
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"set {self.name}: the prompts in {path} can't be read as JSON: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"set {self.name}: {path} has no prompt {self.prompt!r}") from error
+        except (AttributeError, ValueError) as error:
+            raise ValueError(f"set {self.name}: prompt {self.prompt!r} of {path} needs {{context}} once") from error
+        made = replace(self.template, prompts=None, lead=lead)
+        # "write a summary" is asked of all documents alike: it has no place for a question
+        return replace(made, query=question.replace("{input}", "{query}") if "{input}" in question else question)
 
     def read(self, data: Path, seed: int = 0) -> Dataset:
         """All its questions, `spread`."""
@@ -101,6 +142,12 @@ def read_sets(path: Path) -> dict[str, EvaluationSet]:
     templates = {
         name: _made(QuestionTemplate, row, f"{path}: templates.{name}") for name, row in content["templates"].items()
     }
+    for name, template in templates.items():
+        if "{query}" not in template.query:
+            raise ValueError(
+                f"{path}: templates.{name}: a template's query needs {{query}}, or all questions would be the same: "
+                f"{template.query!r}"
+            )
     sets = {}
     for name, row in content["sets"].items():
         where = f"{path}: sets.{name}"

@@ -326,6 +326,72 @@ def test_a_wrong_file_says_where(tmp_path: Path, text: str, message: str) -> Non
         read_sets(tmp_path / "sets.yaml")
 
 
+OFFICIAL = """
+templates:
+  official: {prompts: prompts.json}
+sets:
+  asked: {dataset: jsonl, template: official, prompt: question}
+  told: {dataset: jsonl, template: official, prompt: summary}
+"""
+
+
+def test_prompts_of_a_file_are_templates(tmp_path: Path) -> None:
+    prompts = {"question": "Read {this}.\n{context}\nQ: {input}\nA:", "summary": "News:\n{context}\nSummary:"}
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    (tmp_path / "sets.yaml").write_text(OFFICIAL)
+    asked, told = (each.asked(tmp_path) for each in read_sets(tmp_path / "sets.yaml").values())
+    assert (asked.lead, asked.query) == ("Read {this}.\n", "\nQ: {query}\nA:")
+    assert (told.lead, told.query) == ("News:\n", "\nSummary:")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts.json can't be read"),
+        ("{", "can't be read as JSON"),
+        ("[]", "has no prompt 'question'"),
+        ('{"summary": "{context}"}', "has no prompt 'question'"),
+        ('{"question": "Q: {input}"}', "needs {context} once"),
+        ('{"question": 3}', "needs {context} once"),
+    ],
+)
+def test_a_file_without_the_prompt_is_named(tmp_path: Path, prompts: str | None, message: str) -> None:
+    (tmp_path / "sets.yaml").write_text(OFFICIAL)
+    if prompts is not None:
+        (tmp_path / "prompts.json").write_text(prompts)
+    with pytest.raises(ValueError, match=message):
+        read_sets(tmp_path / "sets.yaml")["asked"].asked(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (OFFICIAL.replace(", prompt: question", ""), "sets.asked: a set names its prompt if"),
+        (
+            OFFICIAL.replace("prompts.json", "prompts.json, lead: a"),
+            "templates.official: a template has either prompts",
+        ),
+    ],
+)
+def test_a_file_of_prompts_and_a_prompt_go_together(tmp_path: Path, changed: str, message: str) -> None:
+    (tmp_path / "sets.yaml").write_text(changed)
+    with pytest.raises(ValueError, match=message):
+        read_sets(tmp_path / "sets.yaml")
+
+
+def test_the_command_asks_by_a_file_of_prompts(folder: Path) -> None:
+    (folder / "prompts.json").write_text(json.dumps({"p": "Read.\n{context}\nQ: {input}\nA:"}))
+    (folder / "official.yaml").write_text(
+        "templates: {official: {prompts: prompts.json, head: 'H. '}}\n"
+        "sets: {facts: {dataset: jsonl, path: data.jsonl, split: all, template: official, prompt: p}}\n"
+    )
+    own = {"config": folder / "official.yaml", "out": folder / "official.json", "methods": "naive", "questions": 2}
+    assert bench(folder, **own, **{"timing-questions": 0, "max-new-tokens": 4}).exit_code == 0
+    (folder / "prompts.json").write_text(json.dumps({"p": "Read this.\n{context}\nQ: {input}\nA:"}))
+    other = bench(folder, **own, **{"timing-questions": 0, "max-new-tokens": 4})
+    assert "choose another --out" in str(other.exception or other.output)  # answers to other prompts
+
+
 def test_a_set_or_an_option_that_is_not_there_is_named(folder: Path) -> None:
     assert "has no set 'fact'; it has facts, again" in str(bench(folder, sets="fact").exception)
     assert "--num-documents has no effect with --config" in str(bench(folder, **{"num-documents": 3}).exception)

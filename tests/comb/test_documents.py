@@ -114,6 +114,18 @@ def test_threads_share_a_tokenizer() -> None:
         sys.setswitchinterval(interval)
 
 
+def test_a_lead_stands_in_front_of_the_documents() -> None:
+    tokenizer = byte_tokenizer()
+    for head in (None, "Head. "):
+        builder = PromptBuilder(tokenizer, head=head, lead="Read <|end|>.\n")
+        prompt = builder.build("why?", [builder.segment("one")])
+        text = tokenizer.decode(prompt.flat)
+        assert text.endswith("Read <|end|>.\none\nwhy?" + ("" if head else "<|assistant|>"))
+        assert tokenizer.eos_token_id not in prompt.flat  # a lead's words are no structure
+        plain = PromptBuilder(tokenizer, head=head).build("why?", [builder.segment("one")])
+        assert len(prompt.flat) == len(plain.flat) + len("Read <|end|>.\n")
+
+
 def test_a_segment_does_not_depend_on_its_neighbours() -> None:
     builder = PromptBuilder(byte_tokenizer())
     alone = builder.segment("one")

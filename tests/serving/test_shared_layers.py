@@ -22,7 +22,13 @@ def test_it_answers_as_the_library_does_and_off_is_the_backbone(tmp_path: Path) 
     from vllm import SamplingParams
 
     made = CombForCausalLM.from_backbone(
-        "nano", cross_attention_layers=[2, 4], shared_layers=True, sink="null", gate=0.9, key_distance=8, cross_mlp=False
+        "nano",
+        cross_attention_layers=[2, 4],
+        shared_layers=True,
+        sink="null",
+        gate=0.9,
+        key_distance=8,
+        cross_mlp=False,
     )
     open_gates(made).save_pretrained(tmp_path, tokenizer=load_tokenizer("nano", made))
     library = PICEngine.from_pretrained(tmp_path)

@@ -55,6 +55,17 @@ def test_worked_examples(write_rows: WriteRows, name: str) -> None:
     assert not dataset.counts.truncated
 
 
+def test_bare_rows_have_no_words_of_the_reader(write_rows: WriteRows) -> None:
+    context = "Passage 1:\nOne.\n\nPassage 2:\nTwo."
+    (example,) = read_dataset("longbench", write_rows(row("hotpotqa", context)), bare=True)
+    assert texts(example) == ["Passage 1:\nOne.", "Passage 2:\nTwo."]
+    assert example.query == "q?"
+    (summary,) = read_dataset("longbench", write_rows(row("gov_report", "A report.", input="")), bare=True)
+    assert texts(summary) == ["A report."]  # its row has no input, which is no reason to leave it out
+    with pytest.raises(ValueError, match="1 dropped: empty query"):
+        read_dataset("longbench", write_rows(row("hotpotqa", context, input="")), bare=True)
+
+
 def test_every_other_context_is_one_document(write_rows: WriteRows) -> None:
     marked = {name for name, task in TASKS.items() if task.mark is not None}
     assert len(TASKS) == 21

@@ -86,7 +86,12 @@ TASKS = {
 
 @reader("longbench", hub_id="Xnhyacinth/LongBench")
 def read_longbench(
-    side: DatasetSide, *, task: str | None = None, num_documents: int | None = None, whole: bool = False
+    side: DatasetSide,
+    *,
+    task: str | None = None,
+    num_documents: int | None = None,
+    whole: bool = False,
+    bare: bool = False,
 ) -> Iterable[Example]:
     """Reads LongBench from a JSONL file, a folder of them (``hotpotqa.jsonl``, ``hotpotqa_e.jsonl``), or the Hub.
 
@@ -94,6 +99,8 @@ def read_longbench(
         task: one task, such as "hotpotqa", or "hotpotqa_e" of LongBench-E; None takes every row there is.
         num_documents: keep only the first so many documents of a row (counted); None keeps all of them.
         whole: the context as one document, for a splitter to cut (EPIC cuts SAMSum into 512 tokens).
+        bare: the row's ``input`` without a word of the reader's, and passages with their numbers, for a prompt that has
+            the instruction (``prompts`` of a template in `comb.evaluation.sets`).
 
     Raises:
         ValueError: for a missing path, an unknown task, or a malformed row, naming it.
@@ -101,7 +108,7 @@ def read_longbench(
     if task is not None and task.removesuffix("_e") not in TASKS:
         raise ValueError(f"LongBench has no task {task!r}; it has: {', '.join(TASKS)}")
     records = [record for file in _files(side.path, task) for record in read_records(file, "longbench")]
-    return side.examples(partial(_example, task=task, num_documents=num_documents, whole=whole), records)
+    return side.examples(partial(_example, task=task, num_documents=num_documents, whole=whole, bare=bare), records)
 
 
 def _files(path: str | Path | None, task: str | None) -> Sequence[str | Path | None]:
@@ -114,7 +121,9 @@ def _files(path: str | Path | None, task: str | None) -> Sequence[str | Path | N
     return files
 
 
-def _example(record: DatasetRow, task: str | None, num_documents: int | None, whole: bool) -> Example | str:
+def _example(
+    record: DatasetRow, *, task: str | None, num_documents: int | None, whole: bool, bare: bool
+) -> Example | str:
     name = record.text("dataset").removesuffix("_e")
     if name not in TASKS:
         raise ValueError(f"{record.where}: LongBench has no task {name!r}; it has: {', '.join(TASKS)}")
@@ -125,13 +134,14 @@ def _example(record: DatasetRow, task: str | None, num_documents: int | None, wh
     if "{input}" in kind.query and not asked.strip():
         return "empty query"
     mark = None if whole else kind.mark
-    parts = [context] if mark is None else list(_split(context, mark, marks_stay=kind.marks_stay))
+    parts = [context] if mark is None else list(_split(context, mark, marks_stay=bare or kind.marks_stay))
     if mark is not None and mark.search(context) is None:
         record.left_out["context without its task's marks, kept as one document"] += 1
     documents = record.documents(((None, part) for part in parts), num_documents)
     # several questions may be asked over one context
     group = content_group(context)
-    query = kind.query.replace("{input}", asked)
+    # a summary's row has no input of its own, and its prompt no place for one
+    query = asked if bare and asked.strip() else kind.query.replace("{input}", asked)
     return record.example(documents, query, answers, id=record.row.get("_id"), group=group)
 
 
