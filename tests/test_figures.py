@@ -1,0 +1,83 @@
+"""scripts/figures: every table it names is found, and a figure that isn't what comes out is one too many."""
+
+from __future__ import annotations
+
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TABLES = yaml.safe_load((ROOT / "scripts" / "figures.yaml").read_text(encoding="utf-8"))
+
+PAGE = """
+    comb bench methods --model m \\
+        --methods naive
+
+| method | EM (95%) | KL | computed |
+|---|---:|---:|---:|
+| `full` | 50.0 | 0 | 12 |
+| `naive` | 40.0 (1–2) | 0.25 | 3 |
+"""
+ROWS = [
+    {"method": "full", "em": 0.5, "kl": 0.0, "computed_tokens": 12.0, "intervals": {"em": (0.4, 0.6)}},
+    {"method": "naive", "em": 0.42, "kl": 0.26, "computed_tokens": 3.0,
+     "intervals": {"em": (0.3, 0.5), "kl": (0.2, 0.3)}},
+]  # fmt: skip
+COLUMNS = {"method": 0, "em": 1, "kl": 2, "computed_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def figures() -> Any:
+    loader = SourceFileLoader("figures", str(ROOT / "scripts" / "figures"))
+    spec = spec_from_loader("figures", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("table", TABLES, ids=[f"{table['page']}: {table['command']}" for table in TABLES])
+def test_a_table_and_its_command_are_found(figures: Any, table: dict[str, Any]) -> None:
+    command, cells = figures.command_and_table((ROOT / table["page"]).read_text(encoding="utf-8"), table["command"])
+    methods = f",{command[command.index('--methods') + 1]},full,none,"
+    for group in table["columns"]:
+        named = [line[group["method"]].split("`")[1] for line in cells]
+        assert named
+        assert all(f",{name}," in methods for name in named)
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({}, []),
+        ({"40.0 (": "51.0 ("}, [("naive", "em")]),
+        ({"| 0.25 |": "| 0.19 |"}, []),  # the last digit may differ, no more
+        ({"| 0.25 |": "| 0.18 |", "| 12 |": "| 14 |"}, [("full", "computed_tokens"), ("naive", "kl")]),
+    ],
+)
+def test_a_figure_outside_of_the_interval_is_wrong(
+    figures: Any, changed: dict[str, str], wrong: list[tuple[str, str]]
+) -> None:
+    page = PAGE
+    for old, new in changed.items():
+        page = page.replace(old, new)
+    _, cells = figures.command_and_table(page, "comb bench methods")
+    found = [
+        (method, value)
+        for method, value, printed, least, most in figures.compared(cells, COLUMNS, ROWS)
+        if not least <= printed <= most
+    ]
+    assert found == wrong
+
+
+def test_what_a_page_lacks_is_said(figures: Any) -> None:
+    with pytest.raises(ValueError, match="0 commands begin with 'comb eval'"):
+        figures.command_and_table(PAGE, "comb eval")
+    with pytest.raises(ValueError, match="no table behind"):
+        figures.command_and_table(PAGE.partition("|")[0], "comb bench methods")
+    with pytest.raises(ValueError, match="no row for '`naive`'"):
+        list(figures.compared([["`naive`", "1", "2", "3"]], COLUMNS, ROWS[:1]))
