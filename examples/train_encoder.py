@@ -13,14 +13,14 @@ from comb_training.config import load_config
 from comb_training.train import run_training
 
 START = [
-    "model.measured_cross_layers=4",  # cross blocks in front of the layers through which the backbone reads documents
+    "model.measured_cross_layers=8",  # cross blocks in front of the layers through which the backbone reads documents
     # they start as copies of what they stand for, and know where in its document a token stands
-    'model.options={shared_layers: true, sink: "null", gate: 0.6, key_distance: 32}',
+    'model.options={shared_layers: true, sink: "null", gate: 0.95, key_distance: 32, cross_mlp: false}',
     "model.fit_sinks=64",  # and documents compete there with as much as in the backbone's own attention
     "train.answers=on_policy",  # the backbone's own answers, with the documents in its prompt
     "train.ce_weight=0",
     "train.kl_weight=1",  # learn its whole distribution there
-    "train.learning_rate=4e-4",
+    "train.learning_rate=6e-4",
     "train.batch_size=8",
     "train.max_seconds=3600",
 ]
