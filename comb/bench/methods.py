@@ -22,7 +22,7 @@ from comb.backbones.fingerprint import backbone_fingerprint
 from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.options import Methods, QuestionOptions, drop_too_long, split_methods
 from comb.documents.datasets import Counts
-from comb.documents.document import Example, PromptBuilder
+from comb.documents.document import Example
 from comb.evaluation.compare import AnswerRules, compare, made_by
 from comb.evaluation.journal import Journal
 from comb.evaluation.plot import METRICS, Frontier, Panel, Quality
@@ -162,10 +162,7 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
 def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, wanted: int) -> QuestionSet:
     template = each.asked(options.data)
     rules = AnswerRules(options.max_new_tokens or each.max_new_tokens, template.stop)
-    builder = PromptBuilder(
-        plain.tokenizer, document_template=template.document, head=template.head, lead=template.lead
-    )
-    setting = replace(plain, builder=builder, query_template=template.query)
+    setting = replace(plain, builder=template.builder(plain.tokenizer), query_template=template.query)
     found = each.read(options.data, options.seed)
     counts = Counts.from_dict(found.counts.to_dict())
     counts.drop("over the limit", max(0, len(found) - wanted))

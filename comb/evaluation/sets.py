@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import yaml
 
 from comb.documents.datasets import HUB, Dataset, read_dataset
-from comb.documents.document import Example
+from comb.documents.document import Example, PromptBuilder
 
 T = TypeVar("T")
 
@@ -56,6 +56,10 @@ class QuestionTemplate:
     def __post_init__(self) -> None:
         if self.prompts is not None and (self.lead or self.query != "{query}"):
             raise ValueError("a template has either prompts, a file, or lead and query of its own")
+
+    def builder(self, tokenizer: Any) -> PromptBuilder:
+        """What writes prompts so."""
+        return PromptBuilder(tokenizer, document_template=self.document, head=self.head, lead=self.lead)
 
 
 @dataclass(frozen=True)
