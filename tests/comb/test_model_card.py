@@ -62,6 +62,12 @@ def test_the_card_is_valid_and_says_what_it_is(adapter: Path) -> None:
     assert "no record of the training" in card.text
 
 
+def test_an_encoder_of_the_backbones_layers_is_no_encoder_of_its_own(tmp_path: Path) -> None:
+    model = CombForCausalLM.from_backbone(tiny("llama"), cross_attention_layers=[1, 2], shared_layers=True)
+    model.save_pretrained(tmp_path)
+    assert "| encoder | the backbone's own first 2 layers, documents up to" in (tmp_path / "README.md").read_text()
+
+
 def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
     write_results(adapter, "squad", ROW, REFUSED, path="/data/dev-v2.0.json")
     write_results(adapter, "nano", {**ROW, "n": 7})
