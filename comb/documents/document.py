@@ -291,7 +291,8 @@ class PromptBuilder:
                 continue
             marker = f"comb{secrets.token_hex(16)}"
             first_user = not placed and message.get("role") == "user"
-            contents[marker] = [*self._ids(self.lead), _DOCUMENTS] if first_user else []
+            lead = self._ids(self.lead) if self.lead else ()
+            contents[marker] = [*lead, _DOCUMENTS] if first_user else []
             placed = placed or first_user
             for kind, value in message_parts(message):
                 if isinstance(value, Generated):
