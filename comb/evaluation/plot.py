@@ -257,8 +257,8 @@ def plot_training(
     for (name, first), (_, end) in itertools.pairwise(begun):
         training[f"training {name}".strip()] = [point for point in losses if first < point[0] <= end]
     panels = [panel({**training, "held-out": heldout}, "loss per target token")]
-    if any((scores or {}).values()):
-        panels.append(panel(scores or {}, "held-out answers, %", 100))
+    if drawn := {name: curve for name, curve in (scores or {}).items() if curve}:
+        panels.append(panel(drawn, f"held-out: {', '.join(drawn)}, %", 100))
     return draw(panels, path, title=title)
 
 

@@ -182,9 +182,11 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     """training.json, the plot of its losses, and the card, which tells what it says."""
     write_json(folder / TRAINING_JSON, record)
     scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"], "KL closed": record["heldout_closed"]}
+    # held-out losses are cross-entropy: no curve to lay beside a divergence that is minimised
+    heldout = () if config.train.kl_weight else record["heldout_losses"]
     try:
         plot_training(
-            record["losses"], folder / LOSS_PLOT, heldout=record["heldout_losses"], scores=scores,
+            record["losses"], folder / LOSS_PLOT, heldout=heldout, scores=scores,
             title=f"{config.model.backbone}: {config.data.label}",
             stages=[(stage["name"], stage["first_step"]) for stage in record.get("stages", ())],
         )  # fmt: skip
