@@ -61,6 +61,13 @@ class AdapterConfig(PreTrainedConfig):
             raise AttributeError("hidden_size")  # what hasattr() of a configuration without a backbone expects
         return int(self.get_text_config().hidden_size)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, without the folder that the backbone was loaded from: nobody else has it."""
+        made: dict[str, Any] = super().to_dict()
+        if isinstance(made.get("backbone_config"), dict):
+            made["backbone_config"].pop("_name_or_path", None)
+        return made
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers; keys that this version doesn't know are named in a warning, and kept.

@@ -41,6 +41,9 @@ def edit(path: Path, **values: object) -> None:
 def test_the_folder_holds_the_adapter_alone(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = {path.name for path in (saved / "adapter").iterdir()}
     assert {"config.json", "model.safetensors", "README.md", "generation_config.json"} <= names
+    backbone = json.loads((saved / "adapter" / "config.json").read_text())["backbone_config"]
+    assert backbone["model_type"] == "llama"
+    assert "_name_or_path" not in backbone  # where the backbone lay here is nobody else's business
     weights = load_file(saved / "adapter" / "model.safetensors")
     with caplog.at_level(logging.WARNING, logger="comb"):
         model = CombForCausalLM.from_pretrained(saved / "adapter")
