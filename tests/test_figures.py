@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from scripts import figures
 
 ROOT = Path(__file__).parents[1]
 TABLES = yaml.safe_load((ROOT / "scripts" / "figures.yaml").read_text(encoding="utf-8"))
@@ -30,18 +30,8 @@ ROWS = [
 COLUMNS = {"method": 0, "em": 1, "kl": 2, "computed_tokens": 3}
 
 
-@pytest.fixture(scope="module")
-def figures() -> Any:
-    loader = SourceFileLoader("figures", str(ROOT / "scripts" / "figures"))
-    spec = spec_from_loader("figures", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("table", TABLES, ids=[f"{table['page']}: {table['command']}" for table in TABLES])
-def test_a_table_and_its_command_are_found(figures: Any, table: dict[str, Any]) -> None:
+def test_a_table_and_its_command_are_found(table: dict[str, Any]) -> None:
     command, cells = figures.command_and_table((ROOT / table["page"]).read_text(encoding="utf-8"), table["command"])
     methods = f",{command[command.index('--methods') + 1]},full,none,"
     for group in table["columns"]:
@@ -59,9 +49,7 @@ def test_a_table_and_its_command_are_found(figures: Any, table: dict[str, Any]) 
         ({"| 0.25 |": "| 0.18 |", "| 12 |": "| 14 |"}, [("full", "computed_tokens"), ("naive", "kl")]),
     ],
 )
-def test_a_figure_outside_of_the_interval_is_wrong(
-    figures: Any, changed: dict[str, str], wrong: list[tuple[str, str]]
-) -> None:
+def test_a_figure_outside_of_the_interval_is_wrong(changed: dict[str, str], wrong: list[tuple[str, str]]) -> None:
     page = PAGE
     for old, new in changed.items():
         page = page.replace(old, new)
@@ -74,7 +62,7 @@ def test_a_figure_outside_of_the_interval_is_wrong(
     assert found == wrong
 
 
-def test_what_a_page_lacks_is_said(figures: Any) -> None:
+def test_what_a_page_lacks_is_said() -> None:
     with pytest.raises(ValueError, match="0 commands begin with 'comb eval'"):
         figures.command_and_table(PAGE, "comb eval")
     with pytest.raises(ValueError, match="no table behind"):
