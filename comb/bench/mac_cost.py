@@ -12,12 +12,12 @@ import typer
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from comb.backbones.attention_calls import AttentionCall
 from comb.bench.harness import BenchmarkReport, benchmark, in_turns, ratios
 from comb.bench.options import DeviceOptions, Lengths, Repeats, integers
 from comb.evaluation.plot import Lines, Panel
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable, ms, spread
-from comb.linking.attention_calls import AttentionCall
 from comb.mac import MacConfig
 from comb.mac.breakeven import AttentionShape, least_context
 from comb.mac.measure import at_length, measure_costs, reusing, seconds, shape_of

@@ -55,7 +55,7 @@ def _kinds(kinds: tuple[str, ...]) -> str:
 def _bytes(model: CombForCausalLM) -> str:
     info, encoder = model.info, model.encoder.config
     size = model.encoder.dtype.itemsize
-    ours = 2 * len(model.cross_blocks) * encoder.num_key_value_heads * encoder.head_dim * size
+    ours = 2 * model.num_cross_layers * encoder.num_key_value_heads * encoder.head_dim * size
     if info.latent_attention:
         return f"{ours} bytes"
     attending = sum(kind not in ("linear", "none") for kind in info.layer_kinds)

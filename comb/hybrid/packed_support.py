@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from comb.backbones.attention_calls import STAND_INS
 from comb.backbones.forward import counted_passes, takes_positions
 from comb.backbones.transformers_private import attention_name
 from comb.hybrid.caches import attention_layers, new_cache, read_state
@@ -17,7 +18,6 @@ from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import SequentialLinker, link_segments
 from comb.hybrid.packed import PackedLinker
 from comb.hybrid.support import HybridSupport
-from comb.linking.masks import STAND_INS
 from comb.linking.support import distance, made_up_tokens, tolerance_of
 
 _SEGMENTS, _SEAM, _FRESH = (23, 19), 2, ((0, 5), (5, 8), (8, 12))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comb.linking.attention_calls import ANSWERING, Attended, AttentionCall, stand_in
+from comb.backbones.attention_calls import ANSWERING, Attended, AttentionCall, attention, stand_in
 from comb.linking.cache import ScatteredRows
-from comb.linking.masks import attention, exact_attention
+from comb.linking.masks import exact_attention
 
 _LEAST_KEYS = 512  # below, answering the calls takes longer than it saves
 _ROWS = 16

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
+from comb.backbones.attention_calls import STAND_INS, attention
 from comb.backbones.transformers_private import attention_name
 from comb.linking.cache import ScatteredRows
 from comb.linking.positions import UnmovableError
-
-STAND_INS = {"comb_sdpa": "sdpa", "comb_eager": "eager"}
-"""Attention that stands in for another (`comb.linking.attention_calls`), takes its masks and computes what it does."""
 
 MASKED_ATTENTION = ("sdpa", "eager", *STAND_INS)
 """Attention implementations that take a mask tensor; others are put aside for the length of a pass."""
@@ -61,20 +59,6 @@ def exact_attention(model: Any) -> str:
     """The attention implementation that `model` uses, or that the one it uses stands in for."""
     name = attention_name(model)
     return STAND_INS.get(name, name)
-
-
-@contextmanager
-def attention(model: Any, name: str) -> Iterator[None]:
-    """For a while, the attention implementation of this name."""
-    before = attention_name(model)
-    if before == name:
-        yield
-        return
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 @contextmanager

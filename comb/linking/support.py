@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from comb.backbones.attention_calls import attention
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import run_decoder, takes_positions
 from comb.backbones.identity import identity_of
 from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble
-from comb.linking.masks import Masks, attention, cache_kinds, exact_attention, mask_candidates, masked_attention
+from comb.linking.masks import Masks, cache_kinds, exact_attention, mask_candidates, masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import UnmovableError, find_positions
 from comb.linking.rotation import PositionMap

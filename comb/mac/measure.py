@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
+from comb.backbones.attention_calls import AttentionCall
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep
-from comb.linking.attention_calls import AttentionCall
 from comb.mac.breakeven import AttentionShape, Costs, fit_costs
 from comb.mac.rotation import LayerQueries
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comb.linking.attention_calls import AttentionCall
+from comb.backbones.attention_calls import AttentionCall
 from comb.linking.cache import RoomyLayer, ScatterCache, ScatteredRows, ScatterLayer
 from comb.waits import truths
 

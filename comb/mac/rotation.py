@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comb.backbones.attention_calls import AttentionCall, watched
 from comb.backbones.forward import decoder_of, takes_positions
 from comb.backbones.identity import identity_of
 from comb.backbones.transformers_private import can_set_attention
 from comb.kernels.mac.algebra import accumulator
-from comb.linking.attention_calls import AttentionCall, watched
 from comb.linking.frequencies import Frequencies
 from comb.linking.positions import RotaryProbe
 from comb.linking.rotation import Rerotation, Rotation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from comb.backbones.attention_calls import AttentionCall
 from comb.kernels.mac.config import MacConfig
-from comb.linking.attention_calls import AttentionCall
 from comb.mac.breakeven import Costs, least_context, pays_reading
 from comb.mac.measure import measure_costs, shape_of
 from comb.mac.rotation import LayerQueries

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from comb.backbones.attention_calls import ANSWERING, STAND_INS, Attended, AttentionCall, attention, stand_in
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.forward import decoder_of
 from comb.backbones.transformers_private import attention_name
@@ -24,8 +25,6 @@ from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.fill import prompt_rows, rows_to_keep
 from comb.kernels.mac.state import MacState
-from comb.linking.attention_calls import ANSWERING, Attended, AttentionCall, stand_in
-from comb.linking.masks import STAND_INS, attention
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.breakeven import Costs

@@ -18,6 +18,7 @@ from torch import Tensor
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
 from comb.backbones.identity import identity_of, weights_fingerprint
+from comb.backbones.primer import Primer, own_tokenizer, primer_ids
 from comb.backbones.stages import StageTimes
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble
@@ -30,7 +31,6 @@ from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import continue_tokens
 from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
-from comb.methods.primer import Primer, own_tokenizer, primer_ids
 
 
 @dataclass

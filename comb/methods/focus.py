@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comb.backbones.attention_calls import AttentionCall, watched
 from comb.backbones.transformers_private import can_set_attention
-from comb.linking.attention_calls import AttentionCall, watched
 from comb.linking.cache import ScatterCache, ScatteredRows, Span
 from comb.methods import register
 from comb.methods.checks import check_share, check_token_count

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from comb.backbones.primer import Primer
 from comb.methods import register
 from comb.methods.legolink import LegoLink
-from comb.methods.primer import Primer
 
 
 @register("primed")

@@ -18,7 +18,7 @@ SINKS = ("token", "null")
 
 
 CONFIGURED_LATER = {"shared_layers": False, "cross_qk_norm": "head", "sink": "token", "key_distance": 0,
-                    "cross_mlp": True}  # fmt: skip
+                    "cross_mlp": True, "joint_attention": False, "primer": None}  # fmt: skip
 """Fields of `CombEncoderConfig` that adapters of before don't have, and what they were."""
 
 
@@ -51,6 +51,11 @@ class CombEncoderConfig(PreTrainedConfig):
             document stands in the prompt: token i of n by i - n + 1 - d. Queries aren't turned, so linking and order
             are as without.
         cross_mlp: whether cross blocks have an MLP behind their attention (COMB), three quarters of their weights.
+        joint_attention: no cross blocks; documents' keys and values are further keys and values of the decoder layer's
+            own attention, one softmax over both as in a prompt, by the layer's own queries. Keys are then turned by
+            `key_distance` as seen from the start of the decoder's prompt, which stands behind all documents.
+        primer: token ids that documents run through the shared layers behind, and that leave nothing in a PICache: in
+            the middle of a text tokens are what they are in a prompt (see `comb.backbones.primer`). None for nothing.
         max_position_embeddings: the longest document in tokens.
     """
 
@@ -80,6 +85,8 @@ class CombEncoderConfig(PreTrainedConfig):
     sink: str = "token"
     key_distance: int = 0
     cross_mlp: bool = True
+    joint_attention: bool = False
+    primer: list[int] | None = None
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -98,6 +105,13 @@ class CombEncoderConfig(PreTrainedConfig):
         if self.key_distance < 0:
             raise ValueError(
                 f"key_distance is a number of tokens, or 0 for keys without positions, not {self.key_distance}"
+            )
+        for name in ("joint_attention", "primer"):
+            if getattr(self, name) and not self.shared_layers:
+                raise ValueError(f"{name} is for documents that run through the backbone's own layers: shared_layers")
+        if self.joint_attention and not self.key_distance:
+            raise ValueError(
+                "joint_attention reads with queries that are turned, so keys must be turned: key_distance, at least 1"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(

@@ -266,7 +266,7 @@ class CombEncoder(nn.Module):
         counts = on_device(counts, positions.device)
         ends = counts.repeat_interleave(counts)[None] if packed else counts[:, None]
         cosine, sine = self.rotary(positions - ends + 1 - self.config.key_distance)
-        factor = self.rotary.factor  # queries would have it too
+        factor = 1.0 if self.config.joint_attention else self.rotary.factor  # what queries that are turned have too
         return cosine * factor, sine * factor
 
     @property

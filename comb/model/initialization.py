@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ def encoder_config_for(
     config.qk_norm, config.norm_placement = part.qk_norm, part.norm_placement
     config.attention_bias = part.attention_bias
     if first_layers:
-        # what the cross blocks start from normalises per head or not at all
+        # what reads documents, or starts from what would, normalises per head or not at all
         config.cross_qk_norm = "head" if part.qk_norm == "head" else "none"
     return config
 
@@ -275,8 +276,9 @@ def initialize_from_backbone(
         encoder.layers, every[:depth] if first_layers else evenly_spaced(every, depth), strict=True
     ):
         copied += len(copy_parts(target, _with_attention(layers, source, info, config)))
-    for block, head, position in zip(blocks, encoder.key_value_heads, cross_layers, strict=True):
-        assert isinstance(block, CrossBlock)
+    # joint attention has no blocks
+    for block, head, position in zip_longest(blocks, encoder.key_value_heads, cross_layers):
+        assert isinstance(block, CrossBlock | None)
         assert isinstance(head, KeyValueHead)
         copied += _start_cross_block(block, head, _with_attention(layers, position, info, config), info)
     total = sum(1 for module in (encoder, blocks) for _ in module.parameters())
@@ -296,15 +298,18 @@ def _with_attention(layers: nn.ModuleList, index: int, info: BackboneInfo, confi
     return part
 
 
-def _start_cross_block(block: CrossBlock, head: KeyValueHead, part: LayerParts, info: BackboneInfo) -> int:
-    copied = copy_parts(block, part, {
-        "self_attn.q_proj": "cross_attn.q_proj", "self_attn.o_proj": "cross_attn.o_proj", "mlp.": "mlp.",
-        "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"})  # fmt: skip
-    copied += copy_parts(head, part, {
+def _start_cross_block(block: CrossBlock | None, head: KeyValueHead, part: LayerParts, info: BackboneInfo) -> int:
+    copied = copy_parts(head, part, {
         "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj", "input_layernorm": "norm"})  # fmt: skip
     if part.qk_norm == "head":
-        copied += copy_parts(block, part, {"self_attn.q_norm": "cross_attn.q_norm"})
         copied += copy_parts(head, part, {"self_attn.k_norm": "k_norm"})
+    if block is None:
+        return len(copied)
+    copied += copy_parts(block, part, {
+        "self_attn.q_proj": "cross_attn.q_proj", "self_attn.o_proj": "cross_attn.o_proj", "mlp.": "mlp.",
+        "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"})  # fmt: skip
+    if part.qk_norm == "head":
+        copied += copy_parts(block, part, {"self_attn.q_norm": "cross_attn.q_norm"})
     elif part.has("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         # cross-attention that normalises where the layer doesn't: its norms take over the projections' size
         for norm, name in ((block.cross_attn.q_norm, "q_proj"), (head.k_norm, "k_proj")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from comb.cache.picache import CrossPICache
 from comb.model.config import CONFIGURED_LATER, CombConfig, CombEncoderConfig
 from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
 from comb.model.encoder import CombEncoder
+from comb.model.joint_attention import JointReading, attention_modules
 from comb.model.pretrained import CombPreTrainedModel
 from comb.model.segments import (
     Documents,
@@ -63,10 +65,11 @@ class _LastLayerReadError(Exception):
 
 
 class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
-    """COMB: documents are encoded once, alone; the frozen backbone reads them through gated cross blocks.
+    """COMB: documents are encoded once, alone; the frozen backbone reads them through gated cross blocks,
+    or beside its own tokens (`CombEncoderConfig.joint_attention`).
 
     Without documents, or with the encoder disabled, it is the plain backbone, bit for bit: cross blocks hang on
-    the decoder layers as hooks only while documents are linked.
+    the decoder layers as hooks only while documents are linked, and joint attention is asked for only then.
 
     Args:
         config: what the adapter looks like.
@@ -90,12 +93,18 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         if layers and layers[-1] >= self.info.num_layers:
             raise ValueError(f"cross_attention_layers {layers} exceed the backbone's {self.info.num_layers} layers")
         self.encoder = CombEncoder(encoder_config, config.cross_encoder_layers or [])
-        self.cross_blocks = nn.ModuleList(CrossBlock(encoder_config, index) for index in range(len(layers)))
-        functions: dict[int, Callable[[Tensor], Tensor]] = {
-            layer: functools.partial(self._cross, block) for layer, block in zip(layers, self.cross_blocks, strict=True)
-        }
+        blocks = 0 if encoder_config.joint_attention else len(layers)
+        self.cross_blocks = nn.ModuleList(CrossBlock(encoder_config, index) for index in range(blocks))
         stack: Any = backbone.get_submodule(self.info.layers_path)
-        self._hooks = LayerHooks(stack, functions)
+        self._hooks: LayerHooks | JointReading
+        if encoder_config.joint_attention:
+            self._hooks = JointReading(backbone, attention_modules(backbone, stack, layers), self._read_now)
+        else:
+            functions: dict[int, Callable[[Tensor], Tensor]] = {
+                layer: functools.partial(self._cross, block)
+                for layer, block in zip(layers, self.cross_blocks, strict=True)
+            }
+            self._hooks = LayerHooks(stack, functions)
         self._readers = LayerHooks(stack, dict.fromkeys(layers, self._read))
         self._kept_fingerprint: str | None = None
         self.agree_on_passes: Callable[[int, int], int] | None = None
@@ -103,6 +112,11 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         must call the same modules (ZeRO-3 gathers weights at each call); None: as many as suit this rank."""
 
     # --- compile -------------------------------------------------------------------------------------------
+
+    @property
+    def num_cross_layers(self) -> int:
+        """Decoder layers that read documents, and key and value tensors in a PICache."""
+        return len(self.encoder.key_value_heads)
 
     @property
     def max_document_tokens(self) -> int:
@@ -150,28 +164,46 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         [segments, tokens, hidden] each, padded on the right, which nothing behind a causal mask sees."""
         device = self.get_input_embeddings().weight.device
         rows = [on_device(torch.tensor(segment), device) for segment in segments]
+        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         states: list[Tensor] = []
         token, training = _reading.set((self, states)), self.backbone.training
         try:
             if training:  # what a document is compiled to is the same with and without dropout in training
                 self.backbone.eval()
+            cache = self._behind_primer(len(rows), device)
             with self._readers.attached():
-                decoder_of(self.backbone)(input_ids=nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False)
+                decoder_of(self.backbone)(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
         except _LastLayerReadError:
             pass
         finally:
             _reading.reset(token)
             if training:
                 self.backbone.train()
-        if len(states) < len(self.cross_blocks):
+        if len(states) < self.num_cross_layers:
             raise RuntimeError(f"the backbone ran without its hooks, so a document was not read; {_COMPILED}")
         return states
+
+    def _behind_primer(self, rows: int, device: torch.device) -> Any:
+        """A cache for so many rows that begin behind the primer; None if there is no primer."""
+        if not (primer := self.encoder.config.primer):
+            return None
+
+        def run(count: int) -> Any:
+            ids = on_device(torch.tensor(primer), device).expand(count, -1)
+            return decoder_of(self.backbone)(input_ids=ids, use_cache=True).past_key_values
+
+        kept = identity_of(self.backbone).fact(("cache of the primer", tuple(primer)), lambda: run(1))
+        if any(not hasattr(layer, "batch_repeat_interleave") for layer in kept.layers):
+            return run(rows)  # a hybrid's, whose states transformers can't repeat
+        cache = copy.deepcopy(kept)
+        cache.batch_repeat_interleave(rows)
+        return cache
 
     def _read(self, hidden: Tensor) -> Tensor:
         reading = _reading.get()
         if reading is not None and reading[0] is self:
             reading[1].append(hidden)
-            if len(reading[1]) == len(self.cross_blocks):
+            if len(reading[1]) == self.num_cross_layers:
                 raise _LastLayerReadError
         return hidden
 
@@ -217,7 +249,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             return
         if not self.encoder_enabled:
             raise ValueError("documents were given while the encoder is disabled; put them into the prompt as text")
-        link = LinkedDocuments(self._key_values(rows), self.config._attn_implementation)
+        # joint attention puts documents into padded rows, whatever attention the model has
+        joint = self.encoder.config.joint_attention
+        link = LinkedDocuments(self._key_values(rows), None if joint else self.config._attn_implementation)
         with _Attached(self, link):
             yield link
 
@@ -244,9 +278,13 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     def _current_link(self) -> LinkedDocuments | None:
         return next((link for model, link in reversed(_linked.get()) if model is self), None)
 
+    def _read_now(self) -> LinkedDocuments | None:
+        """What this thread's pass reads: nothing while documents are compiled, which is done without others."""
+        return None if _reading.get() is not None else self._current_link()
+
     def _cross(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        link = self._current_link()
-        if link is None or _reading.get() is not None:  # documents are compiled without other documents
+        link = self._read_now()
+        if link is None:
             return hidden
         link.was_read = True
         crossed: Tensor = block(hidden, link)

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
+from comb.backbones.primer import Primer, own_tokenizer, primer_ids
 from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
 from comb.model.config import CombConfig, deepest_encoder_layers, spread_cross_layers
 from comb.model.encoder import CombEncoder
@@ -43,6 +44,8 @@ class CombPreTrainedModel(AdapterModel):
         sink: str = "token",
         key_distance: int = 0,
         cross_mlp: bool = True,
+        joint_attention: bool = False,
+        primer: Primer = False,
         gate: float = 0.0,
         adapter_dtype: torch.dtype | None = None,
         revision: str | None = None,
@@ -65,6 +68,9 @@ class CombPreTrainedModel(AdapterModel):
                 many cross blocks there are if they are not named.
             sink, key_distance, cross_mlp: what a document's first token leaves in its PICache, whether keys say where
                 in the document they stand, and whether blocks have an MLP; see `CombEncoderConfig`.
+            joint_attention: the decoder's own layers read documents, instead of cross blocks; such an adapter has no
+                gates, and documents are heard from the start. With `shared_layers` and `key_distance`.
+            primer: a passage that documents are compiled behind, with `shared_layers`: `comb.backbones.primer`.
             gate: how far the gates of the attention are open at the start, 0 <= gate < 1.
             adapter_dtype: dtype of encoder and blocks; the backbone's by default.
             revision, loading: passed to `AutoModelForCausalLM.from_pretrained`.
@@ -77,6 +83,8 @@ class CombPreTrainedModel(AdapterModel):
             raise ValueError(f"initialization is {' or '.join(map(repr, INITIALIZATIONS))}, not {initialization!r}")
         if not 0 <= gate < 1:
             raise ValueError(f"gate is a share, 0 <= gate < 1, not {gate}")
+        if joint_attention and gate:
+            raise ValueError("joint_attention has no gates to open: leave gate out")
         for name, value in (("num_encoder_layers", num_encoder_layers), ("max_document_tokens", max_document_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -94,6 +102,12 @@ class CombPreTrainedModel(AdapterModel):
         )  # fmt: skip
         encoder_config.sink, encoder_config.shared_layers = sink, shared_layers
         encoder_config.key_distance, encoder_config.cross_mlp = key_distance, cross_mlp
+        encoder_config.joint_attention = joint_attention
+        if primer is not False:
+            tokenizer = own_tokenizer(backbone) if isinstance(primer, (bool, str)) else None
+            encoder_config.primer = primer_ids(primer, tokenizer)
+            if max_document_tokens is None:
+                encoder_config.max_position_embeddings -= len(encoder_config.primer)
         encoder_config.check()
         if first_layers and not shared_layers:
             encoder_config.cross_attention_bias = True  # the fitted heads have one
@@ -120,6 +134,7 @@ class CombPreTrainedModel(AdapterModel):
         """Moves each part of the adapter to where the backbone needs it, in `dtype`."""
         self.encoder.to(device=device_of(self.backbone.get_input_embeddings()), dtype=dtype)
         layers = self.backbone.get_submodule(self.info.layers_path)
-        for index, block in zip(self.config.cross_attention_layers, self.cross_blocks, strict=True):
+        # joint attention has no blocks
+        for index, block in zip(self.config.cross_attention_layers, self.cross_blocks, strict=False):
             block.to(device=device_of(layers[index]), dtype=dtype)
         return self

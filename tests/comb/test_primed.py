@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 from comb import methods
 from comb.backbones.forward import counted_passes
+from comb.backbones.primer import PASSAGE
 from comb.engine.engine import PICEngine
 from comb.methods.decoder import Decoder
-from comb.methods.primer import PASSAGE
 from tests.comb.test_linking import DOCUMENTS, GAPS, HEAD, LINKABLE, QUERY, error, model_of
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import tiny

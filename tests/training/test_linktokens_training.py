@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from comb import LinkTokensForCausalLM, PICEngine, methods
+from comb.backbones.primer import primer_ids
 from comb.linktokens.config import FORMS
-from comb.methods.primer import primer_ids
 from comb_training.config import config_from_dict
 from comb_training.models import training_method
 from comb_training.train import run_training

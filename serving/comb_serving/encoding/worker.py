@@ -46,7 +46,7 @@ class EncoderWorker:
             slice(start := rank * config.num_key_value_heads // len(self.pools), start + pool.layout.kv_heads)
             for rank, pool in enumerate(self.pools)
         ]
-        expected = len(model.cross_blocks), config.head_dim, config.num_key_value_heads
+        expected = model.num_cross_layers, config.head_dim, config.num_key_value_heads
         for pool, heads in zip(self.pools, self.heads, strict=True):
             found = pool.layout.cross_layers, pool.layout.head_dim, max(heads.stop, config.num_key_value_heads)
             if found != expected:

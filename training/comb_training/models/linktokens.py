@@ -12,8 +12,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from comb.backbones.loading import resolve_name
+from comb.backbones.primer import primer_ids
 from comb.linktokens.modeling import LinkTokensForCausalLM
-from comb.methods.primer import primer_ids
 from comb_training.config import Config
 from comb_training.data.batches import TrainingExample
 from comb_training.models.adapter import AdapterTraining, trained_options

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comb.backbones.attention_calls import AttentionCall, watched
 from comb.backbones.discovery import ATTENTION_NAMES, decoder_layers, find_child, layer_input
 from comb.backbones.forward import decoder_of
-from comb.linking.attention_calls import AttentionCall, watched
 from comb.model.least_squares import NormalEquations
 from comb.model.modeling import CombForCausalLM
 from comb_training.data.batches import TrainingExample
@@ -48,6 +48,8 @@ def fit_sinks(model: CombForCausalLM, examples: Sequence[TrainingExample], *, ri
     Raises:
         ValueError: the adapter has no null keys.
     """
+    if model.config.encoder_config.joint_attention:
+        raise ValueError("model.fit_sinks solves for null keys, and joint attention needs none: leave it out")
     if model.config.encoder_config.sink != "null":
         raise ValueError("model.fit_sinks solves for null keys: they come with model.options {sink: 'null'}")
     layers = decoder_layers(model.backbone)

@@ -91,7 +91,7 @@ def activation_bytes(
     crosses: list[int] = model.config.cross_attention_layers or []
     hidden, vocabulary = config.hidden_size, model.info.vocab_size
     queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    residual = next(model.cross_blocks.parameters()).itemsize
+    residual = next(model.encoder.key_value_heads.parameters()).itemsize
     kept = model.backbone.dtype.itemsize
     work, frozen_work = (BFLOAT16, BFLOAT16) if autocast else (residual, kept)
     # two norms, each its input and its normalised input; autocast casts the input of each of five matrices anew
@@ -107,7 +107,7 @@ def activation_bytes(
     heads = size.documents * (2 * residual * hidden + 4 * residual * keys)
     # laid out for all blocks at once; each repeats its own for as many heads as there are queries
     linked, repeated = size.linked * 2 * residual * keys, size.linked * 2 * work * queries
-    cross_block = repeated + size.queries * (
+    cross_block = repeated + (not config.joint_attention) * size.queries * (
         norms + (mlp if config.cross_mlp else 0) + (3 * work + FLOAT32 + BFLOAT16) * queries
         # its input in the adapter's dtype, and what each gate multiplies
         + hidden * (residual + 2 * work)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from comb.backbones.loading import resolve_name
-from comb.methods.primer import primer_ids
+from comb.backbones.primer import primer_ids
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.versions import TESTED, is_tested
 

@@ -21,9 +21,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from comb.backbones.transformers_private import attention_name, eager_attention
-from comb.linking.masks import STAND_INS, attention
 
 Attended = tuple[Tensor, Tensor | None]
+
+STAND_INS = {"comb_sdpa": "sdpa", "comb_eager": "eager"}
+"""Attention that stands in for another, takes its masks and computes what it does."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,20 @@ ANSWERING: ContextVar[AttentionHandler | None] = ContextVar("who answers attenti
 """Who answers this thread's attention calls; None: the exact attention."""
 
 _WATCHING: ContextVar[Callable[[AttentionCall], None] | None] = ContextVar("who sees attention calls", default=None)
+
+
+@contextmanager
+def attention(model: Any, name: str) -> Iterator[None]:
+    """For a while, the attention implementation of this name."""
+    before = attention_name(model)
+    if before == name:
+        yield
+        return
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 @contextmanager
