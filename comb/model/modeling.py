@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     GenerationMixin,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import Cache
 
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
@@ -164,35 +166,45 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         [segments, tokens, hidden] each, padded on the right, which nothing behind a causal mask sees."""
         device = self.get_input_embeddings().weight.device
         rows = [on_device(torch.tensor(segment), device) for segment in segments]
-        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        states: list[Tensor] = []
-        token, training = _reading.set((self, states)), self.backbone.training
+        training = self.backbone.training
         try:
             if training:  # what a document is compiled to is the same with and without dropout in training
                 self.backbone.eval()
-            cache = self._behind_primer(len(rows), device)
-            with self._readers.attached():
-                decoder_of(self.backbone)(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
-        except _LastLayerReadError:
-            pass
+            states = self._read_states(
+                nn.utils.rnn.pad_sequence(rows, batch_first=True), self._behind_primer(len(rows), device)
+            )
         finally:
-            _reading.reset(token)
             if training:
                 self.backbone.train()
         if len(states) < self.num_cross_layers:
             raise RuntimeError(f"the backbone ran without its hooks, so a document was not read; {_COMPILED}")
         return states
 
-    def _behind_primer(self, rows: int, device: torch.device) -> Any:
+    def _read_states(self, input_ids: Tensor, cache: Cache | None) -> list[Tensor]:
+        """What the plain backbone's layers that the encoder reads are given of rows behind `cache`; no layer runs that
+        isn't needed for that."""
+        states: list[Tensor] = []
+        token = _reading.set((self, states))
+        try:
+            with self._readers.attached():
+                decoder_of(self.backbone)(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
+        except _LastLayerReadError:
+            pass
+        finally:
+            _reading.reset(token)
+        return states
+
+    def _behind_primer(self, rows: int, device: torch.device) -> Cache | None:
         """A cache for so many rows that begin behind the primer; None if there is no primer."""
         if not (primer := self.encoder.config.primer):
             return None
 
-        def run(count: int) -> Any:
-            ids = on_device(torch.tensor(primer), device).expand(count, -1)
-            return decoder_of(self.backbone)(input_ids=ids, use_cache=True).past_key_values
+        def run(count: int) -> Cache:
+            cache = DynamicCache(config=self.backbone.config)
+            self._read_states(on_device(torch.tensor(primer), device).expand(count, -1), cache)
+            return cache
 
-        kept = identity_of(self.backbone).fact(("cache of the primer", tuple(primer)), lambda: run(1))
+        kept: Cache = identity_of(self.backbone).fact(("cache of the primer", tuple(primer)), lambda: run(1))
         if any(not hasattr(layer, "batch_repeat_interleave") for layer in kept.layers):
             return run(rows)  # a hybrid's, whose states transformers can't repeat
         cache = copy.deepcopy(kept)

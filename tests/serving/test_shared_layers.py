@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,18 +19,18 @@ QUESTION = [{"role": "user", "content": "Where is Ada?"}]
 TEXTS = ["Ada went to the garden.", "Bob is in the kitchen."]
 
 
-def test_it_answers_as_the_library_does_and_off_is_the_backbone(tmp_path: Path) -> None:
+FORMS: dict[str, dict[str, Any]] = {
+    "blocks": {"sink": "null", "gate": 0.9, "cross_mlp": False},
+    "joint": {"joint_attention": True, "primer": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_answers_as_the_library_does_and_off_is_the_backbone(form: str, tmp_path: Path) -> None:
     from vllm import SamplingParams
 
-    made = CombForCausalLM.from_backbone(
-        "nano",
-        cross_attention_layers=[2, 4],
-        shared_layers=True,
-        sink="null",
-        gate=0.9,
-        key_distance=8,
-        cross_mlp=False,
-    )
+    options = {"cross_attention_layers": [2, 4], "shared_layers": True, "key_distance": 8, **FORMS[form]}
+    made = CombForCausalLM.from_backbone("nano", **options)
     open_gates(made).save_pretrained(tmp_path, tokenizer=load_tokenizer("nano", made))
     library = PICEngine.from_pretrained(tmp_path)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)

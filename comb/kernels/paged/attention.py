@@ -13,16 +13,35 @@ from comb.kernels.mac.dispatch import KEY_DTYPES, why_no_kernels, why_too_large
 from comb.kernels.paged.layout import FP8, PagedBatch, PagedLayer
 
 
-def attend_plain(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
+def attend_plain(query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: Tensor | None = None) -> Tensor:
     """The specification: each row's keys gathered, then exact attention.
 
     query [T, H, D] -> the same shape; softmax of q k / sqrt(D) over all tokens of the row's documents, COMB sec. 3.
+
+    Args:
+        mass: filled with the logarithm of the softmax's denominator, [T, H] float32.
     """
     mixed, at = torch.empty_like(query), 0
     for count, table in zip(batch.counts, batch.tables, strict=True):
         here = slice(at, at := at + count)
-        mixed[here] = attend_row(query[here], *layer.gather(table.slots(layer.keys.device), query))
+        keys, values = layer.gather(table.slots(layer.keys.device), query)
+        mixed[here] = attend_row(query[here], keys, values)
+        if mass is not None:
+            mass[here] = masses(query[here], keys)
     return mixed
+
+
+def masses(query: Tensor, keys: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """Logarithm of the sum of exp(q k / sqrt(D)) over the keys: query [tokens, H, D], keys [slots, G, D] -> [tokens, H]
+
+    hidden: which keys a token doesn't see, [tokens, slots] bool.
+    """
+    rows = query.unflatten(1, (keys.shape[1], -1)).float()
+    scores = torch.einsum("tgrd,sgd->tgrs", rows, keys.float()) * query.shape[-1] ** -0.5
+    if hidden is not None:
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    found: Tensor = scores.logsumexp(-1).flatten(1)
+    return found
 
 
 def attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -39,16 +58,16 @@ def attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.view(shared, heads // shared, tokens, width).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def attend(query: Tensor, layer: PagedLayer, batch: PagedBatch) -> Tensor:
+def attend(query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: Tensor | None = None) -> Tensor:
     """Attention of each row's tokens to its own documents, by the kernel where it can be, plainly elsewhere.
 
-    query [T, H, D], row behind row -> the same shape.
+    query [T, H, D], row behind row -> the same shape; `mass` as in `attend_plain`.
     """
     if why_plain(query, layer):
-        return attend_plain(query, layer, batch)
+        return attend_plain(query, layer, batch, mass=mass)
     from comb.kernels.paged.kernel import attend_paged
 
-    return attend_paged(query, layer, batch)
+    return attend_paged(query, layer, batch, mass=mass)
 
 
 def why_plain(query: Tensor, layer: PagedLayer) -> str:

@@ -27,9 +27,10 @@ MERGED = 16  # shares that one turn of the merge's loop reads
 @triton.jit
 def _paged_kernel(
     query_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, item_ptr, table_ptr, output_ptr, part_ptr, lse_ptr,
-    stride_qt, stride_qh, stride_ks, stride_kg, stride_vs, stride_vg, stride_scale, scale, groups,
+    mass_ptr, stride_qt, stride_qh, stride_ks, stride_kg, stride_vs, stride_vg, stride_scale, scale, groups,
     BLOCK: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     KEYS: tl.constexpr, QUANTIZED: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    MASS: tl.constexpr,
 ):  # fmt: skip
     # heads of the same slots run side by side, as they lie side by side
     g = tl.program_id(0) % groups
@@ -90,6 +91,8 @@ def _paged_kernel(
         tl.store(
             output_ptr + place[:, None] + channel[None, :], o.to(output_ptr.dtype.element_ty), mask=own_channel
         )  # fmt: skip
+        if MASS:
+            tl.store(mass_ptr + at * groups * SHARED + head, (highest + tl.log2(total)) / LOG2_E, mask=own)
     else:
         row = (part + number // SHARED).to(tl.int64) * groups * SHARED + head
         tl.store(part_ptr + row[:, None] * WIDTH + channel[None, :], o, mask=own_channel)
@@ -98,8 +101,9 @@ def _paged_kernel(
 
 @triton.jit
 def _paged_merge_kernel(
-    merge_ptr, part_ptr, lse_ptr, output_ptr, heads, WIDTH: tl.constexpr, WIDE: tl.constexpr, MERGED: tl.constexpr
-):
+    merge_ptr, part_ptr, lse_ptr, output_ptr, mass_ptr, heads,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, MERGED: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
     h = tl.program_id(0) % heads
     merge = merge_ptr + tl.program_id(0) // heads * 4
     token, first = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64)
@@ -126,9 +130,14 @@ def _paged_merge_kernel(
         output_ptr + (token * heads + h) * WIDTH + channel, (o / total).to(output_ptr.dtype.element_ty),
         mask=channel < WIDTH,
     )  # fmt: skip
+    if MASS:
+        one = tl.arange(0, 1)
+        tl.store(mass_ptr + token * heads + h + one, (highest + tl.log2(total)) / LOG2_E)
 
 
-def attend_paged(query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: PagedLaunch | None = None) -> Tensor:
+def attend_paged(
+    query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: PagedLaunch | None = None, *, mass: Tensor | None = None
+) -> Tensor:
     """`comb.kernels.paged.attention.attend_plain` by the kernels: query [T, H, D] -> the same shape and dtype."""
     heads, groups, device = query.shape[1], layer.keys.shape[1], query.device
     chosen = sizes or launch_for(query.dtype, query.shape[-1], fp8=layer.key_scales is not None)
@@ -136,10 +145,10 @@ def attend_paged(query: Tensor, layer: PagedLayer, batch: PagedBatch, sizes: Pag
         (device, heads, groups, chosen),
         lambda: make_plan(batch, heads=heads, groups=groups, device=device, sizes=chosen),
     )
-    return run_plan(query, layer, plan)
+    return run_plan(query, layer, plan, mass)
 
 
-def run_plan(query: Tensor, layer: PagedLayer, plan: PagedPlan) -> Tensor:
+def run_plan(query: Tensor, layer: PagedLayer, plan: PagedPlan, mass: Tensor | None = None) -> Tensor:
     """The launches of a plan; none of them waits for the device, or the host for them."""
     _, heads, width = query.shape
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -147,18 +156,19 @@ def run_plan(query: Tensor, layer: PagedLayer, plan: PagedPlan) -> Tensor:
     lse = torch.empty(plan.partial_rows, heads, dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):  # triton launches on the current device, wherever the tensors are
         for items in plan.launches:
-            _launch(query, layer, plan, items, output, part, lse)
+            _launch(query, layer, plan, items, output, part, lse, mass)
         if len(plan.merges):
             _paged_merge_kernel[(heads * len(plan.merges),)](
-                plan.merges, part, lse, output, heads,
-                WIDTH=width, WIDE=power_of_two(width, 16), MERGED=MERGED, num_warps=4,
+                plan.merges, part, lse, output, lse if mass is None else mass, heads,
+                WIDTH=width, WIDE=power_of_two(width, 16), MERGED=MERGED, MASS=mass is not None, num_warps=4,
             )  # fmt: skip
     return output
 
 
 def _launch(
-    query: Tensor, layer: PagedLayer, plan: PagedPlan, items: PlanItems, output: Tensor, part: Tensor, lse: Tensor
-) -> None:
+    query: Tensor, layer: PagedLayer, plan: PagedPlan, items: PlanItems, output: Tensor, part: Tensor, lse: Tensor,
+    mass: Tensor | None,
+) -> None:  # fmt: skip
     groups, width = layer.keys.shape[1], query.shape[-1]
     keys, values, wide = layer.keys, layer.values, power_of_two(width, 16)
     quantized = layer.key_scales is not None
@@ -168,11 +178,12 @@ def _launch(
     mixed = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
     _paged_kernel[(groups * len(items.numbers),)](
         query, keys, values, key_scales, value_scales, items.numbers, plan.table, output, part, lse,
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        lse if mass is None else mass, query.stride(0), query.stride(1), keys.stride(0), keys.stride(1),
+        values.stride(0), values.stride(1),
         key_scales.stride(0), width**-0.5 * LOG2_E, groups,
         BLOCK=layer.block_size, SHARED=query.shape[1] // groups, M=items.rows, WIDTH=width, WIDE=wide,
         KEYS=items.launch.key_tile, QUANTIZED=quantized, MIXED=tl.bfloat16 if narrow else mixed,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        UPCAST=INTERPRETED and (narrow or query.dtype == torch.bfloat16),
+        UPCAST=INTERPRETED and (narrow or query.dtype == torch.bfloat16), MASS=mass is not None,
         num_warps=items.launch.warps, num_stages=items.launch.depth(2 * wide, keys.element_size()),
     )  # fmt: skip

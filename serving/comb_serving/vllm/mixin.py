@@ -13,7 +13,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from comb.backbones.fingerprint import same_embedding
 from comb_serving.vllm.block import PagedCrossBlock, checkpoint_weights, load_weight
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
+from comb_serving.vllm.joint import JointReader, attention_of
 from comb_serving.vllm.layer import put_in_front
+from comb_serving.vllm.linking.cache_access import CacheReader
 from comb_serving.vllm.pool import capability_of
 from comb_serving.vllm.rows import RequestDocuments
 
@@ -41,11 +43,18 @@ class CombMixin(ModelClass):
         self.secondary_weights = [DefaultModelLoader.Source(adapter["backbone"], adapter["revision"], prefix=BACKBONE)]
         layers = decoder_layers(self, model_config.hf_text_config.num_hidden_layers)
         known = vllm_config.compilation_config.static_forward_context
+        self.comb.blocks = len(adapter["layers"])
+        if self.comb_config.joint_attention:
+            keys = CacheReader(vllm_config.cache_config.block_size)
+            for index, layer in enumerate(adapter["layers"]):
+                attention = attention_of(layers[layer])
+                reader = JointReader(attention, index, self.comb, f"{prefix}comb.{index}", keys)
+                known[reader.name] = reader
+            return
         for index, layer in enumerate(adapter["layers"]):
             block = PagedCrossBlock(self.comb_config, index, self.comb, f"{prefix}comb.{index}")
             known[block.name] = self.comb_blocks[f"{BLOCKS}{index}."] = block
             put_in_front(layers[layer], block)
-        self.comb.blocks = len(self.comb_blocks)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The backbone's weights go through its own loader, the adapter's into the cross blocks; no encoder here.

@@ -68,7 +68,7 @@ def create_pool(model: Any, dtype: Any, *, rank: int, ranks: int) -> SharedPool 
     device = pool_device(next(model.parameters()).device)
     layout = rank_layout(
         model.comb_config,
-        cross_layers=len(model.comb_blocks),
+        cross_layers=model.comb.blocks,
         dtype=str(dtype).removeprefix("torch."),
         ranks=ranks,
         total=total_bytes(os.environ[POOL_BYTES], device, path.parent, ranks),

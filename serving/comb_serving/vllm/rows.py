@@ -21,11 +21,17 @@ from comb_serving.pool.pool import SharedPool
 
 @dataclass(frozen=True)
 class RequestRows:
-    """One request's tokens in this step's batch, ``start .. stop - 1``, and the blocks of its documents."""
+    """One request's tokens in this step's batch, ``start .. stop - 1``, and the blocks of its documents.
+
+    Attributes:
+        index: the request's place among those of the batch. past: its tokens that were computed in earlier steps.
+    """
 
     start: int
     stop: int
     table: BlockTable
+    index: int = 0
+    past: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,12 +121,12 @@ class RequestDocuments:
         for gone in self._tokens.keys() - set(request_ids):
             self.remove(gone)
 
-    def begin(self, request_ids: Sequence[str], starts: Sequence[int]) -> None:
-        """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch."""
+    def begin(self, request_ids: Sequence[str], starts: Sequence[int], past: Sequence[int]) -> None:
+        """Sets the step: request i's tokens are ``starts[i] .. starts[i + 1] - 1`` of the batch, behind ``past[i]``."""
         self.end()
         self.step = StepDocuments(
             tuple(
-                RequestRows(int(starts[index]), int(starts[index + 1]), self._tables[name])
+                RequestRows(int(starts[index]), int(starts[index + 1]), self._tables[name], index, int(past[index]))
                 for index, name in enumerate(request_ids)
                 if name in self._tables and starts[index + 1] > starts[index]
             )

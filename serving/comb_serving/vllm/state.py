@@ -37,7 +37,8 @@ def with_documents(base: Any) -> type:
 
         def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
             # runs of vLLM's own come here too, with made-up ids that no request has
-            self.documents.begin(input_batch.req_ids, input_batch.query_start_loc_np)
+            starts, past = input_batch.query_start_loc_np, input_batch.num_computed_tokens_np
+            self.documents.begin(input_batch.req_ids, starts, past)
             inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
             return inputs
 

@@ -31,7 +31,8 @@ class RunnerRows:
             self.documents.begin_without()
             return
         self.follow()
-        self.documents.begin(self.runner.input_batch.req_ids, self.runner.query_start_loc.np)
+        batch = self.runner.input_batch
+        self.documents.begin(batch.req_ids, self.runner.query_start_loc.np, batch.num_computed_tokens_cpu)
 
     def follow(self) -> bool:
         """Looks up the documents of the requests that are scheduled; whether there are any."""

@@ -115,9 +115,10 @@ class CacheReader:
         self.block_size = block_size
         self._places: dict[tuple[Any, ...], tuple[Tensor, int]] = {}
 
-    def read(self, layer: Any, slots: Tensor) -> Tensor:
-        """Tokens [T, width] of the slots [T]."""
+    def read(self, layer: Any, slots: Tensor, width: int | None = None) -> Tensor:
+        """Tokens [T, width] of the slots [T]; their first `width` numbers."""
         cache, (places, extent) = layer.kv_cache, self._places_of(layer)
+        places = places[:, :width]
         blocks = cache.as_strided((cache.shape[0], extent), (cache.stride(0), 1))
         rows: Tensor = blocks[(slots // self.block_size)[:, None], places[slots % self.block_size]]
         return rows

@@ -1,0 +1,114 @@
+"""Joint attention inside vLLM: what a layer reads of documents is merged into what its own attention gave.
+
+One softmax over two sets of keys is both softmaxes, weighted by their denominators. The documents' comes with the
+attention to them (`comb.kernels.paged`). vLLM's own attention doesn't tell its denominator, so the row's own keys are
+read once more out of vLLM's cache, by whatever layout the backend has: they are few, as documents aren't among them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.attention import Attention
+
+from comb.kernels.paged.attention import attend, masses
+from comb_serving.vllm.linking.cache_access import CacheReader, token_shape
+from comb_serving.vllm.rows import RequestDocuments, RequestRows
+
+_AT_ONCE = 2**24
+"""Scores of own keys that are computed at a time."""
+
+
+class JointReader:
+    """Has one of vLLM's attention layers read documents, by a hook behind it.
+
+    Args:
+        attention: vLLM's layer.
+        layer: which of the pool's cross layers it reads.
+        documents: of the running step.
+        name: under which the op finds this again.
+        keys: what reads vLLM's cache, shared by all layers.
+
+    Raises:
+        ValueError: for attention that scores otherwise than by a scaled product.
+    """
+
+    def __init__(
+        self, attention: Attention, layer: int, documents: RequestDocuments, name: str, keys: CacheReader
+    ) -> None:
+        self.attention, self.layer, self.documents, self.name, self.keys = attention, layer, documents, name, keys
+        impl: Any = attention.impl
+        for what in ("alibi_slopes", "logits_soft_cap", "sinks"):
+            if getattr(impl, what, None):
+                raise ValueError(f"joint attention isn't served with {what}: {attention.layer_name} has them")
+        self.window = getattr(attention, "sliding_window", None)
+        # scores of documents are taken with the usual scale
+        self.scale = float(impl.scale) * math.sqrt(attention.head_size)
+        attention.register_forward_hook(self.read)
+
+    def read(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """The layer's output [tokens, heads * head_dim], with documents in the rows that have any."""
+        torch.ops.vllm.comb_cross_block(output, args[0], self.name)
+        return output
+
+    def mix_(self, output: Tensor, query: Tensor) -> None:
+        """What the op does: nothing, unless a row of this step has documents."""
+        step, pool = self.documents.step, self.documents.pool
+        if not step.rows or pool is None:
+            return
+        self.documents.mixed += 1
+        shape = len(output), self.attention.num_heads, self.attention.head_size
+        output, tokens = output.view(shape), step.tokens(output.device)
+        rows = query.reshape(shape).index_select(0, tokens)
+        if self.scale != 1.0:
+            rows = rows * self.scale
+        mass = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
+        read = attend(rows, pool.layer(self.layer), step.batch, mass=mass)
+        share = torch.sigmoid(mass - self.own_masses(rows))[..., None].to(output)
+        output.index_copy_(0, tokens, torch.lerp(output.index_select(0, tokens), read.to(output), share))
+
+    def own_masses(self, queries: Tensor) -> Tensor:
+        """Log of the denominators that vLLM's attention had for the step's rows; infinite for a token that reads none.
+
+        queries [tokens, heads, head_dim], row behind row -> [tokens, heads] float32
+        """
+        tables = get_forward_context().attn_metadata[self.attention.layer_name].block_table
+        found, at = [], 0
+        for row in self.documents.step.rows:
+            count = row.stop - row.start
+            found.append(self._row_masses(queries[at : at + count], row, tables[row.index]))
+            at += count
+        return torch.cat(found)
+
+    def _row_masses(self, queries: Tensor, row: RequestRows, table: Tensor) -> Tensor:
+        length, device = row.past + len(queries), queries.device
+        places = torch.arange(length, device=device)
+        size = self.keys.block_size
+        slots = table[places // size].long() * size + places % size
+        heads, width = token_shape(self.attention).parts[0]
+        keys = self.keys.read(self.attention, slots, heads * width).unflatten(-1, (heads, width))
+        step = max(1, _AT_ONCE // (length * queries.shape[1]))
+        parts = []
+        for start in range(0, len(queries), step):
+            part = queries[start : start + step]
+            at = row.past + start + torch.arange(len(part), device=device)[:, None]
+            hidden = places > at
+            if self.window is not None:
+                hidden |= places <= at - self.window
+            parts.append(masses(part, keys, hidden))
+        found = torch.cat(parts)
+        if row.past == 0 and len(queries) > 1:
+            found[0] = torch.inf  # a prompt's first token reads no documents
+        return found
+
+
+def attention_of(layer: nn.Module) -> Attention:
+    """The one attention of a decoder layer of vLLM's. Raises ValueError if there is none, or more than one."""
+    found = [module for module in layer.modules() if isinstance(module, Attention)]
+    if len(found) != 1:
+        raise ValueError(f"joint attention needs one attention in a {type(layer).__name__}, which has {len(found)}")
+    return found[0]
