@@ -27,10 +27,18 @@ SMALL = {
 }  # fmt: skip
 
 
-def checkpoint(folder: Path, backbone: Any) -> CombForCausalLM:
-    """An adapter with open gates on `backbone` (a name, a folder or a model saved before), saved to `folder`."""
+JOINT = {"cross_attention_layers": [1, 2, 4], "shared_layers": True, "joint_attention": True, "key_distance": 8,
+         "primer": [5, 6, 7]}  # fmt: skip
+
+
+def checkpoint(folder: Path, backbone: Any, **shape: Any) -> CombForCausalLM:
+    """An adapter with open gates on `backbone` (a name, a folder or a model saved before), saved to `folder`.
+
+    shape: options of `CombForCausalLM.from_backbone` other than two encoder layers, such as `JOINT`.
+    """
     torch.manual_seed(3)
-    model = open_gates(CombForCausalLM.from_backbone(backbone, num_encoder_layers=2, dtype=torch.float32), 1.5, 1.0)
+    made = CombForCausalLM.from_backbone(backbone, dtype=torch.float32, **(shape or {"num_encoder_layers": 2}))
+    model = open_gates(made, 1.5, 1.0)
     for block in model.cross_blocks:
         for parameter in block.parameters():
             if parameter.ndim == 1 and len(parameter) > 1:  # norms and biases, which start at one and zero

@@ -11,7 +11,7 @@ import torch
 
 from comb.backbones.loading import resolve_name
 from comb_serving.pool.capability import KEY, MARK
-from tests.helpers.engines import Served, answer, checkpoint, engine, greedy, served
+from tests.helpers.engines import JOINT, Served, answer, checkpoint, engine, greedy, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -33,11 +33,11 @@ def plain(plugin: None) -> Any:
         return alone, bare.ask([(PROMPTS[index], "") for index, _ in MIXED])
 
 
-@pytest.fixture(scope="module")
-def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """An adapter on the nano backbone, served."""
+@pytest.fixture(scope="module", params=[{}, JOINT], ids=["blocks", "joint"])
+def nano(plain: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """An adapter on the nano backbone, served: with cross blocks, and with joint attention."""
     folder = tmp_path_factory.mktemp("nano")
-    with served(folder, checkpoint(folder, "nano"), **TIGHT) as found:
+    with served(folder, checkpoint(folder, "nano", **request.param), **TIGHT) as found:
         yield found
 
 
@@ -77,6 +77,13 @@ def test_rows_of_a_batch_answer_as_they_do_alone_and_as_the_library_does(nano: S
         same(together[0], references[0, "A"])
     with pytest.raises(AssertionError):
         same(references[0, "C"], references[0, "A"])
+
+
+def test_a_prompt_of_one_token_reads_documents(nano: Served) -> None:
+    """Also after it was read with joint attention, where a first token doesn't read beside others."""
+    same(nano.ask([([7], "AB")])[0], nano.reference([7], "AB"))
+    with pytest.raises(AssertionError):
+        same(nano.ask([([7], "C")])[0], nano.reference([7], "AB"))
 
 
 def test_prefixes_are_shared_by_requests_with_the_same_documents_alone(nano: Served, references: Any) -> None:

@@ -58,12 +58,13 @@ def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> 
     documents.add("x", args(A, B))
     documents.add("y", None)
     documents.add("z", args(B))
-    documents.begin(["y", "z", "x"], [0, 2, 3, 6])
+    documents.begin(["y", "z", "x"], [0, 2, 3, 6], [0, 7, 5])
     z, x = documents.step.rows
     assert (z.start, z.stop, z.table.slots().tolist()) == (2, 3, [0, 1, 2, 3])
     assert (x.start, x.stop, x.table.slots().tolist()) == (3, 6, [12, 13, 14, 15, 4, 0, 1, 2, 3])
+    assert [(row.index, row.past) for row in (z, x)] == [(1, 7), (2, 5)]
     assert documents.step.tokens(torch.device("cpu")).tolist() == [2, 3, 4, 5]
-    documents.begin(["x", "warm-up"], [0, 1, 5])
+    documents.begin(["x", "warm-up"], [0, 1, 5], [0, 0])
     assert [(row.start, row.stop) for row in documents.step.rows] == [(0, 1)]
     documents.begin_without()
     assert documents.step.rows == ()
@@ -72,14 +73,14 @@ def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> 
 def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: RequestDocuments) -> None:
     documents.add("x", args(A))
     documents.add("x", args(B))
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert documents.step.rows[0].table.slots().tolist() == [0, 1, 2, 3]
     documents.add("x", {})
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
     documents.add("x", args(A))
     documents.keep(["y"])
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
     with pytest.raises(ValueError, match="the pool has 6"):
         documents.add("x", args(PoolHandle(1, (6,))))
@@ -90,7 +91,7 @@ def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: Request
     with pytest.raises(ValueError, match="the documents of request y"):
         documents.add("x", args(A, request_id="y"))
     documents.add("x", args())  # documents that stand in its prompt
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
 
 
@@ -98,16 +99,16 @@ def test_a_step_in_which_cross_blocks_were_left_out_is_an_error(documents: Reque
     documents.blocks = 2
     documents.add("x", args(A))
     for mixed in (0, 1):
-        documents.begin(["x"], [0, 1])
+        documents.begin(["x"], [0, 1], [0])
         documents.mixed = mixed
         with pytest.raises(RuntimeError, match=f"{2 - mixed} of 2 cross blocks were not run"):
             documents.end()
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     with pytest.raises(RuntimeError, match="were not run"):
         documents.begin_without()
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     documents.mixed = 2
-    documents.begin(["y"], [0, 1])  # no documents, nothing to run
+    documents.begin(["y"], [0, 1], [0])  # no documents, nothing to run
     documents.end()
 
 
@@ -137,13 +138,13 @@ def test_the_pool_lies_where_the_model_is_or_on_the_host(monkeypatch: pytest.Mon
 
 def test_index_tensors_are_made_once_a_step(documents: RequestDocuments) -> None:
     documents.add("x", args(A, B))
-    documents.begin(["x"], [0, 2])
+    documents.begin(["x"], [0, 2], [0])
     step, cpu = documents.step, torch.device("cpu")
     assert step.batch is step.batch
     assert step.tokens(cpu) is step.tokens(cpu)
     assert step.batch.counts == (2,)
     table = step.batch.tables[0]
-    documents.begin(["x"], [0, 1])
+    documents.begin(["x"], [0, 1], [0])
     assert documents.step.batch is not step.batch
     assert documents.step.batch.tables[0] is table  # a request's blocks don't change
     assert table.slots() is table.slots()
@@ -210,17 +211,18 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     found = state.with_documents(Base)(config, model, None, None)
 
     def new(name: str, extra: Any) -> Any:
-        return SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra))
+        sampling = SimpleNamespace(extra_args=extra)
+        return SimpleNamespace(req_id=name, sampling_params=sampling, prompt_token_ids=[len(name)])
 
     def batch(names: list[str], starts: list[int]) -> Any:
-        return SimpleNamespace(req_ids=names, query_start_loc_np=starts)
+        return SimpleNamespace(req_ids=names, query_start_loc_np=starts, num_computed_tokens_np=[0] * len(names))
 
     found.add_request(0, new("x", args(A)))
     found.add_request(1, new("y", None))
-    found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None))
+    found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None, prompt_token_ids=None))
     assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
     (row,) = model.comb.step.rows
-    assert (row.start, row.stop, row.table.num_tokens) == (1, 4, 5)
+    assert (row.start, row.stop, row.table.num_tokens, row.lone) == (1, 4, 5, True)
     # another request in the batch position of the one before
     found.remove_request("x")
     found.add_request(0, new("w", None))

@@ -101,8 +101,8 @@ class JointReader:
                 hidden |= places <= at - self.window
             parts.append(masses(part, keys, hidden))
         found = torch.cat(parts)
-        if row.past == 0 and len(queries) > 1:
-            found[0] = torch.inf  # a prompt's first token reads no documents
+        if row.past == 0 and not row.lone:
+            found[0] = torch.inf  # a prompt's first token reads no documents, unless it is all
         return found
 
 

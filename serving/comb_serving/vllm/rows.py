@@ -25,6 +25,7 @@ class RequestRows:
 
     Attributes:
         index: the request's place among those of the batch. past: its tokens that were computed in earlier steps.
+        lone: its prompt is one token.
     """
 
     start: int
@@ -32,6 +33,7 @@ class RequestRows:
     table: BlockTable
     index: int = 0
     past: int = 0
+    lone: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,13 @@ class RequestDocuments:
     _written: StepDocuments | None = None
     _tables: dict[str, BlockTable] = field(default_factory=dict)
     _tokens: dict[str, object] = field(default_factory=dict)
+    _lone: set[str] = field(default_factory=set)
 
-    def add(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
+    def add(self, request_id: str, extra_args: Mapping[str, Any] | None, *, lone: bool = False) -> None:
         """Looks up a request's documents; the same token under the same id again costs nothing.
+
+        Args:
+            lone: its prompt is one token, which then reads documents also where a first token doesn't.
 
         Raises:
             ValueError: for what `admission` and `scheduler` would have refused.
@@ -110,11 +116,14 @@ class RequestDocuments:
         handles = unpack(capability.documents, num_blocks=layout.num_blocks, block_size=layout.block_size)
         documents = [(handle.tokens, handle.blocks) for handle in handles]
         self._tables[request_id] = BlockTable(documents, layout.block_size)
+        if lone:
+            self._lone.add(request_id)
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; one that isn't known is no error."""
         self._tables.pop(request_id, None)
         self._tokens.pop(request_id, None)
+        self._lone.discard(request_id)
 
     def keep(self, request_ids: Sequence[str]) -> None:
         """Forgets all other requests."""
@@ -126,7 +135,10 @@ class RequestDocuments:
         self.end()
         self.step = StepDocuments(
             tuple(
-                RequestRows(int(starts[index]), int(starts[index + 1]), self._tables[name], index, int(past[index]))
+                RequestRows(
+                    int(starts[index]), int(starts[index + 1]), self._tables[name], index, int(past[index]),
+                    name in self._lone,
+                )  # fmt: skip
                 for index, name in enumerate(request_ids)
                 if name in self._tables and starts[index + 1] > starts[index]
             )

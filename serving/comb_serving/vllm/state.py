@@ -29,7 +29,8 @@ def with_documents(base: Any) -> type:
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
             parameters = new_req_data.sampling_params
-            self.documents.add(new_req_data.req_id, None if parameters is None else parameters.extra_args)
+            extra = None if parameters is None else parameters.extra_args
+            self.documents.add(new_req_data.req_id, extra, lone=len(new_req_data.prompt_token_ids or ()) == 1)
 
         def remove_request(self, req_id: str) -> None:
             super().remove_request(req_id)

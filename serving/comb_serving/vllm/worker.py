@@ -38,8 +38,9 @@ class RunnerRows:
         """Looks up the documents of the requests that are scheduled; whether there are any."""
         names = self.runner.input_batch.req_ids
         for name in names:
-            parameters = self.runner.requests[name].sampling_params
-            self.documents.add(name, None if parameters is None else parameters.extra_args)
+            request = self.runner.requests[name]
+            extra = None if request.sampling_params is None else request.sampling_params.extra_args
+            self.documents.add(name, extra, lone=request.num_prompt_tokens == 1)
         self.documents.keep(names)
         return self.documents.known
 
