@@ -13,10 +13,9 @@ from comb_training.config import load_config
 from comb_training.train import run_training
 
 START = [
-    "model.measured_cross_layers=8",  # cross blocks in front of the layers through which the backbone reads documents
-    # they start as copies of what they stand for, and know where in its document a token stands
-    'model.options={shared_layers: true, sink: "null", gate: 0.95, key_distance: 32, cross_mlp: false}',
-    "model.fit_sinks=64",  # and documents compete there with as much as in the backbone's own attention
+    "model.measured_cross_layers=16",  # of the layers through which the backbone reads documents, so many will
+    # documents run through the backbone's own layers, and are read beside what else stands in the prompt
+    "model.options={shared_layers: true, joint_attention: true, primer: true, key_distance: 32}",
     "train.answers=on_policy",  # the backbone's own answers, with the documents in its prompt
     "train.ce_weight=0",
     "train.kl_weight=1",  # learn its whole distribution there

@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.table import Table
 
 from comb.hybrid.inspection import describe_hybrid
+from comb.model.config import CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
 
 
@@ -27,10 +28,8 @@ def describe(model: CombForCausalLM) -> Table:
         "vocabulary": f"{info.vocab_size}, embeddings {'tied' if info.tied_embeddings else 'not tied'} to the head, "
         f"scaled by {info.embedding_scale:g}",
         "context": f"{info.max_position_embeddings} tokens; documents up to {model.max_document_tokens}",
-        "encoder": f"{encoder.num_hidden_layers} layers, {'causal' if encoder.causal else 'bidirectional'}, "
-        f"{encoder.norm_placement}-norm, q/k norm {encoder.qk_norm}",
-        "cross blocks": f"before layers {model.config.cross_attention_layers}, "
-        f"reading encoder layers {model.config.cross_encoder_layers}",
+        "encoder": _encoder(encoder),
+        **_readers(model),
         "parameters": f"{total:,d}, of them {trainable:,d} ({100 * trainable / total:.1f}%) in the adapter",
         "cache per document token": _bytes(model),
         **describe_hybrid(model.backbone),
@@ -41,6 +40,22 @@ def describe(model: CombForCausalLM) -> Table:
     for note in info.notes:
         table.add_row("note", note)
     return table
+
+
+def _encoder(config: CombEncoderConfig) -> str:
+    if not config.shared_layers:
+        mask = "causal" if config.causal else "bidirectional"
+        return f"{config.num_hidden_layers} layers, {mask}, {config.norm_placement}-norm, q/k norm {config.qk_norm}"
+    behind = f", behind a primer of {len(config.primer)} tokens" if config.primer else ""
+    return f"the backbone's own first {config.num_hidden_layers} layers{behind}"
+
+
+def _readers(model: CombForCausalLM) -> dict[str, str]:
+    layers, config = model.config.cross_attention_layers, model.encoder.config
+    if config.joint_attention:
+        return {"joint attention": f"in layers {layers}"}
+    sources = "" if config.shared_layers else f", reading encoder layers {model.config.cross_encoder_layers}"
+    return {"cross blocks": f"before layers {layers}{sources}"}
 
 
 def _kinds(kinds: tuple[str, ...]) -> str:

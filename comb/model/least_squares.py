@@ -14,32 +14,25 @@ from torch import Tensor
 
 @dataclass
 class NormalEquations:
-    """What a least-squares problem needs of its rows. float64
-
-    Args:
-        bias: there is a column of ones behind the inputs, whose weight is free.
-    """
+    """What a least-squares problem needs of its rows, which have a column of ones behind them. float64"""
 
     xx: Tensor  # [I, I]
     xy: Tensor  # [I, O]
     y: Tensor  # [O]
     yy: Tensor  # [O]
-    bias: bool
     count: int = 0
 
     @classmethod
-    def zeros(cls, inputs: int, outputs: int, device: torch.device, *, bias: bool) -> Self:
+    def zeros(cls, inputs: int, outputs: int, device: torch.device) -> Self:
         """Of no rows yet, with so many inputs beside the bias."""
-        inputs += bias
+        inputs += 1
         options: dict[str, Any] = {"dtype": torch.float64, "device": device}
         return cls(torch.zeros(inputs, inputs, **options), torch.zeros(inputs, outputs, **options),
-                   torch.zeros(outputs, **options), torch.zeros(outputs, **options), bias)  # fmt: skip
+                   torch.zeros(outputs, **options), torch.zeros(outputs, **options))  # fmt: skip
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Rows [N, I] without the bias, and what is wanted of them [N, O]."""
-        x, y = x.double(), y.double()
-        if self.bias:
-            x = torch.nn.functional.pad(x, (0, 1), value=1.0)
+        x, y = torch.nn.functional.pad(x.double(), (0, 1), value=1.0), y.double()
         self.xx += x.T @ x
         self.xy += x.T @ y
         self.y += y.sum(0)
@@ -49,8 +42,7 @@ class NormalEquations:
     def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
         """Weights [I, O], the bias last, and R2 of every output [O]. `ridge` is the penalty on weights."""
         penalty = torch.full_like(self.xx.diagonal(), ridge)
-        if self.bias:
-            penalty[-1] = 0.0
+        penalty[-1] = 0.0
         solution = torch.linalg.solve(self.xx + penalty.diag(), self.xy)
         residual = self.yy - 2 * (solution * self.xy).sum(0) + (solution * (self.xx @ solution)).sum(0)
         spread = (self.yy - self.y.pow(2) / self.count).clamp_min(1e-12)

@@ -62,7 +62,7 @@ def fit_to_backbone(
         for index in fitted:
             x, keys_values = heads[index].norm(features[index].to(heads[index].k_proj.weight)).float(), given[index]
             if index not in sums:
-                sums[index] = NormalEquations.zeros(x.shape[-1], keys_values.shape[-1], x.device, bias=True)
+                sums[index] = NormalEquations.zeros(x.shape[-1], keys_values.shape[-1], x.device)
             sums[index].add(x[~first], keys_values[~first])
     fits = []
     for index in fitted:

@@ -136,9 +136,13 @@ class RequestDocuments:
         self.step = StepDocuments(
             tuple(
                 RequestRows(
-                    int(starts[index]), int(starts[index + 1]), self._tables[name], index, int(past[index]),
+                    int(starts[index]),
+                    int(starts[index + 1]),
+                    self._tables[name],
+                    index,
+                    int(past[index]),
                     name in self._lone,
-                )  # fmt: skip
+                )
                 for index, name in enumerate(request_ids)
                 if name in self._tables and starts[index + 1] > starts[index]
             )

@@ -22,16 +22,14 @@ class ModelConfig:
     num_encoder_layers: StrictInt = 8
     """Layers of the chunk encoder."""
     cross_attention_layers: Items[StrictInt] | None = None
-    """Backbone layers with a cross block in front of them; null spreads one per encoder layer evenly."""
+    """Backbone layers that read documents, by a cross block in front of them or themselves (`options: {joint_attention:
+    true}`); null spreads one per encoder layer evenly."""
     measured_cross_layers: AtLeastOne | None = None
     """Instead of naming them: so many, in front of the layers through which the backbone reads documents. That is
     measured on some of the training examples before the run; see docs/training.md."""
     fit_passages: AtLeastZero = 0
     """Documents of the training data on which the encoder's key and value heads are solved for in closed form before
     the run (ridge regression onto the backbone's own keys and values); 0: they start as copies."""
-    fit_sinks: AtLeastZero = 0
-    """Questions of the training data on which the null keys (`options: {sink: "null"}`) are solved for before the run,
-    so that documents compete with as much as in the backbone's own attention; 0: they start at zero."""
     encoder_causal: StrictBool = False
     """A causal mask inside the encoder (the paper's equation); false is bidirectional, as in the published code."""
     dtype: str = "float32"

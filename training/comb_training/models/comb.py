@@ -17,7 +17,6 @@ from comb_training.models.adapter import AdapterTraining, trained_options
 from comb_training.models.loading import device_of, dtype_of, shaping_options
 from comb_training.models.lora import add_lora
 from comb_training.models.method import training_methods
-from comb_training.models.sinks import fit_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,7 @@ class CombTraining(AdapterTraining):
     def fitted(
         self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None
     ) -> CombForCausalLM:
-        """Cross blocks where documents are read (`measured_cross_layers`), heads solved for (`fit_passages`), and null
-        keys (`fit_sinks`).
+        """Cross blocks where documents are read (`measured_cross_layers`), and heads solved for (`fit_passages`).
 
         Every rank measures for itself, on the same examples.
         """
@@ -73,8 +71,6 @@ class CombTraining(AdapterTraining):
         if resume is None and config.model.fit_passages:
             segments = list(dict.fromkeys(segment for example in examples for segment in example.segments))
             fit_to_backbone(model, evenly(segments, config.model.fit_passages))
-        if resume is None and config.model.fit_sinks:
-            fit_sinks(model, evenly([example for example in examples if example.segments], config.model.fit_sinks))
         return model  # type: ignore[no-any-return]  # the one that came or a fresh one
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,6 @@ class RunStage:
             cross_attention_layers=None,
             measured_cross_layers=None,
             fit_passages=0,
-            fit_sinks=0,
             options={name: value for name, value in self.config.model.options.items() if name not in shaping},
         )
         return replace(self, config=replace(self.config, model=model))
