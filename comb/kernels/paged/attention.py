@@ -32,15 +32,18 @@ def attend_plain(query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: T
 
 
 def masses(query: Tensor, keys: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Logarithm of the sum of exp(q k / sqrt(D)) over the keys: query [tokens, H, D], keys [slots, G, D] -> [tokens, H]
+    """Logarithm of the sum of exp(q k / sqrt(D)) over the keys.
 
-    hidden: which keys a token doesn't see, [tokens, slots] bool.
+    query [..., tokens, H, D], keys [..., slots, G, D] -> [..., tokens, H] float32
+
+    Args:
+        hidden: which keys a token doesn't see, [..., tokens, slots] bool.
     """
-    rows = query.unflatten(1, (keys.shape[1], -1)).float()
-    scores = torch.einsum("tgrd,sgd->tgrs", rows, keys.float()) * query.shape[-1] ** -0.5
+    rows = query.unflatten(-2, (keys.shape[-2], -1)).float()
+    scores = torch.einsum("...tgrd,...sgd->...tgrs", rows, keys.float()) * query.shape[-1] ** -0.5
     if hidden is not None:
-        scores.masked_fill_(hidden[:, None, None], -torch.inf)
-    found: Tensor = scores.logsumexp(-1).flatten(1)
+        scores.masked_fill_(hidden[..., None, None, :], -torch.inf)
+    found: Tensor = scores.logsumexp(-1).flatten(-2)
     return found
 
 

@@ -8,6 +8,7 @@ read once more out of vLLM's cache, by whatever layout the backend has: they are
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 
 from comb.kernels.paged.attention import attend, masses
 from comb_serving.vllm.linking.cache_access import CacheReader, token_shape
-from comb_serving.vllm.rows import RequestDocuments, RequestRows
+from comb_serving.vllm.rows import AlikeRows, RequestDocuments
 
 _AT_ONCE = 2**24
 """Scores of own keys that are computed at a time."""
@@ -76,34 +77,30 @@ class JointReader:
 
         queries [tokens, heads, head_dim], row behind row -> [tokens, heads] float32
         """
-        tables = get_forward_context().attn_metadata[self.attention.layer_name].block_table
-        found, at = [], 0
-        for row in self.documents.step.rows:
-            count = row.stop - row.start
-            found.append(self._row_masses(queries[at : at + count], row, tables[row.index]))
-            at += count
-        return torch.cat(found)
-
-    def _row_masses(self, queries: Tensor, row: RequestRows, table: Tensor) -> Tensor:
-        length, device = row.past + len(queries), queries.device
-        places = torch.arange(length, device=device)
-        size = self.keys.block_size
-        slots = table[places // size].long() * size + places % size
-        heads, width = token_shape(self.attention).parts[0]
-        keys = self.keys.read(self.attention, slots, heads * width).unflatten(-1, (heads, width))
-        step = max(1, _AT_ONCE // (length * queries.shape[1]))
-        parts = []
-        for start in range(0, len(queries), step):
-            part = queries[start : start + step]
-            at = row.past + start + torch.arange(len(part), device=device)[:, None]
-            hidden = places > at
-            if self.window is not None:
-                hidden |= places <= at - self.window
-            parts.append(masses(part, keys, hidden))
-        found = torch.cat(parts)
-        if row.past == 0 and not row.lone:
-            found[0] = torch.inf  # a prompt's first token reads no documents, unless it is all
+        table = get_forward_context().attn_metadata[self.attention.layer_name].block_table
+        found = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        for group in self.documents.step.groups(queries.device):
+            heads_at_once = queries.shape[1] * group.longest
+            rows = max(1, _AT_ONCE // (heads_at_once * group.count))
+            tokens = max(1, _AT_ONCE // (heads_at_once * rows))
+            for row, token in product(range(0, len(group.index), rows), range(0, group.count, tokens)):
+                part = group.part(row, row + rows, token, token + tokens)
+                own = self._masses(queries[part.tokens], part, table)
+                found[part.tokens] = own.masked_fill_(part.first[..., None], torch.inf)
         return found
+
+    def _masses(self, queries: Tensor, rows: AlikeRows, table: Tensor) -> Tensor:
+        """queries [rows, tokens, heads, head_dim] -> [rows, tokens, heads]"""
+        places = torch.arange(rows.longest, device=queries.device)
+        size = self.keys.block_size
+        slots = table[rows.index][:, places // size].long() * size + places % size
+        heads, width = token_shape(self.attention).parts[0]
+        # places behind a row's end are read somewhere else, and hidden
+        keys = self.keys.read(self.attention, slots.flatten(), heads * width).view(*slots.shape, heads, width)
+        hidden = places > rows.at[..., None]
+        if self.window is not None:
+            hidden |= places <= rows.at[..., None] - self.window
+        return masses(queries, keys, hidden)
 
 
 def attention_of(layer: nn.Module) -> Attention:

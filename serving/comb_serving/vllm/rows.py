@@ -37,6 +37,37 @@ class RequestRows:
 
 
 @dataclass(frozen=True)
+class AlikeRows:
+    """Rows with the same number of tokens in a step, for what looks at a request's own tokens.
+
+    Shapes: R rows, T tokens of each.
+
+    Attributes:
+        index: places of their requests in the batch. [R]
+        tokens: places of their tokens among all that have documents. [R, T]
+        at: positions of the tokens in their requests. [R, T]
+        first: which tokens begin a prompt that has more. [R, T] bool
+        longest: tokens that the longest request has with these.
+    """
+
+    index: Tensor
+    tokens: Tensor
+    at: Tensor
+    first: Tensor
+    longest: int
+
+    @property
+    def count(self) -> int:
+        """T"""
+        return self.tokens.shape[1]
+
+    def part(self, row: int, rows: int, token: int, tokens: int) -> AlikeRows:
+        """Rows ``row .. rows - 1`` and of these the tokens ``token .. tokens - 1``."""
+        here = slice(row, rows), slice(token, tokens)
+        return AlikeRows(self.index[here[0]], self.tokens[here], self.at[here], self.first[here], self.longest)
+
+
+@dataclass(frozen=True)
 class StepDocuments:
     """The rows of one forward pass that have documents; without any, cross blocks do nothing.
 
@@ -47,6 +78,7 @@ class StepDocuments:
     rows: tuple[RequestRows, ...] = ()
     dummy: bool = False
     _tokens: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _groups: dict[torch.device, list[AlikeRows]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def batch(self) -> PagedBatch:
@@ -59,6 +91,25 @@ class StepDocuments:
             places = np.concatenate([np.arange(row.start, row.stop, dtype=np.int32) for row in self.rows])
             self._tokens[device] = to_device([places], device)[0].long()
         return self._tokens[device]
+
+    def groups(self, device: torch.device) -> list[AlikeRows]:
+        """The rows by how many tokens they have in this step; copied once."""
+        if device not in self._groups:
+            starts = np.cumsum([0, *self.batch.counts])
+            by_count: dict[int, list[int]] = {}
+            for number, count in enumerate(self.batch.counts):
+                by_count.setdefault(count, []).append(number)
+            self._groups[device] = [self._alike(numbers, count, starts, device) for count, numbers in by_count.items()]
+        return self._groups[device]
+
+    def _alike(self, numbers: list[int], count: int, starts: np.ndarray, device: torch.device) -> AlikeRows:
+        rows, steps = [self.rows[number] for number in numbers], np.arange(count)
+        past = np.array([row.past for row in rows])
+        at = past[:, None] + steps
+        lone = np.array([row.lone for row in rows])
+        parts = np.array([row.index for row in rows]), starts[numbers][:, None] + steps, at, (at == 0) & ~lone[:, None]
+        index, tokens, at_, first = (on_device(torch.from_numpy(part), device) for part in parts)
+        return AlikeRows(index, tokens, at_, first, int(past.max()) + count)
 
 
 @dataclass
