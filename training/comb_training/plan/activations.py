@@ -71,6 +71,7 @@ def activation_bytes(
         K/V head         (2ah + 4ak) x document tokens                 one per cross block, beside its laid-out K/V:
         linked K/V       2ak x linked tokens
         cross block      (norms + 4wm + 3wq + (4 + 2)q + h(a + 2w)) x query tokens + 2wq x linked tokens
+        joint attention  2bq x (linked + query tokens), instead of a cross block
         backbone layer   (8h + 4wq + 3w x its own m) x query tokens    from the first cross block on
         loss             12 x vocabulary x targets
 
@@ -106,12 +107,16 @@ def activation_bytes(
     depth = 0 if config.shared_layers else config.num_hidden_layers
     heads = size.documents * (2 * residual * hidden + 4 * residual * keys)
     # laid out for all blocks at once; each repeats its own for as many heads as there are queries
-    linked, repeated = size.linked * 2 * residual * keys, size.linked * 2 * work * queries
-    cross_block = repeated + (not config.joint_attention) * size.queries * (
-        norms + (mlp if config.cross_mlp else 0) + (3 * work + FLOAT32 + BFLOAT16) * queries
-        # its input in the adapter's dtype, and what each gate multiplies
-        + hidden * (residual + 2 * work)
-    )  # fmt: skip
+    laid_out = work if config.joint_attention else residual
+    linked, repeated = size.linked * 2 * laid_out * keys, size.linked * 2 * work * queries
+    if config.joint_attention:  # keys and values of documents and queries end to end, for all heads
+        cross_block = (size.linked + size.queries) * 2 * frozen_work * queries
+    else:
+        cross_block = repeated + size.queries * (
+            norms + (mlp if config.cross_mlp else 0) + (3 * work + FLOAT32 + BFLOAT16) * queries
+            # its input in the adapter's dtype, and what each gate multiplies
+            + hidden * (residual + 2 * work)
+        )  # fmt: skip
     # frozen matrices don't keep their inputs: norms, rotated queries with keys and values, and the MLP's three
     width = _active_intermediate(text_config(model.backbone), model.info.intermediate_size)
     backbone_layer = size.queries * (2 * FLOAT32 * hidden + 4 * frozen_work * queries + 3 * frozen_work * width)
