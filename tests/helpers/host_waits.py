@@ -52,6 +52,17 @@ def comb() -> Any:
     return model
 
 
+def joint() -> Any:
+    return CombForCausalLM.from_backbone(
+        llama(),
+        cross_attention_layers=[1, 2, 3],
+        shared_layers=True,
+        joint_attention=True,
+        key_distance=4,
+        primer=[5, 6],
+    ).eval()
+
+
 @dataclass(frozen=True)
 class Ceiling:
     """At most: waits of compiling three documents, of linking them, and launches of linking and of a step.
@@ -76,13 +87,14 @@ CEILINGS = {
     "cacheblend:0.3": Ceiling(6, 1, 461, 247),  # the host has to know which tokens it has chosen
     "focus:0.2": Ceiling(6, 1, 644, 247),
     "comb": Ceiling(1, 0, 2, 380),  # three cross blocks
+    "comb, joint": Ceiling(1, 0, 2, 251),  # three layers that read beside their own
     "hypic:4": Ceiling(6, 0, 1407, 353),  # of a hybrid, whose scans are transformers' plain ones here
 }
 
 
 def made(name: str, model: Any) -> Method:
     store = {"store": PICacheStore(device=model.device)} if name == "prefix" else {}
-    return methods.create(name, model, **store)
+    return methods.create(name.partition(",")[0], model, **store)
 
 
 def linked(method: Method) -> Any:
@@ -120,7 +132,7 @@ def counts(name: str, make: Callable[[], Any]) -> tuple[list[int], list[int], Ce
 
 @pytest.mark.parametrize("name", CEILINGS)
 def test_nothing_waits_for_a_gpu_but_what_has_to(name: str) -> None:
-    make = {"comb": comb, "hypic:4": lambda: tiny_hybrid("qwen3_5")}.get(name, llama)
+    make = {"comb": comb, "comb, joint": joint, "hypic:4": lambda: tiny_hybrid("qwen3_5")}.get(name, llama)
     expected, found, counted, waits = counts(name, make)
     assert found == expected
     ceiling = CEILINGS[name]
