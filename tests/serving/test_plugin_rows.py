@@ -70,6 +70,24 @@ def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> 
     assert documents.step.rows == ()
 
 
+def test_rows_of_as_many_tokens_are_taken_together(documents: RequestDocuments) -> None:
+    """For their own keys: where their tokens are, and which is the first of a prompt that has more."""
+    for name, lone in (("x", False), ("y", True), ("z", False), ("w", False)):
+        documents.add(name, args(A, request_id=name), lone=lone)
+    documents.add("v", None)
+    # x decodes, y begins with its only token, v has no documents, z begins, w goes on in a second chunk
+    documents.begin(["x", "y", "v", "z", "w"], [0, 1, 2, 5, 8, 11], [6, 0, 0, 0, 4])
+    ones, threes = documents.step.groups(torch.device("cpu"))
+    assert (ones.index.tolist(), ones.tokens.tolist(), ones.at.tolist()) == ([0, 1], [[0], [1]], [[6], [0]])
+    assert (ones.first.any().item(), ones.longest, ones.count) == (False, 7, 1)
+    assert (threes.index.tolist(), threes.tokens.tolist()) == ([3, 4], [[2, 3, 4], [5, 6, 7]])
+    assert threes.at.tolist() == [[0, 1, 2], [4, 5, 6]]
+    assert (threes.first.nonzero().tolist(), threes.longest, threes.count) == ([[0, 0]], 7, 3)
+    part = threes.part(1, 2, 1, 3)
+    assert (part.index.tolist(), part.tokens.tolist(), part.at.tolist()) == ([4], [[6, 7]], [[5, 6]])
+    assert documents.step.groups(torch.device("cpu"))[0] is ones
+
+
 def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: RequestDocuments) -> None:
     documents.add("x", args(A))
     documents.add("x", args(B))
