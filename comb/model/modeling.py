@@ -204,7 +204,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             self._read_states(on_device(torch.tensor(primer), device).expand(count, -1), cache)
             return cache
 
-        kept: Cache = identity_of(self.backbone).fact(("cache of the primer", tuple(primer)), lambda: run(1))
+        # layers behind the last one that is read have nothing in it
+        name = "cache of the primer", tuple(primer), self.config.cross_attention_layers[-1]
+        kept: Cache = identity_of(self.backbone).fact(name, lambda: run(1))
         if any(not hasattr(layer, "batch_repeat_interleave") for layer in kept.layers):
             return run(rows)  # a hybrid's, whose states transformers can't repeat
         cache = copy.deepcopy(kept)

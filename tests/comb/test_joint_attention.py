@@ -148,6 +148,10 @@ def test_gradients_reach_the_heads_with_and_without_checkpointing() -> None:
 def test_documents_behind_a_primer_are_what_they_are_in_that_text(family: str) -> None:
     backbone = tiny(family)
     primer = [20, 21, 22]
+    # another adapter on the same backbone, which needs fewer layers of the primer
+    CombForCausalLM.from_backbone(backbone, cross_attention_layers=[1], shared_layers=True, primer=primer).encode(
+        [(3, 4)]
+    )
     options = {"cross_attention_layers": [1, 3], "shared_layers": True}
     primed = CombForCausalLM.from_backbone(backbone, primer=primer, **options)
     plain = CombForCausalLM.from_backbone(backbone, **options)
