@@ -48,6 +48,16 @@ class _LayerState:
     off: str = ""
 
 
+def check_joins(model: Any) -> None:
+    """Raises ValueError for an adapter whose documents MAC would leave out."""
+    encoder = getattr(getattr(model, "encoder", None), "config", None)
+    if getattr(encoder, "joint_attention", False):
+        raise ValueError(
+            "this adapter's layers read documents with their own attention (joint_attention), and MAC would stand in "
+            "for it without them: leave mac out"
+        )
+
+
 class MacSession:
     """MAC attention on `model` inside of a ``with`` block; made by `mac`.
 
@@ -55,6 +65,7 @@ class MacSession:
     again, it goes on counting, and layers that an audit has switched off stay off.
 
     Raises:
+        ValueError: the model's adapter reads documents with joint attention.
         UnsupportedModelError: on entering, when MAC can't stand in for the model's attention.
         RuntimeError: on entering, when a session is on this model already.
     """
@@ -62,6 +73,7 @@ class MacSession:
     def __init__(
         self, model: Any, config: MacConfig, *, costs: Costs | None = None, hit_rate: float = HIT_RATE
     ) -> None:
+        check_joins(model)
         self.backbone = backbone_of(model)
         self.config = config
         self.rule = BreakEvenRule(self.backbone, enabled=config.break_even, costs=costs, hit_rate=hit_rate)

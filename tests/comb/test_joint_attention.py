@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from comb import PICEngine
+from comb.mac import mac
 from comb.model.modeling import CombForCausalLM
 from tests.helpers.families import tiny
+from tests.helpers.tiny_engine import make_backbone, make_tokenizer
 
 FAMILIES = ("llama", "qwen3", "mixtral", "phi3")
 DOCUMENTS = [(5, 6, 7, 8, 9), (10, 11), (3, 4, 12)]
@@ -176,6 +179,14 @@ def test_documents_behind_a_primer_are_what_they_are_in_that_text(family: str) -
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         joint(tiny("llama"), [1, 2], **options)
+
+
+def test_mac_beside_it_is_refused() -> None:
+    model = joint(tiny("llama"), [1, 2])
+    with pytest.raises(ValueError, match="leave mac out"):
+        mac(model)
+    with pytest.raises(ValueError, match="leave mac out"):
+        PICEngine(joint(make_backbone(), [1]), make_tokenizer(), mac="generation")
 
 
 def test_layers_without_softmax_attention_are_refused() -> None:
