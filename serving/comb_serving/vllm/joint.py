@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from comb.kernels.paged.attention import attend, masses
 from comb_serving.vllm.linking.cache_access import CacheReader, token_shape
@@ -35,7 +36,7 @@ class JointReader:
         keys: what reads vLLM's cache, shared by all layers.
 
     Raises:
-        ValueError: for attention that scores otherwise than by a scaled product.
+        ValueError: for attention that scores otherwise than by a scaled product, or whose cache can't be read.
     """
 
     def __init__(
@@ -44,12 +45,28 @@ class JointReader:
         self.attention, self.layer, self.documents, self.name, self.keys = attention, layer, documents, name, keys
         impl: Any = attention.impl
         for what in ("alibi_slopes", "logits_soft_cap", "sinks"):
-            if getattr(impl, what, None):
+            found = getattr(impl, what, None)
+            if found is not None and not (isinstance(found, int | float) and found == 0):
                 raise ValueError(f"joint attention isn't served with {what}: {attention.layer_name} has them")
+        if is_quantized_kv_cache(attention.kv_cache_dtype):
+            raise ValueError(
+                f"joint attention reads a row's own keys out of vLLM's cache, which is {attention.kv_cache_dtype} "
+                "here: leave kv_cache_dtype alone"
+            )
+        if not _has_block_tables(attention.attn_backend):
+            raise ValueError(
+                "joint attention looks up a row's own keys by its block table, which "
+                f"{attention.attn_backend.get_name()} doesn't hand on: choose another attention backend, such as "
+                "FLASH_ATTN or TRITON_ATTN"
+            )
         self.window = getattr(attention, "sliding_window", None)
         # scores of documents are taken with the usual scale
         self.scale = float(impl.scale) * math.sqrt(attention.head_size)
         attention.register_forward_hook(self.read)
+
+    def check_cache(self) -> None:
+        """Looks into vLLM's cache, once it is there. Raises ValueError if keys aren't found in it."""
+        self.keys.read(self.attention, torch.zeros(1, dtype=torch.long, device=self.attention.kv_cache.device))
 
     def read(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """The layer's output [tokens, heads * head_dim], with documents in the rows that have any."""
@@ -101,6 +118,12 @@ class JointReader:
         if self.window is not None:
             hidden |= places <= rows.at[..., None] - self.window
         return masses(queries, keys, hidden)
+
+
+def _has_block_tables(backend: Any) -> bool:
+    """Whether the backend's metadata of a step has the block table of each row."""
+    bases = getattr(backend.get_builder_cls(), "__orig_bases__", ())
+    return any("block_table" in getattr(made, "__annotations__", ()) for base in bases for made in get_args(base))
 
 
 def attention_of(layer: nn.Module) -> Attention:

@@ -39,6 +39,7 @@ class CombMixin(ModelClass):
         self.comb_config = encoder_config(model_config.hf_config)
         self._comb_vllm_config = vllm_config
         self.comb_blocks: dict[str, PagedCrossBlock] = {}
+        self.comb_readers: list[JointReader] = []
         # read after the checkpoint itself, which holds the adapter
         self.secondary_weights = [DefaultModelLoader.Source(adapter["backbone"], adapter["revision"], prefix=BACKBONE)]
         layers = decoder_layers(self, model_config.hf_text_config.num_hidden_layers)
@@ -50,6 +51,7 @@ class CombMixin(ModelClass):
                 attention = attention_of(layers[layer])
                 reader = JointReader(attention, index, self.comb, f"{prefix}comb.{index}", keys)
                 known[reader.name] = reader
+                self.comb_readers.append(reader)
             return
         for index, layer in enumerate(adapter["layers"]):
             block = PagedCrossBlock(self.comb_config, index, self.comb, f"{prefix}comb.{index}")

@@ -45,6 +45,12 @@ class RunnerRows:
         return self.documents.known
 
 
+def check_caches(model: Any) -> None:
+    """Raises ValueError if joint attention can't look up keys in vLLM's cache."""
+    for reader in model.comb_readers:
+        reader.check_cache()
+
+
 class PoolOwner:
     """The part of the worker that doesn't depend on the platform; mixed into vLLM's."""
 
@@ -67,6 +73,11 @@ class PoolOwner:
         self.comb_rows = RunnerRows(self.model_runner, model.comb)
         model.register_forward_pre_hook(self.comb_rows)
         model.register_forward_hook(lambda *_: model.comb.end())
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """vLLM's cache is made: what reads it looks whether it can, before there is a request."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        check_caches(self.model_runner.get_model())
 
     def shutdown(self) -> None:
         """Removes the pool's files."""
@@ -92,6 +103,11 @@ class CombGPUWorkerV2(Worker):
         """As vLLM's, and promises what `compile_or_warm_up_model` does: vLLM asks before."""
         super().load_model(**options)
         self.model_runner.get_model().comb.full_graphs = True
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """As `PoolOwner`'s."""
+        super().initialize_from_config(kv_cache_config)
+        check_caches(self.model_runner.get_model())
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """As vLLM's; steps with documents are kept out of the graphs of whole steps that it has captured."""
