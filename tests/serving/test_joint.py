@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from comb_serving.vllm import joint
+from comb_serving.vllm.linking import cache_access
 from comb_serving.vllm.linking.cache_access import CacheReader
 
 pytestmark = pytest.mark.vllm
@@ -58,6 +59,40 @@ def test_caches_that_cannot_be_read_are_refused() -> None:
     wrapped.attn_backend = SimpleNamespace(get_name=lambda: "FLASHINFER", get_builder_cls=lambda: Wrapping)
     with pytest.raises(ValueError, match="which FLASHINFER doesn't hand on"):
         joint.JointReader(wrapped, 0, None, "name", CacheReader(16))  # type: ignore[arg-type]
+
+
+class Cached(Attending):
+    """A layer whose cache [blocks, 2, size, heads, dim] or [blocks, 2, heads, size, dim] is written as vLLM's are."""
+
+    def __init__(self, *, heads_first: bool, packed: bool) -> None:
+        super().__init__()
+        self.num_kv_heads, self.packed = 3, packed
+        made = torch.randn(4, 2, 3, 8, 16) if heads_first else torch.randn(4, 2, 8, 3, 16).transpose(2, 3)
+        self.kv_cache = made.transpose(2, 3)  # [blocks, 2, size, heads, dim], strided as the backend has it
+        self.impl.do_kv_cache_update = self.update
+
+    def update(
+        self, _: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        if self.packed:  # numbers of a key in an order of their own
+            keys = keys[..., torch.randperm(16, generator=torch.Generator().manual_seed(1))]
+        cache[slots // 8, 0, slots % 8] = keys
+        cache[slots // 8, 1, slots % 8] = values
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_keys_are_found_in_whatever_layout(heads_first: bool, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_access, "MLAAttention", type(None))
+    layer, reader = Cached(heads_first=heads_first, packed=packed), CacheReader(8)
+    keys, values = torch.randn(5, 3, 16), torch.randn(5, 3, 16)
+    slots = torch.tensor([3, 8, 31, 17, 0])
+    cache_access.write(layer, keys, values, slots)
+    assert torch.equal(reader.first(layer, slots), keys)
+    assert torch.equal(reader.read(layer, slots), torch.cat((keys.flatten(1), values.flatten(1)), 1))
+    ((_, _, strides),) = reader._places.values()
+    assert bool(strides) is not packed
+    assert not torch.equal(reader.first(layer, slots.flip(0)), keys)
 
 
 def test_a_layer_has_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from comb.kernels.paged.attention import attend, masses
-from comb_serving.vllm.linking.cache_access import CacheReader, token_shape
+from comb_serving.vllm.linking.cache_access import CacheReader
 from comb_serving.vllm.rows import AlikeRows, RequestDocuments
 
 _AT_ONCE = 2**24
@@ -66,7 +66,7 @@ class JointReader:
 
     def check_cache(self) -> None:
         """Looks into vLLM's cache, once it is there. Raises ValueError if keys aren't found in it."""
-        self.keys.read(self.attention, torch.zeros(1, dtype=torch.long, device=self.attention.kv_cache.device))
+        self.keys.first(self.attention, torch.zeros(1, dtype=torch.long, device=self.attention.kv_cache.device))
 
     def read(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """The layer's output [tokens, heads * head_dim], with documents in the rows that have any."""
@@ -111,9 +111,8 @@ class JointReader:
         places = torch.arange(rows.longest, device=queries.device)
         size = self.keys.block_size
         slots = table[rows.index][:, places // size].long() * size + places % size
-        heads, width = token_shape(self.attention).parts[0]
         # places behind a row's end are read somewhere else, and hidden
-        keys = self.keys.read(self.attention, slots.flatten(), heads * width).view(*slots.shape, heads, width)
+        keys = self.keys.first(self.attention, slots.flatten()).unflatten(0, slots.shape)
         hidden = places > rows.at[..., None]
         if self.window is not None:
             hidden |= places <= rows.at[..., None] - self.window
