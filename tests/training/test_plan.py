@@ -90,17 +90,27 @@ def test_the_hub_s_configuration_comes_first(tmp_path: Path, monkeypatch: pytest
     assert not any("Hub" in note and "sizes" in note for note in run.notes)
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_counts_without_weights_are_those_of_the_loaded_model(lora: bool) -> None:
+BLOCKS = ["model.options={}", "model.num_encoder_layers=2"]
+
+
+@pytest.mark.parametrize(("form", "lora"), [([], False), (BLOCKS, False), (BLOCKS, True)])
+def test_counts_without_weights_are_those_of_the_loaded_model(form: list[str], lora: bool) -> None:
     if lora:
         pytest.importorskip("peft")
-    config = load_config(CONFIGS["nano"], ["train.lora_rank=4"] if lora else [])
+    config = load_config(CONFIGS["nano"], [*form, *(["train.lora_rank=4"] if lora else [])])
     model = training_method("comb").load(config)
     parameters, meta = Parameters.of(model), meta_model(config)[0]
     assert parameters == Parameters.of(meta)
     assert all(parameter.is_meta for parameter in meta.parameters())
     assert (parameters.trained, parameters.total) == model.num_trainable_parameters()
     assert (parameters.parts["encoder layers"][1] < parameters.parts["encoder layers"][0]) == lora
+
+
+def test_a_primer_is_not_read_for_a_plan() -> None:
+    """It has no weights, and a backbone without weights may have no tokenizer either."""
+    options = "model.options={shared_layers: true, joint_attention: true, key_distance: 1, primer: /absent/passage.txt}"
+    config = load_config(CONFIGS["nano"])
+    assert Parameters.of(meta_model(load_config(CONFIGS["nano"], [options]))[0]) == Parameters.of(meta_model(config)[0])
 
 
 def test_an_adapter_to_go_on_from_is_counted_like_a_fresh_one(tmp_path: Path) -> None:

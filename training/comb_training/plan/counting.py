@@ -73,7 +73,7 @@ def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
         OSError: when a configuration isn't here and can't be fetched.
         UnsupportedBackboneError: if no encoder can be attached to such a backbone.
     """
-    options = config.model.options
+    options = {name: value for name, value in config.model.options.items() if name != "primer"}  # it has no weights
     adapter_dtype = options.get("adapter_dtype", torch.float32)
     dtype = dtype_of(config.model.dtype)
     loading = {} if dtype == "auto" else {"dtype": dtype}
