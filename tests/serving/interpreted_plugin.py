@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.engines import checkpoint, served
+from tests.helpers.engines import JOINT, checkpoint, served
 
 pytestmark = pytest.mark.usefixtures("plugin")
 STEPS: list[int] = []
 
 
-@pytest.mark.parametrize("stored", ["auto", "fp8"])
-def test_the_kernels_answer_as_the_library_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
+@pytest.mark.parametrize(("stored", "shape"), [("auto", {}), ("fp8", {}), ("auto", JOINT)])
+def test_the_kernels_answer_as_the_library_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, shape: dict[str, Any]
+) -> None:
     from comb.kernels.paged import kernel as paged
 
-    def counted(query: Any, layer: Any, batch: Any) -> Any:
+    def counted(query: Any, layer: Any, batch: Any, **options: Any) -> Any:
         STEPS.append(batch.num_tokens)
-        return run(query, layer, batch)
+        return run(query, layer, batch, **options)
 
     def plain(*_: Any) -> None:
         raise AssertionError("the plain way was taken")
@@ -31,7 +33,7 @@ def test_the_kernels_answer_as_the_library_does(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("COMB_POOL_DTYPE", stored)
     prompts = [list(range(5, 5 + length)) for length in (9, 40)]
     asked = [(prompt, names) for names in ("A", "", "CAB", "B") for prompt in prompts]
-    with served(tmp_path, checkpoint(tmp_path, "nano")) as found:
+    with served(tmp_path, checkpoint(tmp_path, "nano", **shape)) as found:
         for (prompt, names), (ids, logs) in zip(asked, found.ask(asked, tokens=3), strict=True):
             wanted = found.reference(prompt, names, tokens=3)
             exact = stored == "auto" or not names
