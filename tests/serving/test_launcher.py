@@ -17,7 +17,7 @@ import pytest
 from comb_serving.config.instance import LOCK, PREFIX, instance_folder, note_segments, remove_abandoned
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.sizes import parse_bytes, parse_pool_size, parse_share
-from comb_serving.launch.launcher import launch, read_flags
+from comb_serving.launch.launcher import launch, read_flags, tokenizer_flags
 from tests.helpers.processes import wait_for, wait_until_gone
 
 PROGRAM = """
@@ -74,6 +74,17 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     assert (options.ranks, len(options.key_hashes)) == (2, 1)
     assert "k" not in options.key_hashes
     assert list(root.iterdir()) == []
+
+
+def test_an_adapter_without_a_tokenizer_has_its_backbones(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "config.json").write_text('{"model_type": "comb", "backbone_name_or_path": "./below"}')
+    assert tokenizer_flags(tmp_path, ["--port", "1"]) == ["--tokenizer", str(tmp_path / "below")]
+    assert tokenizer_flags(tmp_path, ["--tokenizer=x"]) == tokenizer_flags(tmp_path, ["--tokenizer", "x"]) == []
+    assert tokenizer_flags(tmp_path, ["--tokenizer-mode", "slow"])
+    (tmp_path / "tokenizer.json").touch()
+    assert tokenizer_flags(tmp_path, []) == []
+    assert tokenizer_flags(tmp_path / "ORG" / "NAME", []) == []
 
 
 def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import backbone_beside, resolve_name
 from comb_serving.config.instance import READY, instance_folder, note_segments
 from comb_serving.config.options import (
     ADMIN_KEY,
@@ -173,7 +173,8 @@ def launch(
         model = resolve_name(options.checkpoint)
         # clients know a registered model by its name, not by the folder where it lies
         names = [] if flags.named or model == options.checkpoint else ["--served-model-name", options.checkpoint]
-        ours = [*names, *as_flags(engine or {}), "--middleware", MIDDLEWARE]
+        tokenizer = [] if options.method is not None else tokenizer_flags(Path(model), arguments)
+        ours = [*names, *tokenizer, *as_flags(engine or {}), "--middleware", MIDDLEWARE]
         command = [*server, "--model", model, *arguments, *ours]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
         process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
@@ -184,6 +185,15 @@ def launch(
                 return process.wait()
         finally:
             _end(process)
+
+
+def tokenizer_flags(folder: Path, arguments: Sequence[str]) -> list[str]:
+    """The backbone's tokenizer for an adapter's folder without one, where alone vLLM looks; unless one is given."""
+    given = any(item.partition("=")[0] == "--tokenizer" for item in arguments)
+    if given or not (folder / "config.json").is_file() or any(folder.glob("tokenizer*")):
+        return []
+    backbone = json.loads((folder / "config.json").read_text()).get("backbone_name_or_path")
+    return [] if backbone is None else ["--tokenizer", resolve_name(backbone_beside(backbone, folder))]
 
 
 def as_flags(engine: Mapping[str, Any]) -> list[str]:
