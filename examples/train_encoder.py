@@ -13,9 +13,8 @@ from comb_training.config import load_config
 from comb_training.train import run_training
 
 START = [
-    "model.measured_cross_layers=16",  # of the layers through which the backbone reads documents, so many will
     # documents run through the backbone's own layers, and are read beside what else stands in the prompt
-    "model.options={shared_layers: true, joint_attention: true, primer: true, key_distance: 32}",
+    "model.options={shared_layers: true, joint_attention: true, primer: true}",
     "train.answers=on_policy",  # the backbone's own answers, with the documents in its prompt
     "train.ce_weight=0",
     "train.kl_weight=1",  # learn its whole distribution there

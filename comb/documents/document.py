@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from comb.documents.messages import Generated, Message, message_parts
@@ -108,6 +109,12 @@ class Prompt:
             found.append((position, len(segment)))
             position += len(segment) + len(gap)
         return tuple(found)
+
+    @property
+    def placed_behind(self) -> tuple[int, ...]:
+        """How many tokens of `query` stand in front of each segment."""
+        gaps = self.gaps or ((),) * max(0, len(self.segments) - 1)
+        return tuple(accumulate((len(run) for run in gaps), initial=len(self.head))) if self.segments else ()
 
     @property
     def query(self) -> tuple[int, ...]:

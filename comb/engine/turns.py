@@ -86,12 +86,15 @@ def _why_not(before: TurnEnd, method: Method, stamp: Hashable, keys: tuple[str, 
 
 
 def _behind(past: PastState, prompt: Prompt, *, documents_inside: bool) -> tuple[PastState | None, int, Prompt, str]:
-    """As much of `past` as `prompt` begins with, the segments in there, the rest of `prompt`; or why there is none."""
+    """As much of `past` as `prompt` begins with, the segments in there, the rest of `prompt`; or why there is none.
+
+    Where documents aren't inside, they and the prompt stay whole: how much of it is there is for `past` to say.
+    """
     token_ids = prompt.flat if documents_inside else prompt.query
     same = common_length(past.token_ids, token_ids)
     # one token at least is left to compute: its logits are what decoding starts from
     cut = min(same, len(token_ids) - 1)
-    segments, rest = 0, Prompt((), (), token_ids[cut:])
+    segments, rest = 0, prompt
     if documents_inside:
         cut, segments, rest = prompt.behind(cut)
     if cut == len(past.token_ids):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
 from comb.backbones.exclusive import exclusive
+from comb.backbones.forward import counted_passes
 from comb.cache.picache import CrossPICache, PICache
 from comb.linking.support import takes_padded_rows
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.continuation import continue_tokens, pass_size, why_not_continue
+from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
 from comb.waits import all_finite
 
@@ -23,7 +25,8 @@ class Comb(Method):
     """Documents as keys and values of the cross blocks; the decoder's own prompt is head + query.
 
     Position-independent by construction: segments are encoded alone from position zero, and cross-attention has no
-    positions, so neither the order of the documents nor their neighbours matter.
+    positions, so neither the order of the documents nor their neighbours matter. With joint attention documents stand
+    where they do in the prompt: their keys are turned there at link time, and the head is an ordinary prefix.
 
     Source: COMB sec. 3 (encoder and cross blocks).
 
@@ -75,19 +78,22 @@ class Comb(Method):
         return picaches
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
-        prompts = [list(chain.from_iterable(row.fresh)) for row in rows]
-        for row, prompt in zip(rows, prompts, strict=True):
-            self.check_prompt(0, len(prompt))
+        """One row behind its cached head, where that doesn't read documents; several rows in one batch."""
+        for row in rows:
             self._check(row)
+        if len(rows) == 1 and rows[0].picaches and self._places:
+            with exclusive(self.backbone), counted_passes() as passed:
+                past, head_tokens, _ = behind_head(self, rows[0], None)
+                if past is not None:
+                    state = self.continue_row(past, rows[0])
+                    state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens
+                    return state
+        prompts = [_own(row) for row in rows]
+        for row, prompt in zip(rows, prompts, strict=True):
+            self.check_prompt(self._placed_tokens(row), len(prompt))
         input_ids, attention_mask = self.tensors(prompts)
-        linked = any(row.picaches for row in rows)
-        return DecodeState(
-            self.model,
-            input_ids,
-            attention_mask,
-            documents=[list(row.picaches) for row in rows] if linked else None,
-            recomputed=(0,) * len(rows),
-        )
+        state = DecodeState(self.model, input_ids, attention_mask, recomputed=(0,) * len(rows))
+        return self._reading(state, rows)
 
     def why_not_continue(self) -> str:
         reason = why_not_continue(self.backbone)
@@ -96,17 +102,37 @@ class Comb(Method):
         return reason
 
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
-        """The query goes on; `row` has all documents of the conversation, the same that `past` was computed with."""
-        fresh = list(chain.from_iterable(row.fresh))
-        self.check_prompt(0, len(past.token_ids) + len(fresh))
+        """The query goes on; `row` is whole, with all documents of the conversation."""
         self._check(row)
-        state = continue_tokens(self, past, fresh)
+        prompt = _own(row)
+        self.check_prompt(self._placed_tokens(row), len(prompt))
+        state = continue_tokens(self, past, prompt[len(past.token_ids) :])
         state.model = self.model
-        state.documents = [list(row.picaches)] if row.picaches else None
+        return self._reading(state, [row])
+
+    def _reading(self, state: DecodeState, rows: Sequence[LinkRequest]) -> DecodeState:
+        """The state, with its rows' documents."""
+        if any(row.picaches for row in rows):
+            state.documents = [list(row.picaches) for row in rows]
+            if self._places:
+                state.behind = [list(accumulate(map(len, row.fresh[:-1]))) for row in rows]
         return state
+
+    def _placed_tokens(self, row: LinkRequest) -> int:
+        """Tokens of a row's documents that take up positions of the model."""
+        return sum(picache.num_tokens for picache in row.picaches) if self._places else 0
+
+    @property
+    def _places(self) -> bool:
+        return bool(self.model.places_documents)
 
     def _check(self, row: LinkRequest) -> None:
         for picache in row.picaches:
             if not isinstance(picache, CrossPICache):
                 raise ValueError(f"method 'comb' links CrossPICaches, got a {type(picache).__name__}")
             self.model.check_picache(picache)
+
+
+def _own(row: LinkRequest) -> list[int]:
+    """The tokens of a row that aren't documents'."""
+    return list(chain.from_iterable(row.fresh))

@@ -52,8 +52,8 @@ class CombEncoderConfig(PreTrainedConfig):
             are as without.
         cross_mlp: whether cross blocks have an MLP behind their attention (COMB), three quarters of their weights.
         joint_attention: no cross blocks; documents' keys and values are further keys and values of the decoder layer's
-            own attention, one softmax over both as in a prompt, by the layer's own queries. Keys are then turned by
-            `key_distance` as seen from the start of the decoder's prompt, which stands behind all documents.
+            own attention, one softmax over both as in a prompt, by the layer's own queries. Documents stand at their
+            places in the prompt: tokens behind them are as far from what is in front of them as if they were there.
         primer: token ids that documents run through the shared layers behind, and that leave nothing in a PICache: in
             the middle of a text tokens are what they are in a prompt (see `comb.backbones.primer`). None for nothing.
         max_position_embeddings: the longest document in tokens.
@@ -109,10 +109,8 @@ class CombEncoderConfig(PreTrainedConfig):
         for name in ("joint_attention", "primer"):
             if getattr(self, name) and not self.shared_layers:
                 raise ValueError(f"{name} is for documents that run through the backbone's own layers: shared_layers")
-        if self.joint_attention and not self.key_distance:
-            raise ValueError(
-                "joint_attention reads with queries that are turned, so keys must be turned: key_distance, at least 1"
-            )
+        if self.joint_attention and self.key_distance:
+            raise ValueError("joint_attention has documents at their places in the prompt: leave key_distance out")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "

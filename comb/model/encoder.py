@@ -54,13 +54,18 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32. positions [rows, tokens] -> 2 x [rows, tokens, rotary_dim]"""
+        cosine, sine = self.turning(positions)
+        return cosine * self.factor, sine * self.factor
+
+    def turning(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same without the factor: turns what is turned already further."""
         # made at first use, not in __init__: there the module may still be on the meta device
         if self._cached is None or self._cached.device != positions.device:
             frequencies, self.factor = rotary_frequencies(self._config)
             self._cached = frequencies.to(positions.device)
         angles = positions[..., None].float() * self._cached
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.factor, angles.sin() * self.factor
+        return angles.cos(), angles.sin()
 
 
 def apply_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -169,7 +174,7 @@ class KeyValueHead(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """[rows, tokens, hidden], first [rows, tokens] -> keys, values, each [rows, tokens, kv_heads, head_dim]
 
-        `first` is true where a document begins; `rotary` turns keys by their places (`key_distance`).
+        `first` is true where a document begins; `rotary` turns keys by their places.
         """
         hidden = self.norm(hidden)
         keys = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
@@ -252,22 +257,26 @@ class CombEncoder(nn.Module):
                 real = lengths.mask(device)  # None: no row is padded
                 states = [(state.flatten(0, 1) if real is None else state[real])[None] for state in states]
         first = (positions == 0).expand(hidden.shape[:2])
-        turn = self._distance_rotary(lengths.counts, positions, packed=packed)
+        turn = self._key_rotary(lengths.counts, positions, packed=packed)
         pairs = [
             head(state.to(self.dtype), first, turn) for head, state in zip(self.key_value_heads, states, strict=True)
         ]
         keys, values = (torch.stack(tensors, dim=1) for tensors in zip(*pairs, strict=True))
         return keys, values
 
-    def _distance_rotary(self, counts: Tensor, positions: Tensor, *, packed: bool) -> tuple[Tensor, Tensor] | None:
-        """What turns keys at `positions` as a query sees them `key_distance` tokens behind the document's last one."""
+    def _key_rotary(self, counts: Tensor, positions: Tensor, *, packed: bool) -> tuple[Tensor, Tensor] | None:
+        """What turns keys at `positions`: for joint attention as the backbone does, and with `key_distance` as a query
+        sees them that stands so many tokens behind the document's last one."""
+        if self.config.joint_attention:
+            turn: tuple[Tensor, Tensor] = self.rotary(positions)
+            return turn
         if not self.config.key_distance:
             return None
         counts = on_device(counts, positions.device)
         ends = counts.repeat_interleave(counts)[None] if packed else counts[:, None]
+        # queries, which aren't turned, have no factor either, so keys have both
         cosine, sine = self.rotary(positions - ends + 1 - self.config.key_distance)
-        factor = 1.0 if self.config.joint_attention else self.rotary.factor  # what queries that are turned have too
-        return cosine * factor, sine * factor
+        return cosine * self.rotary.factor, sine * self.rotary.factor
 
     @property
     def dtype(self) -> torch.dtype:

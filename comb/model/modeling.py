@@ -34,14 +34,17 @@ from comb.cache.picache import CrossPICache
 from comb.model.config import CONFIGURED_LATER, CombConfig, CombEncoderConfig
 from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
 from comb.model.encoder import CombEncoder
-from comb.model.joint_attention import JointReading, attention_modules
+from comb.model.joint_attention import JointReading, PlacedDocuments, attention_modules
 from comb.model.pretrained import CombPreTrainedModel
 from comb.model.segments import (
     Documents,
+    Places,
     Segment,
     check_rows,
+    checked_places,
     checked_rows,
     equal_parts,
+    least_behind,
     padded_batches,
     token_ids_of,
 )
@@ -68,7 +71,7 @@ class _LastLayerReadError(Exception):
 
 class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     """COMB: documents are encoded once, alone; the frozen backbone reads them through gated cross blocks,
-    or beside its own tokens (`CombEncoderConfig.joint_attention`).
+    or at their places in its own attention (`CombEncoderConfig.joint_attention`).
 
     Without documents, or with the encoder disabled, it is the plain backbone, bit for bit: cross blocks hang on
     the decoder layers as hooks only while documents are linked, and joint attention is asked for only then.
@@ -112,6 +115,12 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         self.agree_on_passes: Callable[[int, int], int] | None = None
         """``agree(passes wanted, most possible) -> passes`` of the encoder per training batch, for runs whose ranks
         must call the same modules (ZeRO-3 gathers weights at each call); None: as many as suit this rank."""
+
+    @property
+    def places_documents(self) -> bool:
+        """Whether documents have places in the prompt, by joint attention: what stands in front of them doesn't read
+        them."""
+        return bool(self.encoder.config.joint_attention)
 
     # --- compile -------------------------------------------------------------------------------------------
 
@@ -248,14 +257,16 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     # --- link ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def linked(self, documents: Documents | None) -> Iterator[LinkedDocuments | None]:
+    def linked(self, documents: Documents | None, behind: Places | None = None) -> Iterator[LinkedDocuments | None]:
         """Links documents to the rows of the batches that this thread runs inside the ``with`` block.
 
         Args:
             documents: one list per row, of PICaches or (to train through the encoder) token ids.
+            behind: for joint attention, how many of its row's tokens stand in front of each document, ascending; by
+                default one, which is where attention rests (StreamingLLM), and the rest behind all documents.
 
         Raises:
-            ValueError: if the encoder is disabled, or a PICache was made by other weights.
+            ValueError: if the encoder is disabled, a PICache was made by other weights, or places don't fit.
         """
         rows = checked_rows(documents)
         if not any(rows):
@@ -263,11 +274,21 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             return
         if not self.encoder_enabled:
             raise ValueError("documents were given while the encoder is disabled; put them into the prompt as text")
-        # joint attention puts documents into padded rows, whatever attention the model has
-        joint = self.encoder.config.joint_attention
-        link = LinkedDocuments(self._key_values(rows), None if joint else self.config._attn_implementation)
+        if self.places_documents:
+            places = checked_places(behind, rows)
+            link: LinkedDocuments = PlacedDocuments(self._key_values(rows), places, self.encoder.rotary.turning)
+        else:
+            link = LinkedDocuments(self._key_values(rows), self.config._attn_implementation)
         with _Attached(self, link):
             yield link
+
+    def _behind(self, documents: Documents | None, behind: Places | None, own: int) -> Places | None:
+        """`behind` of rows with so many tokens of their own; by default all but the first are behind the documents."""
+        if documents is None or not self.places_documents:
+            return None
+        if behind is None:
+            return [[int(own > 1)] * len(row) for row in documents]
+        return [least_behind(row, own, primer=bool(self.encoder.config.primer)) for row in behind]
 
     def _key_values(self, rows: list[list[CrossPICache | Segment]]) -> list[list[KeyValues]]:
         segments = [token_ids_of(item) for row in rows for item in row if not isinstance(item, CrossPICache)]
@@ -292,7 +313,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
     def _current_link(self) -> LinkedDocuments | None:
         return next((link for model, link in reversed(_linked.get()) if model is self), None)
 
-    def _read_now(self) -> LinkedDocuments | None:
+    def _read_now(self) -> Any:
         """What this thread's pass reads: nothing while documents are compiled, which is done without others."""
         return None if _reading.get() is not None else self._current_link()
 
@@ -312,6 +333,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         *,
         documents: Documents | None = None,
+        behind: Places | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -320,27 +342,38 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         Args:
             input_ids: the queries (no document text). [rows, tokens]
             documents: one list per row, of any length; None when no row has documents.
+            behind: where they stand, as of `linked`.
             labels, kwargs: as for the backbone.
 
         Returns:
             the backbone's output.
         """
         check_rows(documents, input_ids, kwargs.get("inputs_embeds"))
-        with self.linked(documents) as link:
+        past = kwargs.get("past_key_values")
+        own = (0 if past is None else past.get_seq_length()) + _width(input_ids, kwargs.get("inputs_embeds"))
+        with self.linked(documents, self._behind(documents, behind, own)) as link:
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         if link is not None:
             _check_read(link)
         return output
 
     @torch.no_grad()
-    def generate(self, inputs: Tensor | None = None, *, documents: Documents | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        documents: Documents | None = None,
+        behind: Places | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """`GenerationMixin.generate` of the backbone, with documents linked to the rows of the prompt.
 
         Takes everything that transformers' `generate` takes (sampling, beams, streamers, batches padded on the
         left with an attention mask).
         """
         check_rows(documents, inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        with self.linked(documents) as link:
+        own = _width(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        with self.linked(documents, self._behind(documents, behind, own)) as link:
             if link is not None:
                 given = kwargs.get("stopping_criteria") or ()
                 kwargs["stopping_criteria"] = StoppingCriteriaList([*given, _ReadAtEveryStep(link)])
@@ -434,6 +467,11 @@ class _Attached:
 
     def __exit__(self, *error: object) -> None:
         self._stacks.pop().close()
+
+
+def _width(*inputs: Tensor | None) -> int:
+    """Tokens of a row of the first input that is given."""
+    return next((tensor.shape[1] for tensor in inputs if tensor is not None), 0)
 
 
 def _check_read(link: LinkedDocuments) -> None:

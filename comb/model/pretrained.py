@@ -17,6 +17,7 @@ from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbon
 from comb.model.config import CombConfig, deepest_encoder_layers, spread_cross_layers
 from comb.model.encoder import CombEncoder
 from comb.model.initialization import encoder_config_for, initialize_from_backbone, initialize_random
+from comb.model.joint_attention import check_turning, layers_with_attention
 
 INITIALIZATIONS = ("backbone", "first_layers", "random")
 
@@ -57,7 +58,8 @@ class CombPreTrainedModel(AdapterModel):
             name_or_model: Hub id, folder or registered name of a causal language model, or a loaded one.
             num_encoder_layers: depth of the encoder.
             cross_attention_layers: backbone layers that get a cross block in front of them; by default as many
-                as the encoder has layers (at most one per backbone layer), evenly spaced.
+                as the encoder has layers (at most one per backbone layer), evenly spaced. With `joint_attention` those
+                that read documents, by default all that have softmax attention.
             encoder_causal: a causal mask inside the encoder instead of a bidirectional one.
             max_document_tokens: longest document; the backbone's context length by default.
             initialization: ``backbone`` starts encoder and blocks from the backbone's layers, ``random`` does not.
@@ -68,8 +70,8 @@ class CombPreTrainedModel(AdapterModel):
                 many cross blocks there are if they are not named.
             sink, key_distance, cross_mlp: what a document's first token leaves in its PICache, whether keys say where
                 in the document they stand, and whether blocks have an MLP; see `CombEncoderConfig`.
-            joint_attention: the decoder's own layers read documents, instead of cross blocks; such an adapter has no
-                gates, and documents are heard from the start. With `shared_layers` and `key_distance`.
+            joint_attention: the decoder's own layers read documents, instead of cross blocks, at their places in the
+                prompt; such an adapter has no gates, and documents are heard from the start. With `shared_layers`.
             primer: a passage that documents are compiled behind, with `shared_layers`: `comb.backbones.primer`.
             gate: how far the gates of the attention are open at the start, 0 <= gate < 1.
             adapter_dtype: dtype of encoder and blocks; the backbone's by default.
@@ -90,6 +92,8 @@ class CombPreTrainedModel(AdapterModel):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         backbone = frozen_backbone(name_or_model, revision=revision, **loading)
         info = inspect_backbone(backbone)
+        if cross_attention_layers is None and joint_attention:
+            cross_attention_layers = layers_with_attention(backbone.get_submodule(info.layers_path))
         if cross_attention_layers is None:
             cross_attention_layers = spread_cross_layers(info.num_layers, min(num_encoder_layers, info.num_layers))
         layers = sorted(int(layer) for layer in cross_attention_layers)
@@ -128,6 +132,8 @@ class CombPreTrainedModel(AdapterModel):
         for block in model.cross_blocks:
             nn.init.constant_(block.attention_gate, math.atanh(gate))  # type: ignore[arg-type]  # a parameter
         model._place(adapter_dtype or floating(backbone.dtype)).eval()
+        if joint_attention:
+            check_turning(backbone, layers, model.encoder.rotary)
         return model
 
     def _place(self, dtype: torch.dtype) -> Self:

@@ -19,7 +19,7 @@ from comb.documents.document import Document, PromptBuilder
 from comb_serving.api import documents as documents_api
 from comb_serving.api.choice import choice_of
 from comb_serving.api.errors import RequestError
-from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, tokenizer_of
+from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, placing_of, tokenizer_of
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS, DOCUMENTS
 from comb_serving.config.instance import instance_folder, read_secret
@@ -145,7 +145,9 @@ class LLM:
                     stack.callback(worker.store.flush)  # to the disk tier, if there is one
                 manager = PICManager(worker.pools[0].layout, LocalEncoders(worker))
             builder = PromptBuilder(tokenizer_of(self.options))
-            self.preprocessor = Preprocessor(builder, manager, choice_of(self.options))
+            self.preprocessor = Preprocessor(
+                builder, manager, choice_of(self.options), placing=placing_of(self.options)
+            )
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from comb import PICEngine
+from comb import PICEngine, methods
 from comb.mac import mac
+from comb.methods.base import LinkRequest
 from comb.model.modeling import CombForCausalLM
 from tests.helpers.families import tiny
 from tests.helpers.tiny_engine import make_backbone, make_tokenizer
@@ -24,34 +25,53 @@ QUERY = torch.tensor([[4, 5, 6, 20, 21]])
 def joint(backbone: Any, layers: list[int] | None = None, **options: Any) -> CombForCausalLM:
     if not isinstance(backbone, (str, Path)):
         layers = list(range(backbone.config.num_hidden_layers)) if layers is None else layers
-    options = {"shared_layers": True, "joint_attention": True, "key_distance": 1} | options
+    options = {
+        "shared_layers": True,
+        "joint_attention": True,
+    } | options
     return CombForCausalLM.from_backbone(backbone, cross_attention_layers=layers, **options)
 
 
-def prompt(document: tuple[int, ...], attention: str) -> dict[str, torch.Tensor]:
-    """The document in front of the query, whose first token doesn't see it."""
-    ids = torch.cat((torch.tensor([document]), QUERY), 1)
-    seen = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-    seen[..., len(document), : len(document)] = False
+def prompt(behind: list[int], attention: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The query with documents in it, each of which sees nothing but itself; and where the query's tokens are."""
+    ids, owner, own = [], [], []
+    for place, token in enumerate(QUERY[0].tolist()):
+        for number, document in enumerate(DOCUMENTS):
+            if behind[number] == place:
+                ids += document
+                owner += [number] * len(document)
+        own.append(len(ids))
+        ids.append(token)
+        owner.append(-1)
+    whose = torch.tensor(owner)
+    seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    seen &= (whose[:, None] == -1) | (whose[:, None] == whose[None])
+    mask = seen[None, None]
     if attention == "eager":
-        return {"input_ids": ids, "attention_mask": torch.zeros(seen.shape).masked_fill(~seen, -1e30)}
-    return {"input_ids": ids, "attention_mask": seen}
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -1e30)
+    return {"input_ids": torch.tensor([ids]), "attention_mask": mask}, own
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("behind", [[0, 0, 0], [2, 2, 2], [1, 3, 3]])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_document_read_by_all_layers_is_the_prompt_itself(family: str, attention: str) -> None:
-    """Nothing is trained yet: keys and values are the backbone's own, and so are their distances to the query."""
+def test_documents_read_by_all_layers_are_the_prompt_itself(family: str, attention: str, behind: list[int]) -> None:
+    """Nothing is trained yet: keys and values are the backbone's own, and so are their places."""
     backbone = tiny(family, attn_implementation=attention)
     model = joint(backbone)
-    document = DOCUMENTS[0]
-    wanted = backbone(**prompt(document, attention)).logits[:, len(document) :]
-    found = model(QUERY, documents=[[document]]).logits
+    whole, own = prompt(behind, attention)
+    wanted = backbone(**whole).logits[:, own]
+    found = model(QUERY, documents=[DOCUMENTS], behind=[behind]).logits
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
-    assert (found - backbone(QUERY).logits).abs().max() > 1e-3  # control: without the document it says something else
-    fewer = joint(backbone, [1])(QUERY, documents=[[document]]).logits
+    plain = backbone(QUERY).logits
+    front = slice(behind[0])  # nothing reads documents there
+    torch.testing.assert_close(found[:, front], plain[:, front], atol=1e-6, rtol=1e-5)
+    assert (found - plain).abs().max() > 1e-3  # control: without documents it says something else
+    fewer = joint(backbone, [1])(QUERY, documents=[DOCUMENTS], behind=[behind]).logits
     assert (fewer - wanted).abs().max() > 1e-4  # and where one layer reads
+    other_order = model(QUERY, documents=[DOCUMENTS[::-1]], behind=[behind]).logits
+    assert (other_order - wanted).abs().max() > 1e-5  # and in another order, as in a prompt
 
 
 @torch.no_grad()
@@ -71,7 +91,7 @@ def test_generation_goes_on_from_its_cache() -> None:
 @torch.no_grad()
 def test_rows_read_their_own_documents_and_those_without_are_the_plain_ones() -> None:
     backbone = tiny("llama")
-    model = joint(backbone, [1, 2], key_distance=7)
+    model = joint(backbone, [1, 2])
     queries = torch.tensor([[4, 5, 6], [7, 8, 9], [10, 11, 12]])
     rows: list[list[Any]] = [[DOCUMENTS[0]], [], [DOCUMENTS[2], DOCUMENTS[1]]]
     together = model(queries, documents=rows).logits
@@ -79,8 +99,6 @@ def test_rows_read_their_own_documents_and_those_without_are_the_plain_ones() ->
     for index in (0, 2):
         alone = model(queries[index : index + 1], documents=[rows[index]]).logits
         torch.testing.assert_close(together[index], alone[0], atol=1e-5, rtol=1e-5)
-    other_order = model(queries[2:], documents=[rows[2][::-1]]).logits
-    torch.testing.assert_close(other_order[0], together[2], atol=1e-5, rtol=1e-5)
     padded = torch.tensor([[0, 0, 4, 5, 6], [7, 8, 9, 10, 11]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     left = model(padded, mask, documents=[rows[0], rows[2]], position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits
@@ -170,7 +188,7 @@ def test_documents_behind_a_primer_are_what_they_are_in_that_text(family: str) -
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"key_distance": 0}, "key_distance, at least 1"),
+        ({"key_distance": 1}, "leave key_distance out"),
         ({"shared_layers": False}, "shared_layers"),
         ({"gate": 0.5}, "no gates"),
         ({"primer": True}, "no tokenizer beside its weights"),
@@ -192,3 +210,88 @@ def test_mac_beside_it_is_refused() -> None:
 def test_layers_without_softmax_attention_are_refused() -> None:
     with pytest.raises(ValueError, match="no softmax attention"):
         joint(tiny("qwen3_next"), [0])
+
+
+# --- as a method ---------------------------------------------------------------------------------------------------
+
+HEAD, GAP = [2, 30, 31, 32], [33, 34]
+
+
+@pytest.mark.parametrize("primer", [None, [7, 8, 9]])
+@pytest.mark.parametrize("gap", [[], GAP])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_untrained_and_in_all_layers_it_is_naive(family: str, gap: list[int], primer: list[int] | None) -> None:
+    """Or `primed`: what COMB's documents are to start with, at the same places."""
+    backbone = tiny(family)
+    comb = methods.create("comb", joint(backbone, **({"primer": primer} if primer else {})))
+    named = {"method": "primed", "primer": primer} if primer else {"method": "naive"}
+    other = methods.create(named.pop("method"), backbone, **named)
+    answers = []
+    for method in (comb, other):
+        picaches = method.compile(DOCUMENTS)
+        state = method.link(picaches, QUERY[0].tolist(), head_ids=HEAD, gaps=[gap, []] if gap else [])
+        answers.append((state.logits, state.answer_logits([40, 41, 42]), state.generate(max_new_tokens=6)[0, -6:]))
+    for found, wanted in zip(*answers, strict=True):
+        if found.dtype == torch.float32:
+            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+        else:
+            assert torch.equal(found, wanted)
+    # control: the same in another order
+    turned = comb.link(comb.compile(DOCUMENTS[::-1]), QUERY[0].tolist(), head_ids=HEAD).logits
+    assert (turned - answers[0][0]).abs().max() > 1e-4
+
+
+def test_the_head_is_computed_once_and_rows_of_a_batch_are_as_alone() -> None:
+    backbone = tiny("llama")
+    comb = methods.create("comb", joint(backbone, [1, 2]))
+    picaches = comb.compile(DOCUMENTS)
+    first, again = (comb.link(picaches, QUERY[0].tolist(), head_ids=HEAD) for _ in range(2))
+    assert (first.head_tokens, again.head_tokens) == (0, len(HEAD))
+    assert again.computed == (QUERY.shape[1],)
+    assert torch.equal(first.logits, again.logits)
+    rows = [
+        LinkRequest(picaches, QUERY[0].tolist(), HEAD),
+        LinkRequest(picaches[:1], [8, 9], HEAD[:2]),
+        LinkRequest([], [8, 9], HEAD),
+    ]
+    batch = comb.link_batch(rows).logits
+    for row, found in zip(rows, batch, strict=True):
+        torch.testing.assert_close(comb.link_row(row).logits[0], found, atol=2e-5, rtol=1e-4)
+
+
+def test_a_prompt_that_begins_with_documents_has_a_token_to_rest_on() -> None:
+    """Documents know themselves behind a primer, so the first token of the question goes in front of them."""
+    model = joint(tiny("llama"), primer=[7, 8, 9])
+    comb = methods.create("comb", model)
+    picaches = comb.compile(DOCUMENTS)
+    bare = comb.link(picaches, QUERY[0].tolist()).logits
+    moved = comb.link(picaches, QUERY[0, 1:].tolist(), head_ids=QUERY[0, :1].tolist()).logits
+    torch.testing.assert_close(bare, moved, atol=2e-5, rtol=1e-4)
+    lone = comb.link(picaches, [4]).logits
+    assert (lone - model.backbone(torch.tensor([[4]])).logits[:, -1]).abs().max() > 1e-3  # it reads them
+
+
+def test_documents_take_up_positions() -> None:
+    backbone = tiny("llama")
+    limit = backbone.config.max_position_embeddings
+    comb = methods.create("comb", joint(backbone, [1]))
+    picaches = comb.compile([[5] * (limit // 2)] * 2)
+    with pytest.raises(ValueError, match=f"but the backbone has {limit} positions"):
+        comb.link(picaches, [4, 5])
+    comb.link(picaches[:1], [4, 5])
+
+
+@pytest.mark.parametrize(("behind", "said"), [([[1]], "for 3 documents"), ([[3, 2, 3]], "ascending"), ([], "0 lists")])
+def test_places_that_do_not_fit_are_refused(behind: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        joint(tiny("llama"), [1])(QUERY, documents=[DOCUMENTS], behind=behind)
+
+
+@pytest.mark.parametrize("family", ["cohere", "gemma3", "gpt_neox", "bloom"])
+def test_layers_that_give_keys_their_places_otherwise_are_refused(family: str) -> None:
+    """Pairs of neighbours, another set of frequencies in some layers, none at all."""
+    if family == "gpt_neox":  # a part of each head, by halves: as it is here
+        joint(tiny(family))
+        return
+    with pytest.raises(ValueError, match=r"otherwise|AttentionInterface|attention"):
+        joint(tiny(family))

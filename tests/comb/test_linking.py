@@ -502,7 +502,7 @@ def test_discovery_finds_the_layouts() -> None:
 
 def test_rows_of_a_pass_may_differ_by_rounding() -> None:
     """Kernels take rows in blocks: the same token may come out a little different in another row (seen in bfloat16)."""
-    model = model_of("llama")
+    model = tiny("llama", std=0.15)  # of its own: hooks stay on it
     with torch.no_grad():
         expected = find_positions(model)
         passes: list[int] = []

@@ -27,7 +27,7 @@ SMALL = {
 }  # fmt: skip
 
 
-JOINT = {"cross_attention_layers": [1, 2, 4], "shared_layers": True, "joint_attention": True, "key_distance": 8,
+JOINT = {"cross_attention_layers": [1, 2, 4], "shared_layers": True, "joint_attention": True,
          "primer": [5, 6, 7]}  # fmt: skip
 
 
@@ -101,7 +101,9 @@ class Served:
             return {"prompt_token_ids": prompt}, greedy(tokens)
         salt = stated.get("salt", MARK + names)
         places = tuple(pack([self.handles[name] for name in names]))
-        means = {"request_id": "", "salt": salt, "documents": places, "prompts": (digest(prompt),), **stated}
+        behind = (tuple([front_of(prompt)] * len(names)),)
+        means = {"request_id": "", "salt": salt, "documents": places, "prompts": (digest(prompt),), "behind": behind}
+        means |= stated
         token = Capability(**means).sign(read_secret(Path(os.environ["COMB_INSTANCE_DIR"])))
         return {"prompt_token_ids": prompt, "cache_salt": salt}, greedy(tokens, {KEY: token})
 
@@ -112,21 +114,32 @@ class Served:
         self.cached += [output.num_cached_tokens for output in outputs]
         return [answer(output) for output in outputs]
 
-    def reference(self, prompt: list[int], names: str, tokens: int = 8) -> Any:
+    def reference(self, prompt: list[int], names: str, tokens: int = 8, front: int | None = None) -> Any:
         """The library's own answer."""
-        return reference(self.model, prompt, [self.documents[name] for name in names], tokens)[:2]
+        return reference(self.model, prompt, [self.documents[name] for name in names], tokens, front)[:2]
 
 
-def reference(model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int) -> Any:
-    """The library's greedy answer: token ids, their log-probabilities, and all log-probabilities of the first one."""
+def reference(
+    model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int, front: int | None = None
+) -> Any:
+    """The library's greedy answer: token ids, their log-probabilities, and all log-probabilities of the first one.
+
+    front: tokens in front of documents, where these have places; by default `front_of` the prompt.
+    """
     given = torch.tensor([prompt])
     found = model.generate(
         given, attention_mask=torch.ones_like(given), documents=[documents] if documents else None, pad_token_id=0,
+        behind=[[front_of(prompt) if front is None else front] * len(documents)] if documents else None,
         max_new_tokens=tokens, do_sample=False, eos_token_id=[], output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     ids = found.sequences[0, len(prompt) :].tolist()
     logs = [logits[0].float().log_softmax(-1) for logits in found.logits]
     return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)], logs[0]
+
+
+def front_of(prompt: list[int]) -> int:
+    """How many of a prompt's tokens stand in front of documents, where these have places."""
+    return len(prompt) // 3
 
 
 def three_documents(model: CombForCausalLM) -> dict[str, list[int]]:

@@ -45,20 +45,20 @@ class Attending(nn.Module):
 def test_scores_that_are_more_than_a_product_are_refused(what: str) -> None:
     plain, other = Attending(), Attending()
     setattr(other.impl, what, torch.full((2,), 30.0))
-    reader = joint.JointReader(plain, 0, None, "name", CacheReader(16))  # type: ignore[arg-type]
+    reader = joint.JointReader(plain, 0, None, "name", CacheReader(16), None)  # type: ignore[arg-type]
     assert reader.scale == 1.0
     with pytest.raises(ValueError, match=f"{what}: layers.1.attn has them"):
-        joint.JointReader(other, 0, None, "name", CacheReader(16))  # type: ignore[arg-type]
+        joint.JointReader(other, 0, None, "name", CacheReader(16), None)  # type: ignore[arg-type]
 
 
 def test_caches_that_cannot_be_read_are_refused() -> None:
     small, wrapped = Attending(), Attending()
     small.kv_cache_dtype = "fp8_e4m3"
     with pytest.raises(ValueError, match="fp8_e4m3 here: leave kv_cache_dtype alone"):
-        joint.JointReader(small, 0, None, "name", CacheReader(16))  # type: ignore[arg-type]
+        joint.JointReader(small, 0, None, "name", CacheReader(16), None)  # type: ignore[arg-type]
     wrapped.attn_backend = SimpleNamespace(get_name=lambda: "FLASHINFER", get_builder_cls=lambda: Wrapping)
     with pytest.raises(ValueError, match="which FLASHINFER doesn't hand on"):
-        joint.JointReader(wrapped, 0, None, "name", CacheReader(16))  # type: ignore[arg-type]
+        joint.JointReader(wrapped, 0, None, "name", CacheReader(16), None)  # type: ignore[arg-type]
 
 
 class Cached(Attending):

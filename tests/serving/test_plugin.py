@@ -103,6 +103,36 @@ def test_prefixes_are_shared_by_requests_with_the_same_documents_alone(nano: Ser
         same(stale, references[3, other])
 
 
+def test_what_stands_in_front_of_documents_is_shared_by_all(nano: Served) -> None:
+    """With joint attention; where cross blocks read, every token reads all documents."""
+    if not nano.model.places_documents:
+        pytest.skip("cross blocks")
+    prompt, behind = PROMPTS[3], {"behind": ((40,),)}
+    plain = nano.ask([(prompt, "")])[0]
+    for names in ("A", "C"):
+        same(nano.ask([(prompt, names)], **behind)[0], nano.reference(prompt, names, front=40))
+    same(nano.ask([(prompt, "")])[0], plain)
+    same(nano.ask([(prompt, "A")], behind=((20,),))[0], nano.reference(prompt, "A", front=20))
+    assert nano.cached[-4:] == [32, 32, 64, 0]  # blocks of 32: the front's first, the same prompt's, and none
+    nano.ask([(prompt, "A")], behind=((40,),), front="of another tenant")
+    assert nano.cached[-1] == 0
+
+
+def test_places_beyond_the_models_are_refused(nano: Served) -> None:
+    """Documents take up positions, of which answers then have fewer; nano has 2048."""
+    if not nano.model.places_documents:
+        pytest.skip("cross blocks")
+    prompt, long = PROMPTS[0], "C" * 66  # 30 tokens each
+    found = nano.llm.generate(*nano.request(prompt, long, behind=((1,) * 66,), tokens=80), use_tqdm=False)
+    assert len(found[0].outputs[0].token_ids) == 2048 - 66 * 30 - len(prompt)
+    wrong = [{"behind": ((1,),)}, {"behind": ((3, 1),)}, {"behind": ()}]
+    for stated in wrong:
+        found = nano.llm.generate(*nano.request(prompt, "AB", **stated), use_tqdm=False)
+        assert found[0].outputs[0].finish_reason == "error"
+    found = nano.llm.generate(*nano.request(prompt, long + "CC", behind=((1,) * 68,)), use_tqdm=False)
+    assert found[0].outputs[0].finish_reason == "error"
+
+
 def test_a_request_that_was_turned_out_comes_back_to_its_documents(nano: Served) -> None:
     asked = [(PROMPTS[3], names) for names in (*SETS, "A", "AB", "", "C")]
     before = preemptions(nano)
@@ -179,7 +209,10 @@ def test_documents_that_were_lost_or_swapped_on_the_way_are_an_error_and_poison_
         assert nano.cached[-1] == 0
     # a prompt that vLLM has rendered itself is stated by nobody
     found = nano.llm.generate(*nano.request(PROMPTS[3], "A", prompts=()), use_tqdm=False)
-    same(answer(found[0]), references[3, "A"])
+    if nano.model.places_documents:  # and documents in it have no places
+        assert found[0].outputs[0].finish_reason == "error"
+    else:
+        same(answer(found[0]), references[3, "A"])
 
 
 def test_caches_of_other_engines_cannot_be_named(nano: Served) -> None:

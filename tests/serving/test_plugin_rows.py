@@ -14,7 +14,7 @@ import torch
 
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
-from comb_serving.pool.capability import KEY, MARK, Capability
+from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
 from comb_serving.vllm.pool import check_arguments, pool_device, rank_layout, total_bytes
@@ -70,22 +70,51 @@ def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> 
     assert documents.step.rows == ()
 
 
-def test_rows_of_as_many_tokens_are_taken_together(documents: RequestDocuments) -> None:
-    """For their own keys: where their tokens are, and which is the first of a prompt that has more."""
-    for name, lone in (("x", False), ("y", True), ("z", False), ("w", False)):
-        documents.add(name, args(A, request_id=name), lone=lone)
+def placed(name: str, behind: tuple[int, ...], *handles: PoolHandle) -> dict[str, Any]:
+    prompt = [ord(name)] * 9
+    stated = Capability(name, MARK, tuple(pack(handles)), (digest(prompt),), behind=(behind,))
+    return {"request_id": name, "extra_args": {KEY: stated.sign(SECRET)}, "prompt": prompt}
+
+
+def test_tokens_read_the_documents_in_front_of_them(documents: RequestDocuments) -> None:
+    """For joint attention: who reads what, where documents begin, and how far back who stands behind them."""
+    documents.placed = True
+    documents.add(**placed("x", (2, 2), A, B))  # of 5 and 4 tokens
+    documents.add(**placed("y", (1, 4), B, A))
+    documents.add(**placed("z", (6,), A))
     documents.add("v", None)
-    # x decodes, y begins with its only token, v has no documents, z begins, w goes on in a second chunk
-    documents.begin(["x", "y", "v", "z", "w"], [0, 1, 2, 5, 8, 11], [6, 0, 0, 0, 4])
-    ones, threes = documents.step.groups(torch.device("cpu"))
-    assert (ones.index.tolist(), ones.tokens.tolist(), ones.at.tolist()) == ([0, 1], [[0], [1]], [[6], [0]])
-    assert (ones.first.any().item(), ones.longest, ones.count) == (False, 7, 1)
-    assert (threes.index.tolist(), threes.tokens.tolist()) == ([3, 4], [[2, 3, 4], [5, 6, 7]])
-    assert threes.at.tolist() == [[0, 1, 2], [4, 5, 6]]
-    assert (threes.first.nonzero().tolist(), threes.longest, threes.count) == ([[0, 0]], 7, 3)
-    part = threes.part(1, 2, 1, 3)
-    assert (part.index.tolist(), part.tokens.tolist(), part.at.tolist()) == ([4], [[6, 7]], [[5, 6]])
-    assert documents.step.groups(torch.device("cpu"))[0] is ones
+    # x decodes, y begins with five tokens, v has no documents, z begins and all its tokens are in front, w is x's chunk
+    documents.begin(["x", "y", "v", "z"], [0, 1, 6, 7, 10], [9, 0, 0, 0])
+    cpu = torch.device("cpu")
+    places = documents.step.places(cpu)
+    assert places.tokens.tolist() == [0, 2, 3, 4, 5]
+    assert places.moved.tolist() == [9, 4, 4, 4, 9]
+    assert places.batch.counts == (1, 1, 4, 1)
+    assert [table.slots().tolist() for table in places.batch.tables] == [
+        [12, 13, 14, 15, 4], [0, 1, 2, 3], [0, 1, 2, 3], [12, 13, 14, 15, 4]
+    ]  # fmt: skip
+    assert places.readers.tolist() == [0, 0, 1, 2, 3, 4, 4]
+    assert places.starts.tolist() == [2, 7, 1, 1, 1, 1, 8]
+    one, four = places.alike
+    assert (one.index.tolist(), one.tokens.tolist(), one.at.tolist(), one.longest) == ([0], [[0]], [[9]], 10)
+    assert (four.index.tolist(), four.tokens.tolist(), four.at.tolist()) == ([1], [[1, 2, 3, 4]], [[1, 2, 3, 4]])
+    part = four.part(0, 1, 1, 3)
+    assert (part.index.tolist(), part.tokens.tolist(), part.at.tolist()) == ([1], [[2, 3]], [[2, 3]])
+    assert documents.step.places(cpu) is places
+    documents.begin(["z"], [0, 4], [4])  # a later chunk, part of which is behind the document
+    places = documents.step.places(cpu)
+    assert (places.tokens.tolist(), places.moved.tolist(), places.starts.tolist()) == ([2, 3], [5, 5], [6, 6])
+    documents.begin(["z"], [0, 4], [0])
+    assert not len(documents.step.places(cpu).tokens)
+
+
+def test_documents_without_places_are_refused(documents: RequestDocuments) -> None:
+    documents.placed = True
+    for behind in ((), (1,), (3, 1)):
+        with pytest.raises(ValueError, match="2 documents have no places"):
+            documents.add(**placed("x", behind, A, B))
+    with pytest.raises(ValueError, match="no places in its prompt"):
+        documents.add("x", args(A, request_id="x"), [1, 2])
 
 
 def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: RequestDocuments) -> None:
@@ -240,7 +269,14 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None, prompt_token_ids=None))
     assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
     (row,) = model.comb.step.rows
-    assert (row.start, row.stop, row.table.num_tokens, row.lone) == (1, 4, 5, True)
+    assert (row.start, row.stop, row.table.num_tokens, row.documents) == (1, 4, 5, ())
+    model.comb.placed = True
+    own = placed("u", (0,), A)
+    found.add_request(3, SimpleNamespace(req_id="u", sampling_params=SimpleNamespace(extra_args=own["extra_args"]),
+                                         prompt_token_ids=own["prompt"]))  # fmt: skip
+    found.prepare_inputs(batch(["u"], [0, 1]), None)
+    assert [document.start for document in model.comb.step.rows[0].documents] == [0]
+    model.comb.placed = False
     # another request in the batch position of the one before
     found.remove_request("x")
     found.add_request(0, new("w", None))

@@ -20,7 +20,7 @@ TEXTS = ["Ada went to the garden.", "Bob is in the kitchen."]
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "blocks": {"sink": "null", "gate": 0.9, "cross_mlp": False},
+    "blocks": {"key_distance": 8, "sink": "null", "gate": 0.9, "cross_mlp": False},
     "joint": {"joint_attention": True, "primer": True},
 }
 
@@ -29,7 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_it_answers_as_the_library_does_and_off_is_the_backbone(form: str, tmp_path: Path) -> None:
     from vllm import SamplingParams
 
-    options = {"cross_attention_layers": [2, 4], "shared_layers": True, "key_distance": 8, **FORMS[form]}
+    options = {"cross_attention_layers": [2, 4], "shared_layers": True, **FORMS[form]}
     made = CombForCausalLM.from_backbone("nano", **options)
     open_gates(made).save_pretrained(tmp_path, tokenizer=load_tokenizer("nano", made))
     library = PICEngine.from_pretrained(tmp_path)
@@ -40,7 +40,7 @@ def test_it_answers_as_the_library_does_and_off_is_the_backbone(form: str, tmp_p
         documents = [list(builder.segment(text)) for text in TEXTS]
         for encoder in (True, False):
             asked = list(prompt.query if encoder else prompt.flat), documents if encoder else [], 8
-            wanted = reference(library.model, *asked)[1]
+            wanted = reference(library.model, *asked, front=len(prompt.head))[1]
             [answer] = llm.chat([QUESTION], greedy, documents=[TEXTS], encoder=encoder, use_tqdm=False)
             [found] = answer.outputs
             logprobs = [step[token].logprob for step, token in zip(found.logprobs, found.token_ids, strict=True)]

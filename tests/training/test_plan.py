@@ -108,7 +108,7 @@ def test_counts_without_weights_are_those_of_the_loaded_model(form: list[str], l
 
 def test_a_primer_is_not_read_for_a_plan() -> None:
     """It has no weights, and a backbone without weights may have no tokenizer either."""
-    options = "model.options={shared_layers: true, joint_attention: true, key_distance: 1, primer: /absent/passage.txt}"
+    options = "model.options={shared_layers: true, joint_attention: true, primer: /absent/passage.txt}"
     config = load_config(CONFIGS["nano"])
     assert Parameters.of(meta_model(load_config(CONFIGS["nano"], [options]))[0]) == Parameters.of(meta_model(config)[0])
 

@@ -29,7 +29,7 @@ SIZES = {
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "deepspeed"
 
 
-JOINT = {"cross_attention_layers": [1, 3], "shared_layers": True, "joint_attention": True, "key_distance": 8,
+JOINT = {"cross_attention_layers": [1, 3], "shared_layers": True, "joint_attention": True,
          "primer": [5, 6, 7]}  # fmt: skip
 
 

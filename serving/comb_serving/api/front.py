@@ -13,7 +13,7 @@ from comb.documents.document import PromptBuilder
 from comb_serving.api.audit import Audit
 from comb_serving.api.choice import choice_of
 from comb_serving.api.linking_check import check_linking
-from comb_serving.api.preprocessor import Preprocessor, tokenizer_of
+from comb_serving.api.preprocessor import Preprocessor, placing_of, tokenizer_of
 from comb_serving.api.self_check import check_engine
 from comb_serving.config.logs import configure
 from comb_serving.config.options import ServeOptions, instance_dir, pool_path
@@ -57,7 +57,9 @@ class ServerFront:
             encoders = cast(ServedEncoders, manager.encoders)
             reports = None if options.method is None else ReportReceiver(folder)
         builder = PromptBuilder(tokenizer_of(options))
-        preprocessor = Preprocessor(builder, manager, choice_of(options), options.max_documents)
+        preprocessor = Preprocessor(
+            builder, manager, choice_of(options), options.max_documents, placing=placing_of(options)
+        )
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
         front = cls(options, secret, preprocessor, encoders, reports, audit)
         front._show_metrics()

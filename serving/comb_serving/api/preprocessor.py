@@ -18,6 +18,7 @@ from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumen
 from comb.documents.document import Document, Prompt, PromptBuilder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
+from comb.model.segments import least_behind
 from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.conversation import FIELD, messages_of, turns, without_references
 from comb_serving.api.conversion import converted
@@ -72,6 +73,27 @@ class NoStore:
 
 
 @dataclass(frozen=True)
+class Placing:
+    """Of an adapter whose documents have places in the prompt (`joint_attention`).
+
+    Args:
+        positions: that the backbone has.
+        primer: whether documents are compiled behind one.
+    """
+
+    positions: int
+    primer: bool
+
+    def behind(self, prompt: Prompt) -> tuple[int, ...]:
+        """How many of the prompt's own tokens stand in front of each document. Raises RequestError: too long."""
+        if len(prompt.flat) >= self.positions:
+            raise RequestError(
+                400, f"prompt and documents have {len(prompt.flat)} tokens, and the model {self.positions} positions"
+            )
+        return least_behind(prompt.placed_behind, len(prompt.query), primer=self.primer)
+
+
+@dataclass(frozen=True)
 class PreprocessedRequest:
     """A request on its way to vLLM.
 
@@ -82,6 +104,8 @@ class PreprocessedRequest:
         segments: its documents, in order; a lease holds them if they are linked.
         prompts: token ids of the prompts, each with all documents; empty where vLLM renders the messages.
         spans: where documents are linked in the prompts, their places in each of them.
+        behind: of an adapter whose documents have places, how many tokens of each prompt stand in front of each.
+        front: the salt of what stands in front of all of them.
     """
 
     body: dict[str, Any]
@@ -90,6 +114,8 @@ class PreprocessedRequest:
     segments: tuple[KeyedSegment, ...] = ()
     prompts: tuple[list[int], ...] = ()
     spans: tuple[tuple[Range, ...], ...] = ()
+    behind: tuple[tuple[int, ...], ...] = ()
+    front: str = ""
 
     @property
     def linked(self) -> bool:
@@ -111,7 +137,8 @@ class PreprocessedRequest:
         places = () if lease is None else tuple(pack(lease.handles))
         digests = tuple(map(digest, self.prompts))
         method = self.method.name if self.spans else ""
-        return Capability(request_id, self.salt, places, digests, method, self.spans).sign(secret)
+        stated = Capability(request_id, self.salt, places, digests, method, self.spans, self.behind, self.front)
+        return stated.sign(secret)
 
 
 @dataclass
@@ -122,12 +149,14 @@ class Preprocessor:
         manager: of the pool; None where nothing is ever linked.
         choice: of methods.
         max_documents: that one tenant may register.
+        placing: where an adapter's documents have places in the prompt, what is known of these.
     """
 
     builder: PromptBuilder
     manager: PICManager | None
     choice: MethodChoice
     max_documents: int = 10_000
+    placing: Placing | None = None
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
@@ -166,11 +195,13 @@ class Preprocessor:
         inside = {name: _registered(catalog, name) for name in (*named.before, *named.after)}
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
+        front = ""
         if self.choice.in_prompt:
             body = salted(body, tenant)
         else:
+            front = salted(body, tenant).get("cache_salt") or ""
             body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
-        request = PreprocessedRequest(body, method, about, segments)
+        request = PreprocessedRequest(body, method, about, segments, front=front)
         if path == COMPLETIONS:
             request = await asyncio.to_thread(self._completion, request)
         else:
@@ -250,7 +281,7 @@ class Preprocessor:
     ) -> PreprocessedRequest:
         messages, builder = messages_of(path, request.body), self.builder_for(request.body)
         if messages is None:
-            if not inside and not self._in_prompt(request):
+            if not inside and not self._in_prompt(request) and self.placing is None:
                 return request  # vLLM renders it
             messages, arguments = converted(path, request.body)
             if references_of(messages) != named:
@@ -288,7 +319,10 @@ class Preprocessor:
 
     def _with_prompts(self, request: PreprocessedRequest, built: Sequence[Prompt]) -> PreprocessedRequest:
         if not self._in_prompt(request):
-            return replace(request, prompts=tuple(list(prompt.query) for prompt in built))
+            request = replace(request, prompts=tuple(list(prompt.query) for prompt in built))
+            if self.placing is not None:
+                request = replace(request, behind=tuple(map(self.placing.behind, built)))
+            return request
         return replace(
             request,
             prompts=tuple(list(prompt.flat) for prompt in built),
@@ -305,6 +339,17 @@ def tokenizer_of(options: ServeOptions) -> Any:
     if options.backbone is not None:
         config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))
     return load_tokenizer(checkpoint, SimpleNamespace(config=config))
+
+
+def placing_of(options: ServeOptions) -> Placing | None:
+    """What is known of the places of the adapter's documents; None where they have none."""
+    if options.method is not None:
+        return None
+    config = CombConfig.from_pretrained(resolve_name(options.checkpoint))
+    encoder: Any = config.encoder_config
+    if not encoder.joint_attention:
+        return None
+    return Placing(config.get_text_config().max_position_embeddings, bool(encoder.primer))
 
 
 def with_capability(path: str, body: dict[str, Any], token: str, request_id: str) -> dict[str, Any]:

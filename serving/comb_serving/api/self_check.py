@@ -40,7 +40,10 @@ async def check_engine(preprocessor: Preprocessor, engine: Any, secret: bytes, c
     prompt = [draw.randrange(size) for _ in range(_PROMPT)]
     (key,) = await preprocessor.keys([document], TENANT, True)
     segments = (KeyedSegment("self-check", document, key),)
-    request = PreprocessedRequest(salted({}, TENANT, [key], MARK), ENCODER, {}, segments, prompts=(prompt,))
+    request = PreprocessedRequest(
+        salted({}, TENANT, [key], MARK), ENCODER, {}, segments, prompts=(prompt,),
+        behind=() if preprocessor.placing is None else ((1,),),
+    )  # fmt: skip
     lease = await preprocessor.acquire(segments, TENANT)
     try:
         token = request.signed(lease, "", secret)

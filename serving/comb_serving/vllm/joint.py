@@ -1,7 +1,7 @@
 """Joint attention inside vLLM: what a layer reads of documents is merged into what its own attention gave.
 
-One softmax over two sets of keys is both softmaxes, weighted by their denominators. The documents' comes with the
-attention to them (`comb.kernels.paged`). vLLM's own attention doesn't tell its denominator, so the row's own keys are
+One softmax over several sets of keys is all their softmaxes, weighted by their denominators. A document's comes with
+the attention to it (`comb.kernels.paged`). vLLM's own attention doesn't tell its denominator, so the row's own keys are
 read once more out of vLLM's cache, by whatever layout the backend has: they are few, as documents aren't among them.
 """
 
@@ -18,8 +18,10 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from comb.kernels.paged.attention import attend, masses
+from comb.model.encoder import Rotary, apply_rotary
 from comb_serving.vllm.linking.cache_access import CacheReader
-from comb_serving.vllm.rows import AlikeRows, RequestDocuments
+from comb_serving.vllm.places import AlikeRows, StepPlaces
+from comb_serving.vllm.rows import RequestDocuments
 
 _AT_ONCE = 2**24
 """Scores of own keys that are computed at a time."""
@@ -33,16 +35,23 @@ class JointReader:
         layer: which of the pool's cross layers it reads.
         documents: of the running step.
         name: under which the op finds this again.
-        keys: what reads vLLM's cache, shared by all layers.
+        keys: what reads vLLM's cache, and rotary: what turns queries; shared by all layers.
 
     Raises:
         ValueError: for attention that scores otherwise than by a scaled product, or whose cache can't be read.
     """
 
     def __init__(
-        self, attention: Attention, layer: int, documents: RequestDocuments, name: str, keys: CacheReader
+        self,
+        attention: Attention,
+        layer: int,
+        documents: RequestDocuments,
+        name: str,
+        keys: CacheReader,
+        rotary: Rotary,
     ) -> None:
         self.attention, self.layer, self.documents, self.name, self.keys = attention, layer, documents, name, keys
+        self.rotary = rotary
         impl: Any = attention.impl
         for what in ("alibi_slopes", "logits_soft_cap", "sinks"):
             found = getattr(impl, what, None)
@@ -80,30 +89,42 @@ class JointReader:
             return
         self.documents.mixed += 1
         shape = len(output), self.attention.num_heads, self.attention.head_size
-        output, tokens = output.view(shape), step.tokens(output.device)
-        rows = query.reshape(shape).index_select(0, tokens)
+        output, places = output.view(shape), step.places(output.device)
+        if not len(places.tokens):
+            return
+        rows = query.reshape(shape).index_select(0, places.tokens)
         if self.scale != 1.0:
             rows = rows * self.scale
-        mass = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
-        read = attend(rows, pool.layer(self.layer), step.batch, mass=mass)
-        share = torch.sigmoid(mass - self.own_masses(rows))[..., None].to(output)
-        output.index_copy_(0, tokens, torch.lerp(output.index_select(0, tokens), read.to(output), share))
+        own = self.own_masses(rows, places)
+        # documents are kept unmoved: queries are turned back by the place where each begins
+        turn = places.keep("turn", lambda: self.rotary.turning(-places.starts[None]))
+        asked = rows.index_select(0, places.readers)
+        asked = apply_rotary(asked.float().transpose(0, 1)[None], *turn)[0].transpose(0, 1).to(rows)
+        mass = torch.empty(asked.shape[:2], dtype=torch.float32, device=asked.device)
+        read = attend(asked, pool.layer(self.layer), places.batch, mass=mass)
+        # one softmax over all: each part's share of the denominators' sum, against the largest of them
+        readers = places.readers
+        most = own.scatter_reduce(0, readers[:, None].expand_as(mass), mass, "amax")
+        shares, others = torch.exp(own - most), torch.exp(mass - most.index_select(0, readers))
+        sums = shares.index_add(0, readers, others)[..., None]
+        mixed = output.index_select(0, places.tokens).float() * shares[..., None]
+        mixed.index_add_(0, readers, read.float() * others[..., None])
+        output.index_copy_(0, places.tokens, (mixed / sums).to(output))
 
-    def own_masses(self, queries: Tensor) -> Tensor:
-        """Log of the denominators that vLLM's attention had for the step's rows; infinite for a token that reads none.
+    def own_masses(self, queries: Tensor, places: StepPlaces) -> Tensor:
+        """Log of the denominators that vLLM's attention had for the tokens that read.
 
         queries [tokens, heads, head_dim], row behind row -> [tokens, heads] float32
         """
         table = get_forward_context().attn_metadata[self.attention.layer_name].block_table
         found = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-        for group in self.documents.step.groups(queries.device):
-            heads_at_once = queries.shape[1] * group.longest
-            rows = max(1, _AT_ONCE // (heads_at_once * group.count))
+        for alike in places.alike:
+            heads_at_once = queries.shape[1] * alike.longest
+            rows = max(1, _AT_ONCE // (heads_at_once * alike.count))
             tokens = max(1, _AT_ONCE // (heads_at_once * rows))
-            for row, token in product(range(0, len(group.index), rows), range(0, group.count, tokens)):
-                part = group.part(row, row + rows, token, token + tokens)
-                own = self._masses(queries[part.tokens], part, table)
-                found[part.tokens] = own.masked_fill_(part.first[..., None], torch.inf)
+            for row, token in product(range(0, len(alike.index), rows), range(0, alike.count, tokens)):
+                part = alike.part(row, row + rows, token, token + tokens)
+                found[part.tokens] = self._masses(queries[part.tokens], part, table)
         return found
 
     def _masses(self, queries: Tensor, rows: AlikeRows, table: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from comb.backbones.fingerprint import same_embedding
+from comb.model.encoder import Rotary
 from comb_serving.vllm.block import PagedCrossBlock, checkpoint_weights, load_weight
 from comb_serving.vllm.checkpoint import ATTRIBUTE, encoder_config
 from comb_serving.vllm.joint import JointReader, attention_of
@@ -45,11 +46,13 @@ class CombMixin(ModelClass):
         layers = decoder_layers(self, model_config.hf_text_config.num_hidden_layers)
         known = vllm_config.compilation_config.static_forward_context
         self.comb.blocks = len(adapter["layers"])
-        if self.comb_config.joint_attention:
+        self.comb.placed = self.comb_config.joint_attention
+        if self.comb.placed:
+            rotary = Rotary(self.comb_config)
             keys = CacheReader(vllm_config.cache_config.block_size)
             for index, layer in enumerate(adapter["layers"]):
                 attention = attention_of(layers[layer])
-                reader = JointReader(attention, index, self.comb, f"{prefix}comb.{index}", keys)
+                reader = JointReader(attention, index, self.comb, f"{prefix}comb.{index}", keys, rotary)
                 known[reader.name] = reader
                 self.comb_readers.append(reader)
             return
@@ -57,6 +60,14 @@ class CombMixin(ModelClass):
             block = PagedCrossBlock(self.comb_config, index, self.comb, f"{prefix}comb.{index}")
             known[block.name] = self.comb_blocks[f"{BLOCKS}{index}."] = block
             put_in_front(layers[layer], block)
+
+    def forward(self, input_ids: Any, positions: Tensor, *given: Any, **named: Any) -> Any:
+        """The backbone's; tokens behind documents are told their places in the whole prompt."""
+        if self.comb.placed and self.comb.step.rows:
+            places = self.comb.step.places(positions.device)
+            # where vLLM keeps them, as graphs of pieces look there; it writes them anew in each step
+            positions.index_add_(-1, places.tokens, places.moved.to(positions).expand(*positions.shape[:-1], -1))
+        return super().forward(input_ids, positions, *given, **named)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The backbone's weights go through its own loader, the adapter's into the cross blocks; no encoder here.

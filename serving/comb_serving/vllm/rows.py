@@ -17,54 +17,7 @@ from comb.waits import on_device
 from comb_serving.pool.capability import KEY, Capability
 from comb_serving.pool.handles import unpack
 from comb_serving.pool.pool import SharedPool
-
-
-@dataclass(frozen=True)
-class RequestRows:
-    """One request's tokens in this step's batch, ``start .. stop - 1``, and the blocks of its documents.
-
-    Attributes:
-        index: the request's place among those of the batch. past: its tokens that were computed in earlier steps.
-        lone: its prompt is one token.
-    """
-
-    start: int
-    stop: int
-    table: BlockTable
-    index: int = 0
-    past: int = 0
-    lone: bool = False
-
-
-@dataclass(frozen=True)
-class AlikeRows:
-    """Rows with the same number of tokens in a step, for what looks at a request's own tokens.
-
-    Shapes: R rows, T tokens of each.
-
-    Attributes:
-        index: places of their requests in the batch. [R]
-        tokens: places of their tokens among all that have documents. [R, T]
-        at: positions of the tokens in their requests. [R, T]
-        first: which tokens begin a prompt that has more. [R, T] bool
-        longest: tokens that the longest request has with these.
-    """
-
-    index: Tensor
-    tokens: Tensor
-    at: Tensor
-    first: Tensor
-    longest: int
-
-    @property
-    def count(self) -> int:
-        """T"""
-        return self.tokens.shape[1]
-
-    def part(self, row: int, rows: int, token: int, tokens: int) -> AlikeRows:
-        """Rows ``row .. rows - 1`` and of these the tokens ``token .. tokens - 1``."""
-        here = slice(row, rows), slice(token, tokens)
-        return AlikeRows(self.index[here[0]], self.tokens[here], self.at[here], self.first[here], self.longest)
+from comb_serving.vllm.places import PlacedDocument, RequestRows, StepPlaces, placed
 
 
 @dataclass(frozen=True)
@@ -78,7 +31,7 @@ class StepDocuments:
     rows: tuple[RequestRows, ...] = ()
     dummy: bool = False
     _tokens: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    _groups: dict[torch.device, list[AlikeRows]] = field(default_factory=dict, compare=False, repr=False)
+    _places: dict[torch.device, StepPlaces] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def batch(self) -> PagedBatch:
@@ -92,24 +45,11 @@ class StepDocuments:
             self._tokens[device] = to_device([places], device)[0].long()
         return self._tokens[device]
 
-    def groups(self, device: torch.device) -> list[AlikeRows]:
-        """The rows by how many tokens they have in this step; copied once."""
-        if device not in self._groups:
-            starts = np.cumsum([0, *self.batch.counts])
-            by_count: dict[int, list[int]] = {}
-            for number, count in enumerate(self.batch.counts):
-                by_count.setdefault(count, []).append(number)
-            self._groups[device] = [self._alike(numbers, count, starts, device) for count, numbers in by_count.items()]
-        return self._groups[device]
-
-    def _alike(self, numbers: list[int], count: int, starts: np.ndarray, device: torch.device) -> AlikeRows:
-        rows, steps = [self.rows[number] for number in numbers], np.arange(count)
-        past = np.array([row.past for row in rows])
-        at = past[:, None] + steps
-        lone = np.array([row.lone for row in rows])
-        parts = np.array([row.index for row in rows]), starts[numbers][:, None] + steps, at, (at == 0) & ~lone[:, None]
-        index, tokens, at_, first = (on_device(torch.from_numpy(part), device) for part in parts)
-        return AlikeRows(index, tokens, at_, first, int(past.max()) + count)
+    def places(self, device: torch.device) -> StepPlaces:
+        """For joint attention: who reads what, where; worked out and copied once."""
+        if device not in self._places:
+            self._places[device] = StepPlaces.of(self.rows, device)
+        return self._places[device]
 
 
 @dataclass
@@ -124,6 +64,7 @@ class RequestDocuments:
         verified: what a request's token says. Raises ValueError unless this instance has signed it.
         step: the forward pass that is running. blocks: of the model; mixed: those that have run in this step.
         room: [tokens, 1] bool on the model's device, where captured graphs look which tokens have documents.
+        placed: documents have places in the prompt, for joint attention.
         full_graphs: whether steps with documents are kept out of graphs that hold a whole step (`graphs`).
     """
 
@@ -134,16 +75,17 @@ class RequestDocuments:
     mixed: int = 0
     room: Tensor | None = None
     full_graphs: bool = False
+    placed: bool = False
     _written: StepDocuments | None = None
     _tables: dict[str, BlockTable] = field(default_factory=dict)
     _tokens: dict[str, object] = field(default_factory=dict)
-    _lone: set[str] = field(default_factory=set)
+    _placed: dict[str, tuple[PlacedDocument, ...]] = field(default_factory=dict)
 
-    def add(self, request_id: str, extra_args: Mapping[str, Any] | None, *, lone: bool = False) -> None:
+    def add(self, request_id: str, extra_args: Mapping[str, Any] | None, prompt: Sequence[int] | None = None) -> None:
         """Looks up a request's documents; the same token under the same id again costs nothing.
 
         Args:
-            lone: its prompt is one token, which then reads documents also where a first token doesn't.
+            prompt: token ids, which say where documents have their places.
 
         Raises:
             ValueError: for what `admission` and `scheduler` would have refused.
@@ -167,14 +109,14 @@ class RequestDocuments:
         handles = unpack(capability.documents, num_blocks=layout.num_blocks, block_size=layout.block_size)
         documents = [(handle.tokens, handle.blocks) for handle in handles]
         self._tables[request_id] = BlockTable(documents, layout.block_size)
-        if lone:
-            self._lone.add(request_id)
+        if self.placed:
+            self._placed[request_id] = tuple(placed(documents, capability.behind_in(prompt or ()), layout.block_size))
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; one that isn't known is no error."""
         self._tables.pop(request_id, None)
         self._tokens.pop(request_id, None)
-        self._lone.discard(request_id)
+        self._placed.pop(request_id, None)
 
     def keep(self, request_ids: Sequence[str]) -> None:
         """Forgets all other requests."""
@@ -192,7 +134,7 @@ class RequestDocuments:
                     self._tables[name],
                     index,
                     int(past[index]),
-                    name in self._lone,
+                    self._placed.get(name, ()),
                 )
                 for index, name in enumerate(request_ids)
                 if name in self._tables and starts[index + 1] > starts[index]

@@ -9,13 +9,18 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 
 from comb_serving.pool.capability import KEY, MARK
+from comb_serving.pool.handles import token_counts
+from comb_serving.vllm.checkpoint import encoder_config
 from comb_serving.vllm.pool import capability_of
 
 if TYPE_CHECKING:  # what it is mixed into
@@ -25,11 +30,15 @@ else:
 
 logger = logging.getLogger(__name__)
 
+SALT = "cache_salt"  # what vLLM calls it in a block's hash
+
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
     """In place of a ``--scheduler-cls``: the one that vLLM would take for this configuration, with the check."""
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    made: Scheduler = type(f"Comb{base.__name__}", (CheckedScheduler, base), {})(vllm_config=vllm_config, **options)
+    placed = encoder_config(vllm_config.model_config.hf_config).joint_attention
+    ours = PlacingScheduler if placed else CheckedScheduler
+    made: Scheduler = type(f"Comb{base.__name__}", (ours, base), {})(vllm_config=vllm_config, **options)
     return made
 
 
@@ -39,6 +48,7 @@ class CheckedScheduler(SchedulerClass):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._refused: set[str] = set()
+        self._hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
 
     def add_request(self, request: Any) -> None:
         """Takes a request; a wrong one is made to compute one token that nobody sees, over nothing that is shared."""
@@ -54,6 +64,26 @@ class CheckedScheduler(SchedulerClass):
         """Raises ValueError for a request that is to be refused."""
         check_request(request)
 
+    def rehash(self, request: Any, extra: Callable[[tuple[Any, ...], int, int], tuple[Any, ...]]) -> None:
+        """Has a request's blocks known by other hashes.
+
+        Args:
+            extra: what belongs to the hash of tokens [start, end) beside them, from what vLLM takes.
+        """
+
+        def hasher(request: Any) -> list[Any]:
+            size, known = self.hash_block_size, list(request.block_hashes)
+            for start in range(len(known) * size, request.num_tokens - size + 1, size):
+                plain, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
+                tokens, more = request.all_token_ids[start : start + size], extra(plain or (), start, start + size)
+                known.append(hash_block_tokens(self._hash, known[-1] if known else None, tokens, more or None))
+            return known[len(request.block_hashes) :]
+
+        if request._block_hasher is not None:
+            request._block_hasher = hasher
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """What clients get of a step."""
         found: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
@@ -64,6 +94,42 @@ class CheckedScheduler(SchedulerClass):
                     output.new_prompt_logprobs_tensors = None
                     output.finish_reason = FinishReason.ERROR
         return found
+
+
+class PlacingScheduler(CheckedScheduler):
+    """For adapters whose documents have places in the prompt (`joint_attention`).
+
+    What stands in front of all documents is what it is without them, and is shared with all prompts of its tenant.
+    """
+
+    def admit(self, request: Any) -> None:
+        """Beside the check of all requests: that documents have places, within the positions that the model has."""
+        super().admit(request)
+        parameters = request.sampling_params
+        token = None if parameters is None else (parameters.extra_args or {}).get(KEY)
+        capability = None if token is None else capability_of(token)
+        if capability is None or not capability.documents:
+            return
+        behind, counts = capability.behind_in(request.prompt_token_ids), token_counts(capability.documents)
+        if len(behind) != len(counts) or list(behind) != sorted(behind):
+            raise ValueError(f"{len(counts)} documents have no places behind {behind} tokens")
+        tokens = sum(counts)
+        model = self.vllm_config.model_config
+        room = max(model.max_model_len, model.hf_text_config.max_position_embeddings) - tokens
+        if request.num_prompt_tokens >= room:
+            raise ValueError(
+                f"documents of {tokens} tokens leave {max(0, room)} of the model's positions for the prompt"
+            )
+        request.max_tokens = min(request.max_tokens, room - request.num_prompt_tokens)
+
+        def extra(plain: tuple[Any, ...], start: int, end: int) -> tuple[Any, ...]:
+            own = (SALT, capability.salt)
+            front = tuple((SALT, capability.front) if key == own else key for key in plain)
+            front = tuple(key for key in front if key != (SALT, ""))
+            # hashes are chained: all behind the first document is apart
+            return (*front, *((own, behind) if end > behind[0] else ()))
+
+        self.rehash(request, extra)
 
 
 def check_request(request: Any) -> None:

@@ -30,7 +30,7 @@ def with_documents(base: Any) -> type:
             super().add_request(req_index, new_req_data)
             parameters = new_req_data.sampling_params
             extra = None if parameters is None else parameters.extra_args
-            self.documents.add(new_req_data.req_id, extra, lone=len(new_req_data.prompt_token_ids or ()) == 1)
+            self.documents.add(new_req_data.req_id, extra, new_req_data.prompt_token_ids)
 
         def remove_request(self, req_id: str) -> None:
             super().remove_request(req_id)

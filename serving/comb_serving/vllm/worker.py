@@ -40,7 +40,7 @@ class RunnerRows:
         for name in names:
             request = self.runner.requests[name]
             extra = None if request.sampling_params is None else request.sampling_params.extra_args
-            self.documents.add(name, extra, lone=request.num_prompt_tokens == 1)
+            self.documents.add(name, extra, request.prompt_token_ids)
         self.documents.keep(names)
         return self.documents.known
 

@@ -146,7 +146,7 @@ class _Learner:
         self.model = model.train()
         batch = Collator(0)(examples)
         if not any(batch["documents"]):
-            del batch["documents"]  # a plain backbone has no such argument
+            del batch["documents"], batch["behind"]  # a plain backbone has no such arguments
         self.batch = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         self.labels = self.batch.pop("labels")
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -36,7 +36,7 @@ MAX_NEW_TOKENS = 48
 
 def demo_config(output_dir: str | Path, train_seconds: float, seed: int) -> Config:
     """Two of the six backbone layers read documents, beside their own tokens: a third of its K/V bytes."""
-    options = {"shared_layers": True, "joint_attention": True, "key_distance": 1}
+    options = {"shared_layers": True, "joint_attention": True}
     return Config(
         model=ModelConfig(backbone="nano", cross_attention_layers=(2, 4), options=options, device="cpu", cpu_threads=1),
         data=DataConfig(dataset="nano", seed=seed, options={"scenes": 2400, "questions": 8}),

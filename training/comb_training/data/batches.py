@@ -148,8 +148,9 @@ def tokenize(
 class Collator:
     """Pads rows on the right and gives equal documents of a batch the same tensor.
 
-    Returns input_ids, attention_mask and labels ``[B, T]`` and documents, per row a list of id tensors ``[tokens]``;
-    with `full_prompts` also full_prompts, the same rows with their documents in them (for a teacher that reads them).
+    Returns input_ids, attention_mask and labels ``[B, T]``, documents, per row a list of id tensors ``[tokens]``, and
+    behind, how many of the row's tokens stand in front of each; with `full_prompts` also full_prompts, the same rows
+    with their documents in them (for a teacher that reads them).
     """
 
     pad_token_id: int
@@ -167,6 +168,7 @@ class Collator:
                 if segment not in tensors:
                     tensors[segment] = torch.from_numpy(np.array(segment, dtype=np.int64))
         batch["documents"] = [[tensors[segment] for segment in example.segments] for example in examples]
+        batch["behind"] = [list(example.prompt.placed_behind) for example in examples]
         return batch
 
     @staticmethod

@@ -8,18 +8,15 @@ worker is told that it has ended. To this scheduler it doesn't exist.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob
-from comb_serving.vllm.linking.links import RequestLink
 from comb_serving.vllm.scheduler import CheckedScheduler
 
 SEAM = "comb-seam-"
@@ -41,32 +38,16 @@ class LinkingScheduler(CheckedScheduler):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.connector.requests = self.requests
-        self._hash = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         self._numbers = itertools.count()
 
     def admit(self, request: Any) -> None:
         """Beside the check of all requests: what it links, and under which hashes its blocks are kept."""
         super().admit(request)
         link = self.connector.admit(request)
-        if link is not None and link.method is not None and request._block_hasher is not None:
-            request._block_hasher = self._hasher(link)
-            request.block_hashes.clear()
-            request.update_block_hashes()
-
-    def _hasher(self, link: RequestLink) -> Callable[[Any], list[Any]]:
-        """Blocks in front of the first document keep the hashes of plain prompts, and are shared with them; what has
-        approximate keys and values never has an exact prompt's hash."""
-
-        def hasher(request: Any) -> list[Any]:
-            size, known = self.hash_block_size, list(request.block_hashes)
-            for start in range(len(known) * size, request.num_tokens - size + 1, size):
-                plain, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
-                extra = (*(plain or ()), *link.hash_extra(start, start + size))
-                tokens = request.all_token_ids[start : start + size]
-                known.append(hash_block_tokens(self._hash, known[-1] if known else None, tokens, extra or None))
-            return known[len(request.block_hashes) :]
-
-        return hasher
+        if link is not None and link.method is not None:
+            # blocks in front of the first document keep the hashes of plain prompts, and are shared with them; what has
+            # approximate keys and values never has an exact prompt's hash
+            self.rehash(request, lambda plain, start, end: (*plain, *link.hash_extra(start, end)))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step of vLLM's, and the seams that it has room for."""
