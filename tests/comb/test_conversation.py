@@ -57,6 +57,8 @@ def model_of(family: str) -> Any:
 @functools.cache
 def with_encoder(family: str) -> Any:
     torch.manual_seed(4)
+    if family == "joint":  # documents at their places, in the layers' own attention
+        return CombForCausalLM.from_backbone(model_of("llama"), shared_layers=True, joint_attention=True)
     return open_gates(CombForCausalLM.from_backbone(model_of(family), num_encoder_layers=2))
 
 
@@ -122,7 +124,7 @@ def states(answer: Any) -> list[str]:
 
 
 CASES = [(name, spec) for name in HYBRIDS for spec in ("hypic:4", "full")] + [("llama", spec) for spec in ON_LLAMA]
-CASES += [("qwen3_next", "addition"), ("qwen3_next", "prefix"), ("bamba", "comb"), ("jamba", "comb"),
+CASES += [("qwen3_next", "addition"), ("qwen3_next", "prefix"), ("bamba", "comb"), ("jamba", "comb"), ("joint", "comb"),
           ("gemma2", "legolink:2"), ("gemma2", "full"), ("gemma3", "naive"), ("deepseek_v2", "legolink:2"),
           ("gpt2", "full")]  # fmt: skip
 

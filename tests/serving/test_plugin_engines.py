@@ -28,7 +28,8 @@ def answers_of_the_library(found: Served) -> list[list[float]]:
     for (prompt, names), (ids, logs) in zip(ASKED, answers, strict=True):
         wanted, likely = found.reference(prompt, names)
         assert ids == wanted
-        assert logs == pytest.approx(likely, abs=1e-5)
+        # where documents have places, queries are turned to them here and keys in the library
+        assert logs == pytest.approx(likely, abs=4e-5 if found.model.places_documents else 1e-5)
     return [logs for _, logs in answers]
 
 
