@@ -23,7 +23,7 @@ COUNTS = {
     # frozen: what the published weights hold (the text part, without multi-token prediction); trained: of this project
     "llama-3.1-8b-instruct": (8_030_261_248, 3.49),
     "deepseek-v2-lite-chat": (15_706_484_224, 1.23),
-    "qwen3-8b": (8_190_735_360, 3.09),
+    "qwen3-8b": (8_190_735_360, 0.302),
     "qwen3.5-9b": (8_953_803_264, 3.09),
 }
 
