@@ -112,9 +112,9 @@ class Prompt:
 
     @property
     def placed_behind(self) -> tuple[int, ...]:
-        """How many tokens of `query` stand in front of each segment."""
+        """How many tokens of `query` stand in front of each segment, where these have places beside it."""
         gaps = self.gaps or ((),) * max(0, len(self.segments) - 1)
-        return tuple(accumulate((len(run) for run in gaps), initial=len(self.head))) if self.segments else ()
+        return places_behind((self.head, *gaps, self.tail)) if self.segments else ()
 
     @property
     def query(self) -> tuple[int, ...]:
@@ -142,6 +142,20 @@ class Prompt:
                 return min(count, position), index, rest
             position += len(segment)
         raise AssertionError("the last run has no segment behind it")
+
+
+def places_behind(fresh: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """How many tokens of a decoder's own prompt stand in front of each document that has its place beside it.
+
+    The first token is in front of all of them, as attention rests on the first token of a text (StreamingLLM), and the
+    last one behind, as the answer goes on from it; a lone one is behind.
+
+    Args:
+        fresh: the prompt's tokens in front of each document, and last those behind all.
+    """
+    own = sum(map(len, fresh))
+    least, most = min(1, own - 1), own - 1
+    return tuple(max(least, min(most, count)) for count in accumulate(map(len, fresh[:-1])))
 
 
 @dataclass(frozen=True)

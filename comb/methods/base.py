@@ -302,6 +302,11 @@ class Method(ABC):
         return dict(parameters)
 
     @property
+    def places_documents(self) -> bool:
+        """Whether an encoder's documents have places in the prompt, and what is in front of them doesn't read them."""
+        return False
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Everything that changes what `compile` gives: model and adapter, parameters, dtype."""
@@ -402,7 +407,7 @@ class Method(ABC):
             raise ValueError(
                 f"the prompt has {total} tokens ({document_tokens} of documents, {query_tokens} of query), but the "
                 f"backbone has {limit} positions and the answer needs at least one: use fewer or shorter documents"
-                + ("" if self.uses_encoder else ", or method='comb', which keeps documents out of the prompt")
+                + ("" if self.uses_encoder else ", or an adapter with cross blocks, which keeps them out of it")
             )
 
     def check_segments(self, segments: Sequence[Sequence[int]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
 from comb.cache.picache import CrossPICache, PICache
+from comb.documents.document import places_behind
 from comb.linking.support import takes_padded_rows
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method
@@ -79,18 +80,17 @@ class Comb(Method):
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         """One row behind its cached head, where that doesn't read documents; several rows in one batch."""
-        for row in rows:
+        prompts = [_own(row) for row in rows]
+        for row, prompt in zip(rows, prompts, strict=True):
             self._check(row)
-        if len(rows) == 1 and rows[0].picaches and self._places:
+            self.check_prompt(self._placed_tokens(row) if prompt else 0, len(prompt))
+        if len(rows) == 1 and rows[0].picaches and self._apart(rows[0]):
             with exclusive(self.backbone), counted_passes() as passed:
                 past, head_tokens, _ = behind_head(self, rows[0], None)
                 if past is not None:
                     state = self.continue_row(past, rows[0])
                     state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens
                     return state
-        prompts = [_own(row) for row in rows]
-        for row, prompt in zip(rows, prompts, strict=True):
-            self.check_prompt(self._placed_tokens(row), len(prompt))
         input_ids, attention_mask = self.tensors(prompts)
         state = DecodeState(self.model, input_ids, attention_mask, recomputed=(0,) * len(rows))
         return self._reading(state, rows)
@@ -114,16 +114,20 @@ class Comb(Method):
         """The state, with its rows' documents."""
         if any(row.picaches for row in rows):
             state.documents = [list(row.picaches) for row in rows]
-            if self._places:
-                state.behind = [list(accumulate(map(len, row.fresh[:-1]))) for row in rows]
+            if self.places_documents:
+                state.behind = [list(places_behind(row.fresh)) for row in rows]
         return state
+
+    def _apart(self, row: LinkRequest) -> bool:
+        """Whether no token of a row's head reads documents."""
+        return self.places_documents and places_behind(row.fresh)[0] >= len(row.head_ids)
 
     def _placed_tokens(self, row: LinkRequest) -> int:
         """Tokens of a row's documents that take up positions of the model."""
-        return sum(picache.num_tokens for picache in row.picaches) if self._places else 0
+        return sum(picache.num_tokens for picache in row.picaches) if self.places_documents else 0
 
     @property
-    def _places(self) -> bool:
+    def places_documents(self) -> bool:
         return bool(self.model.places_documents)
 
     def _check(self, row: LinkRequest) -> None:

@@ -164,5 +164,6 @@ def behind_head(method: Method, row: LinkRequest, past: PastState | None) -> tup
     if past is not None or not row.head_ids or not (row.picaches or row.query_ids) or method.why_not_continue():
         return past, 0, row
     pieces, reused = head_cache_of(method.backbone).find(method.backbone, row.head_ids, row.salt)
-    length = sum(picache.num_tokens for picache in row.picaches) + sum(map(len, row.fresh))
+    documents = 0 if method.uses_encoder else sum(picache.num_tokens for picache in row.picaches)
+    length = documents + sum(map(len, row.fresh))
     return pieces.past(method.backbone, length), reused, replace(row, head_ids=())

@@ -39,6 +39,10 @@ class Quantized(Method):
         return f"{self.method.fingerprint}/{self.scheme}"
 
     @property
+    def places_documents(self) -> bool:
+        return self.method.places_documents
+
+    @property
     def max_segment_tokens(self) -> int | None:
         return self.method.max_segment_tokens
 

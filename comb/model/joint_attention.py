@@ -145,6 +145,9 @@ class JointReading:
         given = kwargs["inputs_embeds"] if given is None else given
         past, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
         start = 0 if past is None else int(past.get_seq_length())
+        mask = kwargs.get("attention_mask")
+        if positions is None and isinstance(mask, Tensor) and mask.ndim == 2:
+            positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, start:]  # padding on the left is no token
         if positions is None:
             positions = torch.arange(start, start + given.shape[1], device=given.device)[None]
         if positions.shape[-2] < len(given):
@@ -153,7 +156,7 @@ class JointReading:
         if not takes_positions(self._backbone):
             return None
         kwargs = {**kwargs, "position_ids": placed}
-        if not start and kwargs.get("attention_mask") is None:
+        if not start and mask is None:
             # without a mask, transformers takes a step in the places for the beginning of another text
             kwargs["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
         return args, kwargs
@@ -233,6 +236,11 @@ def check_turning(backbone: PreTrainedModel, chosen: Sequence[int], rotary: Rota
 
     Asked of the layers themselves: a token alone sees nothing but itself, so its keys differ by its place only.
     """
+    if rotary.length_dependent:
+        raise UnsupportedBackboneError(
+            f"joint attention turns keys once, and the rotary embedding of {type(backbone).__name__} changes them with "
+            "the length of the prompt: use cross blocks (joint_attention: false)"
+        )
     table = backbone.get_input_embeddings().weight
     if table.is_meta:  # nothing can be run; whoever trains it has weights
         return

@@ -44,7 +44,6 @@ from comb.model.segments import (
     checked_places,
     checked_rows,
     equal_parts,
-    least_behind,
     padded_batches,
     token_ids_of,
 )
@@ -275,20 +274,28 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         if not self.encoder_enabled:
             raise ValueError("documents were given while the encoder is disabled; put them into the prompt as text")
         if self.places_documents:
-            places = checked_places(behind, rows)
+            places = [[1] * len(row) for row in rows] if behind is None else checked_places(behind, rows)
             link: LinkedDocuments = PlacedDocuments(self._key_values(rows), places, self.encoder.rotary.turning)
         else:
             link = LinkedDocuments(self._key_values(rows), self.config._attn_implementation)
         with _Attached(self, link):
             yield link
 
-    def _behind(self, documents: Documents | None, behind: Places | None, own: int) -> Places | None:
-        """`behind` of rows with so many tokens of their own; by default all but the first are behind the documents."""
+    def _places(
+        self, documents: Documents | None, behind: Places | None, mask: Tensor | None, *inputs: Tensor | None
+    ) -> Places | None:
+        """`behind` of the prompts `inputs` (the first that is given); by default all but their first token are behind
+        the documents, or a lone one."""
         if documents is None or not self.places_documents:
             return None
-        if behind is None:
-            return [[int(own > 1)] * len(row) for row in documents]
-        return [least_behind(row, own, primer=bool(self.encoder.config.primer)) for row in behind]
+        rows = checked_rows(documents)
+        given = next((tensor for tensor in inputs if tensor is not None), None)
+        if behind is not None:
+            return checked_places(behind, rows, None if given is None else given.shape[1])
+        if given is None:
+            return None
+        own = mask.sum(-1).tolist() if mask is not None and mask.ndim == 2 else [given.shape[1]] * len(rows)
+        return [[min(1, tokens - 1)] * len(row) for row, tokens in zip(rows, own, strict=False)]
 
     def _key_values(self, rows: list[list[CrossPICache | Segment]]) -> list[list[KeyValues]]:
         segments = [token_ids_of(item) for row in rows for item in row if not isinstance(item, CrossPICache)]
@@ -350,8 +357,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         """
         check_rows(documents, input_ids, kwargs.get("inputs_embeds"))
         past = kwargs.get("past_key_values")
-        own = (0 if past is None else past.get_seq_length()) + _width(input_ids, kwargs.get("inputs_embeds"))
-        with self.linked(documents, self._behind(documents, behind, own)) as link:
+        begins = past is None or not past.get_seq_length()
+        inputs = (input_ids, kwargs.get("inputs_embeds")) if begins else ()
+        with self.linked(documents, self._places(documents, behind, attention_mask, *inputs)) as link:
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         if link is not None:
             _check_read(link)
@@ -372,8 +380,9 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         left with an attention mask).
         """
         check_rows(documents, inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        own = _width(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        with self.linked(documents, self._behind(documents, behind, own)) as link:
+        begins = kwargs.get("past_key_values") is None
+        prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if begins else ()
+        with self.linked(documents, self._places(documents, behind, kwargs.get("attention_mask"), *prompts)) as link:
             if link is not None:
                 given = kwargs.get("stopping_criteria") or ()
                 kwargs["stopping_criteria"] = StoppingCriteriaList([*given, _ReadAtEveryStep(link)])
@@ -467,11 +476,6 @@ class _Attached:
 
     def __exit__(self, *error: object) -> None:
         self._stacks.pop().close()
-
-
-def _width(*inputs: Tensor | None) -> int:
-    """Tokens of a row of the first input that is given."""
-    return next((tensor.shape[1] for tensor in inputs if tensor is not None), 0)
 
 
 def _check_read(link: LinkedDocuments) -> None:

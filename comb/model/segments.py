@@ -39,31 +39,23 @@ def check_rows(documents: Documents | None, *inputs: Tensor | None) -> None:
         )
 
 
-def checked_places(behind: Places | None, rows: Sequence[Sequence[Any]]) -> Places:
-    """`behind` as of `CombForCausalLM.linked`, for these rows. Raises ValueError if it doesn't fit them."""
-    if behind is None:
-        return [[1] * len(row) for row in rows]
+def checked_places(behind: Places, rows: Sequence[Sequence[Any]], own: int | None = None) -> Places:
+    """`behind` as of `CombForCausalLM.linked`, for these rows, whose prompts have `own` tokens (None: not known yet).
+
+    Raises:
+        ValueError: if they don't fit the rows' documents, or one is behind the whole prompt, and none would read it.
+    """
     for places, row in zip(behind, rows, strict=False):
         if len(places) != len(row) or list(places) != sorted(places) or (places and places[0] < 0):
             raise ValueError(
                 f"behind says how many tokens stand in front of each document, ascending from 0 on: {list(places)} "
                 f"for {len(row)} documents"
             )
+        if places and own is not None and places[-1] >= own:
+            raise ValueError(f"a document is behind {places[-1]} tokens, and the prompt has {own}: none would read it")
     if len(behind) != len(rows):
         raise ValueError(f"behind has {len(behind)} lists for {len(rows)} rows of documents")
     return behind
-
-
-def least_behind(behind: Sequence[int], own: int, *, primer: bool) -> tuple[int, ...]:
-    """Places of a row's documents, the first of which is behind a token if documents know themselves behind a primer.
-
-    Attention rests on the first token of a text (StreamingLLM), which is none of theirs then.
-
-    Args:
-        behind: how many of its row's tokens stand in front of each document. own: how many there are.
-    """
-    least = int(primer and own > 1)
-    return tuple(max(least, place) for place in behind)
 
 
 def token_ids_of(segment: Segment) -> tuple[int, ...]:

@@ -134,7 +134,8 @@ def test_a_turn_goes_on_as_if_linked_in_one_go(family: str, method: str) -> None
     engine = engine_of(family, method)
     continued, anew, other = (engine.conversation([MILL if part < 2 else LAKE]) for part in range(3))
     first = [asked(chat, "When?")[0] for chat in (continued, anew, other)]
-    new = () if method == "comb" else (CITY,)
+    # every token reads the documents of cross blocks; those that have places come in behind what was said
+    new = () if method == "comb" and family != "joint" else (CITY,)
     anew.release()
     answer, logits = asked(continued, "Where to?", *new)
     expected, reference = asked(anew, "Where to?", *new)
@@ -213,7 +214,8 @@ def test_a_template_that_writes_earlier_turns_in_another_way(family: str, method
     prompt = asked(chat, "When?")[0].report.prompt_tokens
     asked(anew, "When?")
     anew.release()
-    new = () if method == "comb" else (CITY,)
+    # every token reads the documents of cross blocks; those that have places come in behind what was said
+    new = () if method == "comb" and family != "joint" else (CITY,)
     answer, logits = asked(chat, "Where to?", *new)
     expected, reference = asked(anew, "Where to?", *new)
     assert error(logits, reference) < EXACT
@@ -253,7 +255,8 @@ def test_a_turn_that_fails_leaves_everything_as_it_was(family: str, method: str)
     for conversation in (chat, untouched):
         asked(conversation, "When?")
     before, size = chat.messages, chat.nbytes
-    new = () if method == "comb" else (CITY,)
+    # every token reads the documents of cross blocks; those that have places come in behind what was said
+    new = () if method == "comb" and family != "joint" else (CITY,)
     with pytest.raises(RuntimeError, match="lights"):
         chat.ask("Where to?", new, logits_processor=[Scores(fails_at=3)], max_new_tokens=NEW)
     with pytest.raises(ValueError, match="max_new_tokens"):

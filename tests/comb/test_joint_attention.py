@@ -260,13 +260,18 @@ def test_the_head_is_computed_once_and_rows_of_a_batch_are_as_alone() -> None:
 
 
 def test_a_prompt_that_begins_with_documents_has_a_token_to_rest_on() -> None:
-    """Documents know themselves behind a primer, so the first token of the question goes in front of them."""
+    """The first of the question's, in front of them; and of a prompt that ends with documents the last is behind them."""
     model = joint(tiny("llama"), primer=[7, 8, 9])
     comb = methods.create("comb", model)
     picaches = comb.compile(DOCUMENTS)
     bare = comb.link(picaches, QUERY[0].tolist()).logits
     moved = comb.link(picaches, QUERY[0, 1:].tolist(), head_ids=QUERY[0, :1].tolist()).logits
     torch.testing.assert_close(bare, moved, atol=2e-5, rtol=1e-4)
+    ending = comb.link(picaches, [], head_ids=QUERY[0].tolist()).logits
+    before = comb.link(picaches, QUERY[0, -1:].tolist(), head_ids=QUERY[0, :-1].tolist()).logits
+    torch.testing.assert_close(ending, before, atol=2e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        comb.link(picaches, [])
     lone = comb.link(picaches, [4]).logits
     assert (lone - model.backbone(torch.tensor([[4]])).logits[:, -1]).abs().max() > 1e-3  # it reads them
 
@@ -281,10 +286,36 @@ def test_documents_take_up_positions() -> None:
     comb.link(picaches[:1], [4, 5])
 
 
-@pytest.mark.parametrize(("behind", "said"), [([[1]], "for 3 documents"), ([[3, 2, 3]], "ascending"), ([], "0 lists")])
+@pytest.mark.parametrize(
+    ("behind", "said"),
+    [
+        ([[1]], "for 3 documents"), ([[3, 2, 3]], "ascending"), ([], "0 lists"),
+        ([[1, 1, 5]], "behind 5 tokens, and the prompt has 5"),
+    ],
+)  # fmt: skip
 def test_places_that_do_not_fit_are_refused(behind: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         joint(tiny("llama"), [1])(QUERY, documents=[DOCUMENTS], behind=behind)
+
+
+@torch.no_grad()
+def test_padding_on_the_left_is_no_token() -> None:
+    model = joint(tiny("llama"))
+    padded = torch.tensor([[0, 0, 4, 5, 6], [0, 0, 0, 0, 7], [8, 9, 10, 11, 12]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [1, 1, 1, 1, 1]])
+    together = model(padded, mask, documents=[DOCUMENTS] * 3).logits[:, -1]
+    answers = model.generate(padded, attention_mask=mask, documents=[DOCUMENTS] * 3, max_new_tokens=4, do_sample=False)
+    for row in range(3):
+        own = padded[row, mask[row] == 1][None]
+        torch.testing.assert_close(together[row], model(own, documents=[DOCUMENTS]).logits[0, -1], atol=2e-5, rtol=1e-4)
+        alone = model.generate(own, documents=[DOCUMENTS], max_new_tokens=4, do_sample=False)
+        assert torch.equal(answers[row, -4:], alone[0, -4:])
+
+
+@pytest.mark.parametrize("family", ["longrope", "dynamic_ntk"])
+def test_frequencies_that_change_with_the_length_are_refused(family: str) -> None:
+    with pytest.raises(ValueError, match="with the length of the prompt"):
+        joint(tiny(family))
 
 
 @pytest.mark.parametrize("family", ["cohere", "gemma3", "gpt_neox", "bloom"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
+from comb_serving.vllm.places import Readings, StepPlaces
 from comb_serving.vllm.pool import check_arguments, pool_device, rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
@@ -89,12 +91,13 @@ def test_tokens_read_the_documents_in_front_of_them(documents: RequestDocuments)
     places = documents.step.places(cpu)
     assert places.tokens.tolist() == [0, 2, 3, 4, 5]
     assert places.moved.tolist() == [9, 4, 4, 4, 9]
-    assert places.batch.counts == (1, 1, 4, 1)
-    assert [table.slots().tolist() for table in places.batch.tables] == [
+    (read,) = places.readings
+    assert read.batch.counts == (1, 1, 4, 1)
+    assert [table.slots().tolist() for table in read.batch.tables] == [
         [12, 13, 14, 15, 4], [0, 1, 2, 3], [0, 1, 2, 3], [12, 13, 14, 15, 4]
     ]  # fmt: skip
-    assert places.readers.tolist() == [0, 0, 1, 2, 3, 4, 4]
-    assert places.starts.tolist() == [2, 7, 1, 1, 1, 1, 8]
+    assert read.readers.tolist() == [0, 0, 1, 2, 3, 4, 4]
+    assert read.starts.tolist() == [2, 7, 1, 1, 1, 1, 8]
     one, four = places.alike
     assert (one.index.tolist(), one.tokens.tolist(), one.at.tolist(), one.longest) == ([0], [[0]], [[9]], 10)
     assert (four.index.tolist(), four.tokens.tolist(), four.at.tolist()) == ([1], [[1, 2, 3, 4]], [[1, 2, 3, 4]])
@@ -103,9 +106,32 @@ def test_tokens_read_the_documents_in_front_of_them(documents: RequestDocuments)
     assert documents.step.places(cpu) is places
     documents.begin(["z"], [0, 4], [4])  # a later chunk, part of which is behind the document
     places = documents.step.places(cpu)
-    assert (places.tokens.tolist(), places.moved.tolist(), places.starts.tolist()) == ([2, 3], [5, 5], [6, 6])
+    assert (places.tokens.tolist(), places.moved.tolist()) == ([2, 3], [5, 5])
+    assert places.readings[0].starts.tolist() == [6, 6]
     documents.begin(["z"], [0, 4], [0])
     assert not len(documents.step.places(cpu).tokens)
+
+
+def test_attention_takes_so_many_readings_at_a_time(documents: RequestDocuments) -> None:
+    documents.placed = True
+    documents.add(**placed("x", (2, 2), A, B))
+    documents.add(**placed("y", (1, 4), B, A))
+    documents.begin(["x", "y"], [0, 1, 6], [9, 0])
+
+    def flat(parts: list[Readings]) -> list[Any]:
+        return [
+            (reader, start, id(table))
+            for part in parts
+            for (reader, start), table in zip(
+                zip(part.readers.tolist(), part.starts.tolist(), strict=True),
+                chain.from_iterable([table] * n for n, table in zip(part.batch.counts, part.batch.tables, strict=True)),
+                strict=True,
+            )
+        ]
+
+    whole, cut = (StepPlaces.of(documents.step.rows, torch.device("cpu"), most).readings for most in (9, 3))
+    assert [sum(part.batch.counts) for part in cut] == [3, 3, 1]
+    assert flat(cut) == flat(whole)
 
 
 def test_documents_without_places_are_refused(documents: RequestDocuments) -> None:
@@ -269,13 +295,13 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None, prompt_token_ids=None))
     assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
     (row,) = model.comb.step.rows
-    assert (row.start, row.stop, row.table.num_tokens, row.documents) == (1, 4, 5, ())
+    assert (row.start, row.stop, row.table.num_tokens, row.places) == (1, 4, 5, None)
     model.comb.placed = True
     own = placed("u", (0,), A)
     found.add_request(3, SimpleNamespace(req_id="u", sampling_params=SimpleNamespace(extra_args=own["extra_args"]),
                                          prompt_token_ids=own["prompt"]))  # fmt: skip
     found.prepare_inputs(batch(["u"], [0, 1]), None)
-    assert [document.start for document in model.comb.step.rows[0].documents] == [0]
+    assert model.comb.step.rows[0].places.starts.tolist() == [0]
     model.comb.placed = False
     # another request in the batch position of the one before
     found.remove_request("x")

@@ -18,7 +18,6 @@ from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumen
 from comb.documents.document import Document, Prompt, PromptBuilder
 from comb.documents.messages import References
 from comb.model.config import CombConfig
-from comb.model.segments import least_behind
 from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.conversation import FIELD, messages_of, turns, without_references
 from comb_serving.api.conversion import converted
@@ -78,11 +77,9 @@ class Placing:
 
     Args:
         positions: that the backbone has.
-        primer: whether documents are compiled behind one.
     """
 
     positions: int
-    primer: bool
 
     def behind(self, prompt: Prompt) -> tuple[int, ...]:
         """How many of the prompt's own tokens stand in front of each document. Raises RequestError: too long."""
@@ -90,7 +87,7 @@ class Placing:
             raise RequestError(
                 400, f"prompt and documents have {len(prompt.flat)} tokens, and the model {self.positions} positions"
             )
-        return least_behind(prompt.placed_behind, len(prompt.query), primer=self.primer)
+        return prompt.placed_behind
 
 
 @dataclass(frozen=True)
@@ -349,7 +346,7 @@ def placing_of(options: ServeOptions) -> Placing | None:
     encoder: Any = config.encoder_config
     if not encoder.joint_attention:
         return None
-    return Placing(config.get_text_config().max_position_embeddings, bool(encoder.primer))
+    return Placing(int(config.get_text_config().max_position_embeddings))
 
 
 def with_capability(path: str, body: dict[str, Any], token: str, request_id: str) -> dict[str, Any]:

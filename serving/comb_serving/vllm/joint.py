@@ -95,21 +95,21 @@ class JointReader:
         rows = query.reshape(shape).index_select(0, places.tokens)
         if self.scale != 1.0:
             rows = rows * self.scale
-        own = self.own_masses(rows, places)
-        # documents are kept unmoved: queries are turned back by the place where each begins
-        turn = places.keep("turn", lambda: self.rotary.turning(-places.starts[None]))
-        asked = rows.index_select(0, places.readers)
-        asked = apply_rotary(asked.float().transpose(0, 1)[None], *turn)[0].transpose(0, 1).to(rows)
-        mass = torch.empty(asked.shape[:2], dtype=torch.float32, device=asked.device)
-        read = attend(asked, pool.layer(self.layer), places.batch, mass=mass)
-        # one softmax over all: each part's share of the denominators' sum, against the largest of them
-        readers = places.readers
-        most = own.scatter_reduce(0, readers[:, None].expand_as(mass), mass, "amax")
-        shares, others = torch.exp(own - most), torch.exp(mass - most.index_select(0, readers))
-        sums = shares.index_add(0, readers, others)[..., None]
-        mixed = output.index_select(0, places.tokens).float() * shares[..., None]
-        mixed.index_add_(0, readers, read.float() * others[..., None])
-        output.index_copy_(0, places.tokens, (mixed / sums).to(output))
+        # one softmax over all: each part's share is that of its denominator, taken against the largest of them so far
+        most = self.own_masses(rows, places)
+        sums, mixed = torch.ones_like(most), output.index_select(0, places.tokens).float()
+        for part in places.readings:
+            if part.turn is None:  # documents are kept unmoved: queries are turned back by the place where each begins
+                part.turn = self.rotary.turning(-part.starts[None])
+            asked = rows.index_select(0, part.readers)
+            asked = apply_rotary(asked.float().transpose(0, 1)[None], *part.turn)[0].transpose(0, 1).to(rows)
+            mass = torch.empty(asked.shape[:2], dtype=torch.float32, device=asked.device)
+            read = attend(asked, pool.layer(self.layer), part.batch, mass=mass)
+            before, most = most, most.scatter_reduce(0, part.readers[:, None].expand_as(mass), mass, "amax")
+            kept, more = torch.exp(before - most), torch.exp(mass - most.index_select(0, part.readers))
+            sums = (sums * kept).index_add_(0, part.readers, more)
+            mixed = (mixed * kept[..., None]).index_add_(0, part.readers, read.float() * more[..., None])
+        output.index_copy_(0, places.tokens, (mixed / sums[..., None]).to(output))
 
     def own_masses(self, queries: Tensor, places: StepPlaces) -> Tensor:
         """Log of the denominators that vLLM's attention had for the tokens that read.

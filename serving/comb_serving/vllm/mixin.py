@@ -63,11 +63,16 @@ class CombMixin(ModelClass):
 
     def forward(self, input_ids: Any, positions: Tensor, *given: Any, **named: Any) -> Any:
         """The backbone's; tokens behind documents are told their places in the whole prompt."""
-        if self.comb.placed and self.comb.step.rows:
-            places = self.comb.step.places(positions.device)
-            # where vLLM keeps them, as graphs of pieces look there; it writes them anew in each step
-            positions.index_add_(-1, places.tokens, places.moved.to(positions).expand(*positions.shape[:-1], -1))
-        return super().forward(input_ids, positions, *given, **named)
+        if not self.comb.placed or not self.comb.step.rows:
+            return super().forward(input_ids, positions, *given, **named)
+        places = self.comb.step.places(positions.device)
+        moved = places.moved.to(positions).expand(*positions.shape[:-1], -1)
+        # where vLLM keeps them, as graphs of pieces look there; and back, as its sampler counts tokens by them
+        positions.index_add_(-1, places.tokens, moved)
+        try:
+            return super().forward(input_ids, positions, *given, **named)
+        finally:
+            positions.index_add_(-1, places.tokens, -moved)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The backbone's weights go through its own loader, the adapter's into the cross blocks; no encoder here.

@@ -9,29 +9,43 @@ Shapes: R rows, T tokens of each; S tokens of the step that read a document, N r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb.waits import on_device
 
+MOST_READINGS = 4096
+"""Of documents by tokens that attention takes at a time: vLLM sets no memory aside for them."""
+
 
 @dataclass(frozen=True)
-class PlacedDocument:
-    """One document of a request.
+class RequestPlaces:
+    """Where the documents of a request stand, in order; worked out once for all its steps.
 
     Attributes:
-        behind: tokens of the request's own in front of it. start: its first token's place in the prompt.
+        behind: tokens of the request's own in front of each. starts: its first token's place in the prompt.
+        tokens: how many it has.
     """
 
-    behind: int
-    start: int
-    table: BlockTable
+    behind: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    tables: tuple[BlockTable, ...]
+
+    @classmethod
+    def of(cls, documents: Sequence[tuple[int, Sequence[int]]], behind: Sequence[int], size: int) -> RequestPlaces:
+        """Of documents (tokens and blocks of each), one behind another. Raises ValueError if places don't fit them."""
+        if len(behind) != len(documents) or list(behind) != sorted(behind):
+            raise ValueError(f"{len(documents)} documents have no places: {list(behind)}")
+        own, tokens = np.array(behind), np.array([count for count, _ in documents])
+        tables = tuple(BlockTable([document], size) for document in documents)
+        return cls(own, own + np.cumsum(tokens) - tokens, tokens, tables)
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class RequestRows:
 
     Attributes:
         index: the request's place among those of the batch. past: its tokens that were computed in earlier steps.
-        documents: one by one, where they have places.
+        places: of its documents, where they have some.
     """
 
     start: int
@@ -48,18 +62,7 @@ class RequestRows:
     table: BlockTable
     index: int = 0
     past: int = 0
-    documents: tuple[PlacedDocument, ...] = ()
-
-
-def placed(documents: Sequence[tuple[int, Sequence[int]]], behind: Sequence[int], size: int) -> list[PlacedDocument]:
-    """Documents (tokens and blocks of each), one behind another. Raises ValueError if places don't fit them."""
-    if len(behind) != len(documents) or list(behind) != sorted(behind):
-        raise ValueError(f"{len(documents)} documents have no places: {list(behind)}")
-    found, before = [], 0
-    for own, (tokens, blocks) in zip(behind, documents, strict=True):
-        found.append(PlacedDocument(own, own + before, BlockTable([(tokens, blocks)], size)))
-        before += tokens
-    return found
+    places: RequestPlaces | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,23 @@ class AlikeRows:
         return AlikeRows(self.index[here[0]], self.tokens[here], self.at[here], self.longest)
 
 
+@dataclass
+class Readings:
+    """Some of a step's readings, as many as attention takes at a time.
+
+    Attributes:
+        readers: of each reading, which of the step's reading tokens it is of. [N]
+        starts: and the place where the document begins. [N]
+        batch: a row for each document that a request reads.
+        turn: what turns queries back by `starts`; the same for all layers, set by the first.
+    """
+
+    readers: Tensor
+    starts: Tensor
+    batch: PagedBatch
+    turn: tuple[Tensor, Tensor] | None = None
+
+
 @dataclass(frozen=True)
 class StepPlaces:
     """What joint attention has to know of a step, on the model's device.
@@ -97,62 +117,79 @@ class StepPlaces:
         tokens: places in the batch of the tokens that read, row behind row. [S]
         moved: how much further back each stands. [S]
         alike: the same tokens, by rows.
-        readers: of each reading, which of `tokens` reads. [N]
-        starts: and the place where the document begins. [N]
-        batch: the readings as attention takes them, a row for each document that a request reads.
+        readings: of documents by these tokens.
     """
 
     tokens: Tensor
     moved: Tensor
     alike: list[AlikeRows]
-    readers: Tensor
-    starts: Tensor
-    batch: PagedBatch
-    _kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, once per `key`: what all layers need."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+    readings: list[Readings]
 
     @classmethod
-    def of(cls, rows: Sequence[RequestRows], device: torch.device) -> StepPlaces:
-        """Of the rows of a step."""
-        tokens, moved, readers, starts = [], [], [], []
-        counts, tables = [], []
+    def of(cls, rows: Sequence[RequestRows], device: torch.device, most: int = MOST_READINGS) -> StepPlaces:
+        """Of the rows of a step, with at most so many readings at a time."""
+
+        def there(parts: Sequence[NDArray[np.int64]]) -> Tensor:
+            joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+            return on_device(torch.from_numpy(joined), device)
+
+        tokens, moved, readings, gathered = [], [], [], _Gathered(most)
         by_count: dict[int, list[tuple[int, int, int]]] = {}
         total = 0
         for row in rows:
-            at = np.arange(row.past, row.past + row.stop - row.start)
-            first = int(np.searchsorted(at, row.documents[0].behind)) if row.documents else len(at)
-            count = len(at) - first
-            if not count:  # all of them stand in front
+            places = row.places
+            assert places is not None
+            first = max(0, int(places.behind[0]) - row.past)
+            count = row.stop - row.start - first
+            if count <= 0:  # all of them stand in front
                 continue
+            at = np.arange(row.past + first, row.past + first + count)
+            # of each document, how many of these tokens are in front of it
+            skipped = np.searchsorted(at, places.behind)
             tokens.append(np.arange(row.start + first, row.stop))
-            shift = np.zeros(count, dtype=np.int64)
-            for document in row.documents:
-                here = np.flatnonzero(at[first:] >= document.behind)
-                if len(here):
-                    shift[here] += document.table.num_tokens
-                    readers.append(total + here)
-                    starts.append(np.full(len(here), document.start))
-                    counts.append(len(here))
-                    tables.append(document.table)
-            moved.append(shift)
+            moved.append(((at[:, None] >= places.behind) * places.tokens).sum(1))
+            for start, skip, table in zip(places.starts.tolist(), skipped.tolist(), places.tables, strict=True):
+                while skip < count:
+                    some = min(count - skip, gathered.room)
+                    gathered.add(total + skip, some, start, table)
+                    skip += some
+                    if not gathered.room:
+                        readings.append(gathered.readings(device))
+                        gathered = _Gathered(most)
             by_count.setdefault(count, []).append((row.index, total, row.past + first))
             total += count
-
-        def there(parts: Sequence[Any]) -> Tensor:
-            joined = np.concatenate(parts) if parts else np.zeros(0)
-            return on_device(torch.from_numpy(joined.astype(np.int64)), device)
-
+        if gathered.counts:
+            readings.append(gathered.readings(device))
         alike = []
         for count, each in by_count.items():
             index, begin, past = (np.array(column) for column in zip(*each, strict=True))
             steps = np.arange(count)
             parts = index, begin[:, None] + steps, past[:, None] + steps
-            numbers, tokens_of, places = (on_device(torch.from_numpy(part), device) for part in parts)
-            alike.append(AlikeRows(numbers, tokens_of, places, int(past.max()) + count))
-        batch = PagedBatch(tuple(counts), tuple(tables))
-        return cls(there(tokens), there(moved), alike, there(readers), there(starts), batch)
+            numbers, tokens_of, at_ = (on_device(torch.from_numpy(part), device) for part in parts)
+            alike.append(AlikeRows(numbers, tokens_of, at_, int(past.max()) + count))
+        return cls(there(tokens), there(moved), alike, readings)
+
+
+@dataclass
+class _Gathered:
+    """Readings on their way to one batch: of each run of tokens its first, how many, and what they read."""
+
+    room: int
+    firsts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
+
+    def add(self, first: int, count: int, start: int, table: BlockTable) -> None:
+        self.firsts.append(first)
+        self.counts.append(count)
+        self.starts.append(start)
+        self.tables.append(table)
+        self.room -= count
+
+    def readings(self, device: torch.device) -> Readings:
+        counts = np.array(self.counts)
+        inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        readers, starts = np.repeat(self.firsts, counts) + inside, np.repeat(self.starts, counts)
+        there, where = (on_device(torch.from_numpy(part), device) for part in (readers, starts))
+        return Readings(there, where, PagedBatch(tuple(self.counts), tuple(self.tables)))

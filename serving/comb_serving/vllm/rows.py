@@ -17,7 +17,7 @@ from comb.waits import on_device
 from comb_serving.pool.capability import KEY, Capability
 from comb_serving.pool.handles import unpack
 from comb_serving.pool.pool import SharedPool
-from comb_serving.vllm.places import PlacedDocument, RequestRows, StepPlaces, placed
+from comb_serving.vllm.places import RequestPlaces, RequestRows, StepPlaces
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RequestDocuments:
     _written: StepDocuments | None = None
     _tables: dict[str, BlockTable] = field(default_factory=dict)
     _tokens: dict[str, object] = field(default_factory=dict)
-    _placed: dict[str, tuple[PlacedDocument, ...]] = field(default_factory=dict)
+    _placed: dict[str, RequestPlaces] = field(default_factory=dict)
 
     def add(self, request_id: str, extra_args: Mapping[str, Any] | None, prompt: Sequence[int] | None = None) -> None:
         """Looks up a request's documents; the same token under the same id again costs nothing.
@@ -110,7 +110,8 @@ class RequestDocuments:
         documents = [(handle.tokens, handle.blocks) for handle in handles]
         self._tables[request_id] = BlockTable(documents, layout.block_size)
         if self.placed:
-            self._placed[request_id] = tuple(placed(documents, capability.behind_in(prompt or ()), layout.block_size))
+            behind = capability.behind_in(prompt or ())
+            self._placed[request_id] = RequestPlaces.of(documents, behind, layout.block_size)
 
     def remove(self, request_id: str) -> None:
         """Forgets a request; one that isn't known is no error."""
@@ -134,7 +135,7 @@ class RequestDocuments:
                     self._tables[name],
                     index,
                     int(past[index]),
-                    self._placed.get(name, ()),
+                    self._placed.get(name),
                 )
                 for index, name in enumerate(request_ids)
                 if name in self._tables and starts[index + 1] > starts[index]

@@ -111,7 +111,7 @@ class PlacingScheduler(CheckedScheduler):
         if capability is None or not capability.documents:
             return
         behind, counts = capability.behind_in(request.prompt_token_ids), token_counts(capability.documents)
-        if len(behind) != len(counts) or list(behind) != sorted(behind):
+        if len(behind) != len(counts) or list(behind) != sorted(behind) or behind[-1] >= request.num_prompt_tokens:
             raise ValueError(f"{len(counts)} documents have no places behind {behind} tokens")
         tokens = sum(counts)
         model = self.vllm_config.model_config

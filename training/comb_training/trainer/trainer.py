@@ -35,7 +35,7 @@ from comb_training.trainer.checkpoints import (
     save_random_state,
 )
 from comb_training.trainer.heldout import heldout_losses
-from comb_training.trainer.objective import Objective, check_teacher_reads, document_lengths, out_of_memory
+from comb_training.trainer.objective import Objective, check_positions, document_lengths, out_of_memory
 from comb_training.trainer.optimizer import adamw
 from comb_training.trainer.run_log import RunLog
 from comb_training.trainer.sampler import batch_sampler
@@ -79,8 +79,8 @@ class CombTrainer:
             raise ValueError("the model has no trainable parameter: make one with CombForCausalLM.from_backbone")
         if config.eval_steps is not None and not heldout:
             raise ValueError("train.eval_steps needs held-out examples, and there is none")
-        if config.kl_weight > 0:
-            check_teacher_reads(model, [*examples, *heldout])
+        if config.kl_weight > 0 or getattr(model, "places_documents", False):
+            check_positions(model, [*examples, *heldout])
         self.config = config
         self.model: Any = model
         self.examples = examples
