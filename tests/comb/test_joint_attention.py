@@ -260,7 +260,7 @@ def test_the_head_is_computed_once_and_rows_of_a_batch_are_as_alone() -> None:
 
 
 def test_a_prompt_that_begins_with_documents_has_a_token_to_rest_on() -> None:
-    """The first of the question's, in front of them; and of a prompt that ends with documents the last is behind them."""
+    """The question's first, in front of them; and of a prompt that ends with documents, the last is behind them."""
     model = joint(tiny("llama"), primer=[7, 8, 9])
     comb = methods.create("comb", model)
     picaches = comb.compile(DOCUMENTS)

@@ -118,6 +118,34 @@ def test_what_stands_in_front_of_documents_is_shared_by_all(nano: Served) -> Non
     assert nano.cached[-1] == 0
 
 
+def test_positions_are_vllms_own_again_behind_a_step(nano: Served) -> None:
+    """Layers are told others where documents have places; a sampler counts tokens by them."""
+    model = nano.llm.llm_engine.model_executor.driver_worker.get_model()
+    seen: dict[str, list[torch.Tensor]] = {"before": [], "inside": [], "behind": []}
+
+    def note(name: str) -> Any:
+        return lambda _, args, kwargs, *__: seen[name].append(kwargs["positions"].clone())
+
+    layer = next(module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer")
+    handles = [
+        model.register_forward_pre_hook(note("before"), with_kwargs=True),
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: seen["inside"].append((args[0] if args else kwargs["positions"]).clone()),
+            with_kwargs=True,
+        ),
+        model.register_forward_hook(note("behind"), with_kwargs=True),
+    ]
+    try:
+        nano.ask([(PROMPTS[0], "A")])
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(seen["before"]) == len(seen["behind"]) == 8
+    assert all(map(torch.equal, seen["before"], seen["behind"]))
+    moved = [not torch.equal(*pair) for pair in zip(seen["before"], seen["inside"], strict=True)]
+    assert all(moved) if nano.model.places_documents else not any(moved)
+
+
 def test_places_beyond_the_models_are_refused(nano: Served) -> None:
     """Documents take up positions, of which answers then have fewer; nano has 2048."""
     if not nano.model.places_documents:
