@@ -147,15 +147,22 @@ class Prompt:
 def places_behind(fresh: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """How many tokens of a decoder's own prompt stand in front of each document that has its place beside it.
 
-    The first token is in front of all of them, as attention rests on the first token of a text (StreamingLLM), and the
-    last one behind, as the answer goes on from it; a lone one is behind.
+    The last token is behind all of them, as the answer goes on from it.
 
     Args:
         fresh: the prompt's tokens in front of each document, and last those behind all.
     """
-    own = sum(map(len, fresh))
-    least, most = min(1, own - 1), own - 1
-    return tuple(max(least, min(most, count)) for count in accumulate(map(len, fresh[:-1])))
+    most = sum(map(len, fresh)) - 1
+    return tuple(min(most, count) for count in accumulate(map(len, fresh[:-1])))
+
+
+def behind_first(behind: Sequence[int], own: int) -> tuple[int, ...]:
+    """`places_behind` of a prompt of `own` tokens whose documents know themselves behind a primer.
+
+    Attention rests on the first token of a text (StreamingLLM), which is none of theirs: so the prompt's is in front of
+    them, unless it is the only one.
+    """
+    return tuple(max(min(1, own - 1), place) for place in behind)
 
 
 @dataclass(frozen=True)

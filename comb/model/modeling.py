@@ -31,6 +31,7 @@ from comb.backbones.hooks import LayerHooks
 from comb.backbones.identity import identity_of, weights_fingerprint
 from comb.backbones.torch_private import writes
 from comb.cache.picache import CrossPICache
+from comb.documents.document import behind_first
 from comb.model.config import CONFIGURED_LATER, CombConfig, CombEncoderConfig
 from comb.model.cross_attention import CrossBlock, KeyValues, LinkedDocuments
 from comb.model.encoder import CombEncoder
@@ -291,11 +292,14 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         rows = checked_rows(documents)
         given = next((tensor for tensor in inputs if tensor is not None), None)
         if behind is not None:
-            return checked_places(behind, rows, None if given is None else given.shape[1])
+            behind = checked_places(behind, rows, None if given is None else given.shape[1])
+            if not self.encoder.config.primer or all(row[0] for row in behind if row):
+                return behind
         if given is None:
-            return None
+            return behind
         own = mask.sum(-1).tolist() if mask is not None and mask.ndim == 2 else [given.shape[1]] * len(rows)
-        return [[min(1, tokens - 1)] * len(row) for row, tokens in zip(rows, own, strict=False)]
+        places = [[0] * len(row) for row in rows] if behind is None else behind
+        return [behind_first(row, tokens) for row, tokens in zip(places, own, strict=False)]
 
     def _key_values(self, rows: list[list[CrossPICache | Segment]]) -> list[list[KeyValues]]:
         segments = [token_ids_of(item) for row in rows for item in row if not isinstance(item, CrossPICache)]

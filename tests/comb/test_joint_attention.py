@@ -267,6 +267,11 @@ def test_a_prompt_that_begins_with_documents_has_a_token_to_rest_on() -> None:
     bare = comb.link(picaches, QUERY[0].tolist()).logits
     moved = comb.link(picaches, QUERY[0, 1:].tolist(), head_ids=QUERY[0, :1].tolist()).logits
     torch.testing.assert_close(bare, moved, atol=2e-5, rtol=1e-4)
+    plain = methods.create("comb", joint(tiny("llama")))  # documents that have a first token of a text among them
+    first = plain.link(plain.compile(DOCUMENTS), QUERY[0].tolist()).logits
+    naive = methods.create("naive", tiny("llama"))
+    wanted = naive.link(naive.compile(DOCUMENTS), QUERY[0].tolist()).logits
+    torch.testing.assert_close(first, wanted, atol=2e-5, rtol=1e-4)
     ending = comb.link(picaches, [], head_ids=QUERY[0].tolist()).logits
     before = comb.link(picaches, QUERY[0, -1:].tolist(), head_ids=QUERY[0, :-1].tolist()).logits
     torch.testing.assert_close(ending, before, atol=2e-5, rtol=1e-4)

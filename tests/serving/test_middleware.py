@@ -87,7 +87,7 @@ async def test_without_documents_the_body_is_the_clients() -> None:
 
 async def test_where_documents_have_places_the_prompt_is_rendered_here_and_says_them() -> None:
     server = Server()
-    server.app.front().preprocessor.placing = Placing(4096)
+    server.app.front().preprocessor.placing = Placing(4096, primer=True)
     assert (await server.client().post(CHAT, chat(messages=ASKED))).status == 200
     assert (await server.client().post(CHAT, {"messages": ASKED, "cache_salt": "mine"})).status == 200
     assert (await server.client().post(CHAT, chat(messages=ASKED, cache_salt="mine"))).status == 200
@@ -103,7 +103,7 @@ async def test_where_documents_have_places_the_prompt_is_rendered_here_and_says_
     assert answer.status == 200
     found = Capability.verify(server.echo.bodies[-1]["vllm_xargs"][KEY], SECRET)
     assert found.behind_in(BUILDER.complete("Where?").query) == (1,) * len(DOCUMENTS)
-    server.app.front().preprocessor.placing = Placing(20)
+    server.app.front().preprocessor.placing = Placing(20, primer=True)
     answer = await server.client().post(CHAT, chat(messages=ASKED))
     assert (answer.status, "the model 20 positions" in answer.json["error"]["message"]) == (400, True)
     server.check_idle()

@@ -15,7 +15,7 @@ from comb.backbones.loading import resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.picache import content_key
 from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
-from comb.documents.document import Document, Prompt, PromptBuilder
+from comb.documents.document import Document, Prompt, PromptBuilder, behind_first
 from comb.documents.messages import References
 from comb.model.config import CombConfig
 from comb_serving.api.choice import INLINED, MethodChoice
@@ -77,9 +77,11 @@ class Placing:
 
     Args:
         positions: that the backbone has.
+        primer: whether documents know themselves behind one.
     """
 
     positions: int
+    primer: bool
 
     def behind(self, prompt: Prompt) -> tuple[int, ...]:
         """How many of the prompt's own tokens stand in front of each document. Raises RequestError: too long."""
@@ -87,7 +89,8 @@ class Placing:
             raise RequestError(
                 400, f"prompt and documents have {len(prompt.flat)} tokens, and the model {self.positions} positions"
             )
-        return prompt.placed_behind
+        behind = prompt.placed_behind
+        return behind_first(behind, len(prompt.query)) if self.primer else behind
 
 
 @dataclass(frozen=True)
@@ -346,7 +349,7 @@ def placing_of(options: ServeOptions) -> Placing | None:
     encoder: Any = config.encoder_config
     if not encoder.joint_attention:
         return None
-    return Placing(int(config.get_text_config().max_position_embeddings))
+    return Placing(int(config.get_text_config().max_position_embeddings), bool(encoder.primer))
 
 
 def with_capability(path: str, body: dict[str, Any], token: str, request_id: str) -> dict[str, Any]:
