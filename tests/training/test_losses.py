@@ -153,7 +153,7 @@ def test_the_teachers_loss_does_not_depend_on_the_split_into_batches(tmp_path: P
 
 def test_prompts_that_the_teacher_cannot_read_are_refused(tmp_path: Path) -> None:
     long = TrainingExample(Prompt((2,), ((5,) * 70, (6,) * 70), (3,)), (4,), "long one")
-    with pytest.raises(ValueError, match=r"1 examples are longer .*128 positions .*long one"):
+    with pytest.raises(ValueError, match=r"1 examples are longer .*128 positions, .*long one"):
         trainer(comb_model(), tmp_path, [*examples(), long], kl_weight=1.0)
     trainer(comb_model(), tmp_path, [*examples(), long])
 
