@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies change with the length of the prompt."""
+from comb.backbones.discovery import LENGTH_DEPENDENT
 
 
 @dataclass(frozen=True)

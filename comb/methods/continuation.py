@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from comb.backbones.discovery import length_dependent_rope
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
 from comb.hybrid.caches import run
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
-from comb.linking.frequencies import LENGTH_DEPENDENT
 from comb.linking.positions import UnmovableError
 from comb.linking.support import check_keys_cached
 from comb.methods.base import DecodeState, Method
@@ -27,16 +27,6 @@ def why_not_continue(model: Any) -> str:
     except UnmovableError as reason:
         return str(reason)
     return length_dependent_rope(model)
-
-
-def length_dependent_rope(model: Any) -> str:
-    """Says so if a model's rotary embedding changes all keys with the length of the prompt; empty if not."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {str(rope.get("rope_type"))} | {
-        str(part.get("rope_type")) for part in rope.values() if isinstance(part, dict)
-    }
-    scaled = sorted(kinds.intersection(LENGTH_DEPENDENT))
-    return f"its rotary embedding ({scaled[0]}) changes all keys with the length of the prompt" if scaled else ""
 
 
 def pass_size(model: Any) -> int | None:

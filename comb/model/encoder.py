@@ -52,11 +52,6 @@ class Rotary(nn.Module):
         self._cached: Tensor | None = None
         self.factor = 1.0
 
-    @property
-    def length_dependent(self) -> bool:
-        """Whether the backbone's frequencies change with the length of the text, where these don't."""
-        return dict(self._config.rope_parameters or {}).get("rope_type") in ("dynamic", "longrope")
-
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32. positions [rows, tokens] -> 2 x [rows, tokens, rotary_dim]"""
         cosine, sine = self.turning(positions)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from comb.backbones.attention_calls import ANSWERING, Attended, AttentionCall, attention, stand_in
-from comb.backbones.discovery import ATTENTION_NAMES, UnsupportedBackboneError, find_child
+from comb.backbones.discovery import ATTENTION_NAMES, UnsupportedBackboneError, find_child, length_dependent_rope
 from comb.backbones.forward import decoder_of, run_decoder, takes_positions
 from comb.backbones.transformers_private import attention_name
 from comb.model.cross_attention import KeyValues, LinkedDocuments
@@ -54,9 +54,8 @@ class PlacedDocuments(LinkedDocuments):
         super().__init__(rows, None)
         self.visible: Tensor | None = None
         """Which of the documents' keys the tokens of this pass see, None for all. [rows with documents, N, K] bool"""
-        self._front = max((place for row in behind for place in row), default=0)
-        if not self.with_documents:
-            return
+        self.key_mask = None  # padding is among what no token sees
+        self._front = max(place for row in behind for place in row)
         most = max(map(len, rows))
         after, tokens = torch.full((len(rows), most), _NEVER), torch.zeros(len(rows), most, dtype=torch.long)
         starts = torch.zeros(len(self.with_documents), self.lengths.longest)
@@ -139,7 +138,7 @@ class JointReading:
     def _place(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """In front of a pass through the decoder: its tokens are told their places."""
         link = self._linked()
-        if link is None or not link.with_documents:
+        if link is None:
             return None
         given = kwargs.get("input_ids", args[0] if args else None)
         given = kwargs["inputs_embeds"] if given is None else given
@@ -236,10 +235,10 @@ def check_turning(backbone: PreTrainedModel, chosen: Sequence[int], rotary: Rota
 
     Asked of the layers themselves: a token alone sees nothing but itself, so its keys differ by its place only.
     """
-    if rotary.length_dependent:
+    if reason := length_dependent_rope(backbone):
         raise UnsupportedBackboneError(
-            f"joint attention turns keys once, and the rotary embedding of {type(backbone).__name__} changes them with "
-            "the length of the prompt: use cross blocks (joint_attention: false)"
+            f"joint attention turns keys once, and of {type(backbone).__name__} {reason}: use cross blocks "
+            "(joint_attention: false)"
         )
     table = backbone.get_input_embeddings().weight
     if table.is_meta:  # nothing can be run; whoever trains it has weights

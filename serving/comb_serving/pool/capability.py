@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from comb_serving.pool.handles import token_counts
+
 KEY = "comb_docs"  # in `SamplingParams.extra_args`; over HTTP in ``vllm_xargs``
 MARK = "comb-documents-"
 COMPILE = "compile"
@@ -76,11 +78,14 @@ class Capability:
             raise ValueError("its documents have no places in its prompt")
 
     def behind_in(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """How many tokens of one of its prompts stand in front of each document. Raises ValueError: not said."""
-        name = digest(prompt)
+        """How many tokens of one of its prompts stand in front of each document. Raises ValueError."""
+        name, count = digest(prompt), len(token_counts(self.documents))
         if name not in self.prompts or len(self.behind) != len(self.prompts):
             raise ValueError("its documents have no places in its prompt")
-        return self.behind[self.prompts.index(name)]
+        behind = self.behind[self.prompts.index(name)]
+        if len(behind) != count or list(behind) != sorted(behind) or behind[-1] >= len(prompt):
+            raise ValueError(f"{count} documents have no places: {list(behind)} in a prompt of {len(prompt)} tokens")
+        return behind
 
     def spans_in(self, prompt: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Where the documents are in one of its prompts, which `check` has let pass."""

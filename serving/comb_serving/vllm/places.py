@@ -40,9 +40,7 @@ class RequestPlaces:
 
     @classmethod
     def of(cls, documents: Sequence[tuple[int, Sequence[int]]], behind: Sequence[int], size: int) -> RequestPlaces:
-        """Of documents (tokens and blocks of each), one behind another. Raises ValueError if places don't fit them."""
-        if len(behind) != len(documents) or list(behind) != sorted(behind):
-            raise ValueError(f"{len(documents)} documents have no places: {list(behind)}")
+        """Of documents (tokens and blocks of each), one behind another; `behind` as of `Capability.behind_in`."""
         own, tokens = np.array(behind), np.array([count for count, _ in documents])
         tables = tuple(BlockTable([document], size) for document in documents)
         return cls(own, own + np.cumsum(tokens) - tokens, tokens, tables)

@@ -110,10 +110,7 @@ class PlacingScheduler(CheckedScheduler):
         capability = None if token is None else capability_of(token)
         if capability is None or not capability.documents:
             return
-        behind, counts = capability.behind_in(request.prompt_token_ids), token_counts(capability.documents)
-        if len(behind) != len(counts) or list(behind) != sorted(behind) or behind[-1] >= request.num_prompt_tokens:
-            raise ValueError(f"{len(counts)} documents have no places behind {behind} tokens")
-        tokens = sum(counts)
+        behind, tokens = capability.behind_in(request.prompt_token_ids), sum(token_counts(capability.documents))
         model = self.vllm_config.model_config
         room = max(model.max_model_len, model.hf_text_config.max_position_embeddings) - tokens
         if request.num_prompt_tokens >= room:
