@@ -64,9 +64,11 @@ class Lines:
             axes.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0, label=self.diagonal)
         if self.level is not None:
             axes.axhline(self.level, color="black", linewidth=0.8, linestyle="--")
-        # a linear axis begins at zero, so that lengths on it can be compared
-        axes.set(**{"xscale": "log"} if "x" in self.log else {"xlim": (0, None)})
-        axes.set(**{"yscale": "log"} if "y" in self.log else {"ylim": (0, None)})
+        # a linear axis begins at zero, so that lengths on it can be compared, and ends behind the last point, which
+        # matplotlib's own margin, a share of the points' spread, doesn't see to where they are all far from zero
+        for axis, end in (("x", axes.dataLim.x1), ("y", axes.dataLim.y1)):
+            top = 1.05 * end if curves and end > 0 else None
+            axes.set(**{f"{axis}scale": "log"} if axis in self.log else {f"{axis}lim": (0, top)})
         axes.set_xlabel(self.xlabel)
         axes.set_ylabel(self.ylabel)
         if len(curves) > 1:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from comb import CombForCausalLM, Document, Example
 from comb.engine.engine import PICEngine
 from comb.evaluation.metrics import agreement
-from comb.evaluation.plot import plot_results, plot_training
+from comb.evaluation.plot import Lines, plot_results, plot_training
 from comb.evaluation.record import environment, write_results
 from comb.evaluation.run import MethodResult, Setting, Timing, evaluate
 from comb.evaluation.table import result_table
@@ -227,3 +227,14 @@ def test_questions_without_room_are_left_out_for_all_methods(
         evaluate((model, tokenizer), [long], ["full"], **options)
     [alone] = evaluate((model, tokenizer), mixed, ["comb"], **options)
     assert (alone.n, alone.note) == (4, "")
+
+
+def test_the_last_point_of_a_curve_far_from_zero_is_inside_of_its_axes() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, axes = pyplot.subplots()
+    rows = [{"step": 50, "closed": 96.6}, {"step": 100, "closed": 97.1}]
+    Lines(rows, "step", {"": "closed"}, "step", "closed").draw(axes)
+    for (low, high), last in ((axes.get_xlim(), 100), (axes.get_ylim(), 97.1)):
+        assert low == 0
+        assert high > 1.04 * last
+    pyplot.close(figure)
