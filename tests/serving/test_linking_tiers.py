@@ -13,6 +13,7 @@ from comb_serving.pool.handles import PoolHandle
 from comb_serving.vllm.linking.tiers import KeptDocuments, kept_documents
 from tests.helpers.engines import SMALL, greedy
 from tests.helpers.linked import PROMPTS, LinkedEngine, largest_difference, linked_engine, plain_llama
+from tests.helpers.processes import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
@@ -84,8 +85,8 @@ def test_a_document_comes_back_from_every_tier(tmp_path: Path, monkeypatch: pyte
     with linked_engine(model) as linked:
         requests = [linked.compiling(name, salt=name) for name in linked.documents]
         linked.llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
-        while linked.llm.collective_rpc("comb_kept")[0].get("disk", 0) == 0:
-            pass
+        kept = linked.layout.bytes_per_token * sum(map(len, linked.documents.values()))
+        wait_for(lambda: linked.llm.collective_rpc("comb_kept")[0]["host"] == kept)
         fetched(linked, "host")
     monkeypatch.setenv(HOST_BYTES, "0")
     with linked_engine(model) as linked:
