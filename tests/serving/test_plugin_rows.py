@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import shutil
+from collections.abc import Sequence
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from comb.kernels.joint.batch import JointBatch
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
-from comb_serving.vllm.places import Readings, StepPlaces
+from comb_serving.vllm.places import StepPlaces
 from comb_serving.vllm.pool import check_arguments, pool_device, rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
@@ -91,23 +92,21 @@ def test_tokens_read_the_documents_in_front_of_them(documents: RequestDocuments)
     places = documents.step.places(cpu)
     assert places.tokens.tolist() == [0, 2, 3, 4, 5]
     assert places.moved.tolist() == [9, 4, 4, 4, 9]
-    (read,) = places.readings
+    (read,) = places.batches
     assert read.batch.counts == (1, 1, 4, 1)
     assert [table.slots().tolist() for table in read.batch.tables] == [
         [12, 13, 14, 15, 4], [0, 1, 2, 3], [0, 1, 2, 3], [12, 13, 14, 15, 4]
     ]  # fmt: skip
+    assert read.tokens.tolist() == places.tokens.tolist()
     assert read.readers.tolist() == [0, 0, 1, 2, 3, 4, 4]
     assert read.starts.tolist() == [2, 7, 1, 1, 1, 1, 8]
-    one, four = places.alike
-    assert (one.index.tolist(), one.tokens.tolist(), one.at.tolist(), one.longest) == ([0], [[0]], [[9]], 10)
-    assert (four.index.tolist(), four.tokens.tolist(), four.at.tolist()) == ([1], [[1, 2, 3, 4]], [[1, 2, 3, 4]])
-    part = four.part(0, 1, 1, 3)
-    assert (part.index.tolist(), part.tokens.tolist(), part.at.tolist()) == ([1], [[2, 3]], [[2, 3]])
+    assert (read.rows.tolist(), read.places.tolist(), read.longest) == ([0, 1, 1, 1, 1], [9, 1, 2, 3, 4], 10)
+    assert read.tiles(3).tolist() == [[0, 1, 0, 9], [1, 3, 1, 1], [4, 1, 1, 4]]
     assert documents.step.places(cpu) is places
     documents.begin(["z"], [0, 4], [4])  # a later chunk, part of which is behind the document
     places = documents.step.places(cpu)
     assert (places.tokens.tolist(), places.moved.tolist()) == ([2, 3], [5, 5])
-    assert places.readings[0].starts.tolist() == [6, 6]
+    assert places.batches[0].starts.tolist() == [6, 6]
     documents.begin(["z"], [0, 4], [0])
     assert not len(documents.step.places(cpu).tokens)
 
@@ -118,20 +117,24 @@ def test_attention_takes_so_many_readings_at_a_time(documents: RequestDocuments)
     documents.add(**placed("y", (1, 4), B, A))
     documents.begin(["x", "y"], [0, 1, 6], [9, 0])
 
-    def flat(parts: list[Readings]) -> list[Any]:
-        return [
-            (reader, start, id(table))
-            for part in parts
-            for (reader, start), table in zip(
-                zip(part.readers.tolist(), part.starts.tolist(), strict=True),
-                chain.from_iterable([table] * n for n, table in zip(part.batch.counts, part.batch.tables, strict=True)),
-                strict=True,
-            )
-        ]
+    def read(batches: Sequence[JointBatch]) -> dict[int, list[Any]]:
+        """By token of the step, what it reads: places where documents begin, and their tables."""
+        found: dict[int, list[Any]] = {}
+        for batch in batches:
+            tables = [id(t) for n, t in zip(batch.batch.counts, batch.batch.tables, strict=True) for _ in range(n)]
+            for number, token in enumerate(batch.tokens.tolist()):
+                each = batch.order[batch.first[number] : batch.first[number + 1]].tolist()
+                assert token not in found
+                found[token] = [(int(batch.starts[one]), tables[one]) for one in each]
+        return found
 
-    whole, cut = (StepPlaces.of(documents.step.rows, torch.device("cpu"), most).readings for most in (9, 3))
-    assert [sum(part.batch.counts) for part in cut] == [3, 3, 1]
-    assert flat(cut) == flat(whole)
+    steps = [StepPlaces.of(documents.step.rows, torch.device("cpu"), most).batches for most in (9, 3, 1)]
+    whole, cut, alone = steps
+    assert [len(batch.readers) for batch in cut] == [3, 2, 2]
+    assert [len(batch.readers) for batch in alone] == [2, 1, 1, 1, 2]  # a token's readings are taken together
+    assert read(whole) == read(cut) == read(alone)
+    assert [len(found) for found in read(whole).values()] == [2, 1, 1, 1, 2]
+    assert [batch.places.tolist() for batch in cut] == [[9, 1], [2, 3], [4]]
 
 
 def test_documents_without_places_are_refused(documents: RequestDocuments) -> None:

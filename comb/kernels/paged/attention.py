@@ -10,17 +10,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comb.kernels.mac.dispatch import KEY_DTYPES, why_no_kernels, why_too_large
-from comb.kernels.paged.layout import FP8, PagedBatch, PagedLayer
+from comb.kernels.paged.layout import FP8, PagedBatch, PagedLayer, TurnedQueries
 
 
-def attend_plain(query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: Tensor | None = None) -> Tensor:
+def attend_plain(
+    query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: Tensor | None = None,
+    turned: TurnedQueries | None = None,
+) -> Tensor:  # fmt: skip
     """The specification: each row's keys gathered, then exact attention.
 
     query [T, H, D] -> the same shape; softmax of q k / sqrt(D) over all tokens of the row's documents, COMB sec. 3.
 
     Args:
         mass: filled with the logarithm of the softmax's denominator, [T, H] float32.
+        turned: what makes the batch's queries of `query`, which then has rows of its own.
     """
+    if turned is not None:
+        query = turned.of(query).to(query)
     mixed, at = torch.empty_like(query), 0
     for count, table in zip(batch.counts, batch.tables, strict=True):
         here = slice(at, at := at + count)
@@ -61,16 +67,19 @@ def attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.view(shared, heads // shared, tokens, width).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def attend(query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor, layer: PagedLayer, batch: PagedBatch, *, mass: Tensor | None = None,
+    turned: TurnedQueries | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of each row's tokens to its own documents, by the kernel where it can be, plainly elsewhere.
 
-    query [T, H, D], row behind row -> the same shape; `mass` as in `attend_plain`.
+    query [T, H, D], row behind row -> the same shape; `mass` and `turned` as in `attend_plain`.
     """
     if why_plain(query, layer):
-        return attend_plain(query, layer, batch, mass=mass)
+        return attend_plain(query, layer, batch, mass=mass, turned=turned)
     from comb.kernels.paged.kernel import attend_paged
 
-    return attend_paged(query, layer, batch, mass=mass)
+    return attend_paged(query, layer, batch, mass=mass, turned=turned)
 
 
 def why_plain(query: Tensor, layer: PagedLayer) -> str:

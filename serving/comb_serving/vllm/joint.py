@@ -1,14 +1,12 @@
-"""Joint attention inside vLLM: what a layer reads of documents is merged into what its own attention gave.
+"""Joint attention inside vLLM: what a layer reads of documents is mixed into what its own attention gave.
 
-One softmax over several sets of keys is all their softmaxes, weighted by their denominators. A document's comes with
-the attention to it (`comb.kernels.paged`). vLLM's own attention doesn't tell its denominator, so the row's own keys are
-read once more out of vLLM's cache, by whatever layout the backend has: they are few, as documents aren't among them.
+`comb.kernels.joint` computes; the row's own keys are looked up in vLLM's cache, by whatever layout the backend has.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import product
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -17,14 +15,11 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
-from comb.kernels.paged.attention import attend, masses
-from comb.model.encoder import Rotary, apply_rotary
+from comb.kernels.joint.attention import join_
+from comb.kernels.joint.batch import OwnKeys
+from comb.model.encoder import Rotary
 from comb_serving.vllm.linking.cache_access import CacheReader
-from comb_serving.vllm.places import AlikeRows, StepPlaces
 from comb_serving.vllm.rows import RequestDocuments
-
-_AT_ONCE = 2**24
-"""Scores of own keys that are computed at a time."""
 
 
 class JointReader:
@@ -88,56 +83,22 @@ class JointReader:
         if not step.rows or pool is None:
             return
         self.documents.mixed += 1
-        shape = len(output), self.attention.num_heads, self.attention.head_size
-        output, places = output.view(shape), step.places(output.device)
-        if not len(places.tokens):
+        batches = step.places(output.device).batches
+        if not batches:
             return
-        rows = query.reshape(shape).index_select(0, places.tokens)
-        if self.scale != 1.0:
-            rows = rows * self.scale
-        # one softmax over all: each part's share is that of its denominator, taken against the largest of them so far
-        most = self.own_masses(rows, places)
-        sums, mixed = torch.ones_like(most), output.index_select(0, places.tokens).float()
-        for part in places.readings:
-            if part.turn is None:  # documents are kept unmoved: queries are turned back by the place where each begins
-                part.turn = self.rotary.turning(-part.starts[None])
-            asked = rows.index_select(0, part.readers)
-            asked = apply_rotary(asked.float().transpose(0, 1)[None], *part.turn)[0].transpose(0, 1).to(rows)
-            mass = torch.empty(asked.shape[:2], dtype=torch.float32, device=asked.device)
-            read = attend(asked, pool.layer(self.layer), part.batch, mass=mass)
-            before, most = most, most.scatter_reduce(0, part.readers[:, None].expand_as(mass), mass, "amax")
-            kept, more = torch.exp(before - most), torch.exp(mass - most.index_select(0, part.readers))
-            sums = (sums * kept).index_add_(0, part.readers, more)
-            mixed = (mixed * kept[..., None]).index_add_(0, part.readers, read.float() * more[..., None])
-        output.index_copy_(0, places.tokens, (mixed / sums[..., None]).to(output))
+        shape = len(output), self.attention.num_heads, self.attention.head_size
+        layer, own = pool.layer(self.layer), self.own_keys()
+        for batch in batches:
+            # documents are kept unmoved: queries are turned back by the place where each begins
+            join_(output.view(shape), query.reshape(shape), layer, own, batch, self.rotary.turning, self.scale)
 
-    def own_masses(self, queries: Tensor, places: StepPlaces) -> Tensor:
-        """Log of the denominators that vLLM's attention had for the tokens that read.
-
-        queries [tokens, heads, head_dim], row behind row -> [tokens, heads] float32
-        """
+    def own_keys(self) -> OwnKeys:
+        """Where this layer's keys of the step's requests are."""
         table = get_forward_context().attn_metadata[self.attention.layer_name].block_table
-        found = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-        for alike in places.alike:
-            heads_at_once = queries.shape[1] * alike.longest
-            rows = max(1, _AT_ONCE // (heads_at_once * alike.count))
-            tokens = max(1, _AT_ONCE // (heads_at_once * rows))
-            for row, token in product(range(0, len(alike.index), rows), range(0, alike.count, tokens)):
-                part = alike.part(row, row + rows, token, token + tokens)
-                found[part.tokens] = self._masses(queries[part.tokens], part, table)
-        return found
-
-    def _masses(self, queries: Tensor, rows: AlikeRows, table: Tensor) -> Tensor:
-        """queries [rows, tokens, heads, head_dim] -> [rows, tokens, heads]"""
-        places = torch.arange(rows.longest, device=queries.device)
-        size = self.keys.block_size
-        slots = table[rows.index][:, places // size].long() * size + places % size
-        # places behind a row's end are read somewhere else, and hidden
-        keys = self.keys.first(self.attention, slots.flatten()).unflatten(0, slots.shape)
-        hidden = places > rows.at[..., None]
-        if self.window is not None:
-            hidden |= places <= rows.at[..., None] - self.window
-        return masses(queries, keys, hidden)
+        keys, size = self.keys.first_view(self.attention), self.keys.block_size
+        if keys is not None and keys.stride(-1) != 1:
+            keys = None
+        return OwnKeys(table, size, keys, partial(self.keys.first, self.attention), self.window)
 
 
 def _has_block_tables(backend: Any) -> bool:

@@ -120,18 +120,24 @@ class CacheReader:
         return self._read(layer, slots, token_shape(layer).width)
 
     def first(self, layer: Any, slots: Tensor) -> Tensor:
-        """The first part alone, a layer's keys: [T, *part]."""
-        part = token_shape(layer).parts[0]
-        cache, (_, _, strides) = layer.kv_cache, self._places_of(layer)
-        if not strides:
-            found: Tensor = self._read(layer, slots, math.prod(part)).unflatten(-1, part)
+        """The first part alone, a layer's keys: slots [...] -> [..., *part]."""
+        view = self.first_view(layer)
+        if view is None:
+            part = token_shape(layer).parts[0]
+            found: Tensor = self._read(layer, slots.flatten(), math.prod(part)).view(*slots.shape, *part)
             return found
-        # the backend's layout is a tensor like any other: no number of a token is looked up for itself
-        offset, *steps = strides
-        shape = cache.shape[0], self.block_size, *part
-        view = cache.as_strided(shape, (cache.stride(0), *steps), cache.storage_offset() + offset)
         rows: Tensor = view[slots // self.block_size, slots % self.block_size]
         return rows
+
+    def first_view(self, layer: Any) -> Tensor | None:
+        """All of the first part, [blocks, block_size, *part], where the backend's layout is a tensor like any other."""
+        cache, (_, _, strides) = layer.kv_cache, self._places_of(layer)
+        if not strides:
+            return None
+        offset, *steps = strides
+        shape = cache.shape[0], self.block_size, *token_shape(layer).parts[0]
+        made: Tensor = cache.as_strided(shape, (cache.stride(0), *steps), cache.storage_offset() + offset)
+        return made
 
     def _read(self, layer: Any, slots: Tensor, width: int) -> Tensor:
         cache, (places, extent, _) = layer.kv_cache, self._places_of(layer)
