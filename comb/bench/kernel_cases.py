@@ -219,7 +219,40 @@ class PagedCase:
 
     def make(self, device: torch.device) -> KernelCall:
         """The kernels against the plain way, in shuffled blocks of a pool; slots that no row may read are NaN."""
-        count, draw = -(-self.tokens // self.block), torch.Generator(device).manual_seed(0)
+        draw = torch.Generator(device).manual_seed(0)
+        layer, tables = self.stored(device, draw)
+        batch = PagedBatch((self.queries,) * self.rows, tables)
+        query = torch.randn(
+            self.rows * self.queries, self.heads, self.width, generator=draw, device=device, dtype=self.dtype
+        )
+        launch = replace(launch_for(self.dtype, self.width, fp8=self.fp8), least_keys=self.least_keys)
+        kernel, rival = partial(attend_paged, query, layer, batch, launch), partial(attend_plain, query, layer, batch)
+        wanted = attend_plain(query.double(), layer, batch)
+        error = partial(relative_error, wanted=wanted)
+        short = replace(batch, tables=tuple(_without_a_tile(table) for table in tables), _plans={})
+        wrong = {
+            # in one row alone, the last one
+            "a tile left out": lambda: _last_row(wanted, attend_plain(query, layer, short), self.queries),
+            "scores a tenth too large": lambda: attend_plain(1.1 * query, layer, batch),
+        }
+        if len(query) > 1:
+            wrong["another row's answer"] = lambda: rival().roll(1, 0)
+        return KernelCall(kernel, kernel, rival, error, rival, error, wrong, {}, self.bound, self.nbytes)
+
+    @property
+    def bound(self) -> float:
+        """Of relative errors: values in eight bits are multiplied in bfloat16 at least."""
+        return max(BOUNDS[self.dtype], BOUNDS[torch.bfloat16] if self.fp8 and self.dtype == torch.float16 else 0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Keys and values of all documents."""
+        each = (1 if self.fp8 else self.dtype.itemsize) * self.width + (4 if self.fp8 else 0)
+        return 2 * each * self.groups * self.rows * self.documents * self.tokens
+
+    def stored(self, device: torch.device, draw: torch.Generator) -> tuple[PagedLayer, tuple[BlockTable, ...]]:
+        """Documents of noise in shuffled blocks, and each row's; all other slots are NaN."""
+        count = -(-self.tokens // self.block)
         order = iter(torch.randperm(self.rows * self.documents * count).tolist())
         tables = tuple(
             BlockTable([(self.tokens, [next(order) for _ in range(count)]) for _ in range(self.documents)], self.block)
@@ -237,36 +270,7 @@ class PagedCase:
                 part.view(torch.uint8).masked_fill_(hole[:, None, None], 0x7F)  # NaN
                 scales.append(scale[..., 0].float().masked_fill_(hole[:, None], math.nan))
             parts.append(part if self.fp8 else part.masked_fill_(hole[:, None, None], math.nan))
-        layer = PagedLayer(parts[0], parts[1], self.block, *scales)
-        batch = PagedBatch((self.queries,) * self.rows, tables)
-        size = self.rows * self.queries, self.heads, self.width
-        query = torch.randn(size, generator=draw, device=device, dtype=self.dtype)
-        launch = replace(launch_for(self.dtype, self.width, fp8=self.fp8), least_keys=self.least_keys)
-        kernel, rival = partial(attend_paged, query, layer, batch, launch), partial(attend_plain, query, layer, batch)
-        wanted = attend_plain(query.double(), layer, batch)
-        error = partial(relative_error, wanted=wanted)
-        short = replace(batch, tables=tuple(_without_a_tile(table) for table in tables), _plans={})
-        wrong = {
-            # in one row alone, the last one
-            "a tile left out": lambda: _last_row(wanted, attend_plain(query, layer, short), self.queries),
-            "scores a tenth too large": lambda: attend_plain(1.1 * query, layer, batch),
-        }
-        if len(query) > 1:
-            wrong["another row's answer"] = lambda: rival().roll(1, 0)
-        each = parts[0].itemsize * self.width + (4 if self.fp8 else 0)
-        return KernelCall(
-            kernel,
-            kernel,
-            rival,
-            error,
-            rival,
-            error,
-            wrong,
-            {},
-            # values in eight bits are multiplied in bfloat16 at least
-            max(BOUNDS[self.dtype], BOUNDS[torch.bfloat16] if self.fp8 and self.dtype == torch.float16 else 0.0),
-            2 * each * self.groups * self.rows * self.documents * self.tokens,
-        )
+        return PagedLayer(parts[0], parts[1], self.block, *scales), tables
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -20,6 +20,7 @@ import triton
 import typer
 
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, or_refused
+from comb.bench.joint_cases import JointKernelCase
 from comb.bench.kernel_cases import BOUNDS, MacCase, PagedCase
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable, fixed
@@ -59,6 +60,11 @@ PAGED_TIMES = tuple(
     PagedCase(rows, 8, tokens, queries, fp8=fp8)
     for fp8 in (False, True) for queries in (1, 256) for rows, tokens in ((1, 500), (8, 500), (8, 4000), (128, 500))
 )  # fmt: skip
+JOINT_CHECKS = tuple(
+    JointKernelCase(rows, 3, 37, queries, dtype, own=own)
+    for dtype in BOUNDS for rows, queries, own in ((4, 1, 100), (2, 37, 0), (2, 2, 3000))
+)  # fmt: skip
+JOINT_TIMES = tuple(JointKernelCase(rows, 8, tokens) for rows, tokens in ((1, 500), (8, 500), (8, 4000), (64, 500)))
 _TINY: dict[str, Any] = {"dtype": torch.float32, "heads": 4, "groups": 2, "width": 16}
 
 
@@ -90,9 +96,11 @@ def mac_gpu(options: GpuOptions, report: BenchmarkReport) -> None:
 
 @benchmark("serving-gpu", tables)
 def serving_gpu(options: GpuOptions, report: BenchmarkReport) -> None:
-    """The kernels of paged attention on a GPU: checked, then timed against the plain way and a device copy."""
+    """The kernels of paged and joint attention on a GPU: checked, then timed beside the plain way and a device copy."""
     tiny = [PagedCase(3, 2, 9, queries, fp8=fp8, block=4, **_TINY) for queries in (1, 5) for fp8 in (False, True)]
-    measure_kernels(options, report, *((tiny, tiny) if options.tiny else (PAGED_CHECKS, PAGED_TIMES)))
+    tiny += [JointKernelCase(3, 2, 9, queries, block=4, **_TINY) for queries in (1, 5)]
+    usual = (PAGED_CHECKS + JOINT_CHECKS, PAGED_TIMES + JOINT_TIMES)
+    measure_kernels(options, report, *((tiny, tiny) if options.tiny else usual))
 
 
 def measure_kernels(
@@ -163,6 +171,8 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> Timing:
 def _label(case: MacCase | PagedCase) -> str:
     """What of it isn't the default."""
     given = [(each.name, getattr(case, each.name)) for each in fields(case) if getattr(case, each.name) != each.default]
+    if isinstance(case, JointKernelCase):
+        given.insert(0, ("joint", "attention"))
     names = {"config": lambda config: f"window {config.window}, band {config.band}, sink {config.sink}"}
     return ", ".join(
         names.get(name, lambda v, n=name: f"{n} {v}".replace("torch.", ""))(value) for name, value in given
