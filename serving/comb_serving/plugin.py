@@ -118,6 +118,5 @@ def add_commands(app: typer.Typer) -> None:
     """Adds `serve`, `bench serve` and `bench serve-methods` to the `comb` application."""
     from comb.bench.harness import benchmarks
 
-    benchmarks.look_in("comb_serving.bench.serve")
-    benchmarks.look_in("comb_serving.bench.serve_methods")
+    benchmarks.look_in("comb_serving.bench")
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example
+from comb.bench import tiers
 from comb.bench.arrivals import AsyncOptions, budget, measure_async, poisson_arrivals, serve_in_order
 from comb.bench.context_length import ContextLengthOptions, measure_context_length
 from comb.bench.context_length import tables as length_tables
@@ -395,6 +396,41 @@ def test_context_length_command(tmp_path: Path) -> None:
     )  # fmt: skip
     assert content["results"][1]["speedup"]["n"] == 1
     assert content["threads"] == torch.get_num_threads()
+
+
+def unplotted(path: Path, *arguments: object) -> Any:
+    result = run(*arguments, "--out", path)
+    assert result.exit_code == 0, result.output
+    return json.loads(path.read_text())
+
+
+def test_decode_command_asks_whether_a_model_without_documents_is_the_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (
+        "decode", "--lengths", "16", "--segment-tokens", 8, "--query-tokens", 4, "--new-tokens", 2, "--repeats", 1,
+        "--layers", 2, "--hidden", 16, "--heads", 2, "--kv-heads", 2, "--vocab", 40,
+    )  # fmt: skip
+    content = unplotted(tmp_path / "d.json", *arguments)
+    assert content["off_is_plain"] is True
+    assert [(row["method"], row["refused"]) for row in content["results"]] == [
+        ("full", ""), ("naive", ""), ("comb", "")
+    ]  # fmt: skip
+    assert all(row["token_s"]["n"] == 1 for row in content["results"])
+    plain = CombForCausalLM.forward
+    monkeypatch.setattr(CombForCausalLM, "forward", lambda self, input_ids, **more: plain(self, input_ids.clamp_min(5), **more))
+    assert unplotted(tmp_path / "w.json", *arguments)["off_is_plain"] is False
+
+
+def test_tiers_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("tiers", "--device", "cpu", "--tokens", 4, "--layers", 2, "--repeats", 2)
+    rows = unplotted(tmp_path / "t.json", *arguments)["results"]
+    assert [(row["way"], row["nbytes"], row["speedup"]["n"]) for row in rows] == [
+        ("up", 2 * 2 * 8 * 4 * 128 * 4, 2), ("down", 2 * 2 * 8 * 4 * 128 * 4, 2)
+    ]  # fmt: skip
+    plain = tiers.moved
+    monkeypatch.setattr(tiers, "moved", lambda kept, device: {k: v + 1 for k, v in plain(kept, device).items()})
+    assert "another one: nothing is timed" in str(run(*arguments).exception)
 
 
 def test_drift_command(folder: Path, tmp_path: Path) -> None:

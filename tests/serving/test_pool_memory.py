@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from comb.cli import main as cli
 from comb.kernels.paged.attention import attend
 from comb.kernels.paged.layout import BlockTable, PagedBatch
+from comb_serving.bench import ipc
 from comb_serving.pool import cuda_ipc, memory
 from comb_serving.pool.cuda_ipc import CannotShareError
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.memory import DeviceMemory
 from comb_serving.pool.pool import PoolLayout, SharedPool
-from tests.helpers import handover
 
 FP8 = PoolLayout(cross_layers=2, kv_heads=3, head_dim=20, num_blocks=6, block_size=4, dtype="bfloat16", stored="fp8")
 UUID = "00000000-aaaa"
@@ -244,20 +246,31 @@ def layout_for(dtype: str, stored: str) -> PoolLayout:
 @pytest.mark.slow
 def test_a_pool_outlives_its_writer(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
-    assert handover.hand_over(tmp_path, layout_for("float32", "fp8"), cpu, source="cpu", tokens=9) == ""
+    assert ipc.hand_over(tmp_path, layout_for("float32", "fp8"), cpu, source="cpu", tokens=9) == ""
     assert not list(tmp_path.iterdir())
 
 
 def test_a_hand_over_that_goes_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "Writer", lambda *_: SimpleNamespace(next=lambda: None, kill=lambda: None))
-    wrong = handover.hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="cpu", tokens=9)
+    monkeypatch.setattr(ipc, "Writer", lambda *_: SimpleNamespace(next=lambda: None, kill=lambda: None))
+    wrong = ipc.hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="cpu", tokens=9)
     assert wrong.startswith("what was written differs by nan")
 
 
 def test_a_writer_that_ends_early_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the writer ended with status 1"):
-        handover.hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="nowhere", tokens=9)
+        ipc.hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="nowhere", tokens=9)
     assert not list(tmp_path.iterdir())
+
+
+def test_ipc_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "hand_over", lambda *_, source, **__: "" if source == "cpu" else "it differs")
+    result = CliRunner().invoke(cli.app, ["bench", "ipc", "--device", "cpu", "--out", str(tmp_path / "i.json")])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "i.json").read_text())["results"]
+    assert [(row["stored"], row["wrong"]) for row in rows] == [("auto", ""), ("fp8", "")]
+    monkeypatch.setattr(ipc, "hand_over", lambda *_, **__: "it differs")
+    wrong = CliRunner().invoke(cli.app, ["bench", "ipc", "--device", "cpu"])
+    assert "it differs; it differs" in str(wrong.exception)
 
 
 @pytest.mark.gpu
@@ -267,4 +280,4 @@ def test_a_gpus_pool_goes_to_another_process_and_outlives_it(tmp_path: Path, sou
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     layout, device = layout_for("bfloat16", stored), torch.device("cuda:0")
-    assert handover.hand_over(tmp_path, layout, device, source=source, tokens=300) == ""
+    assert ipc.hand_over(tmp_path, layout, device, source=source, tokens=300) == ""
