@@ -72,6 +72,20 @@ def _new_length(section: Section) -> Figures:
     return [("seconds", section["new_length_s"])] if "new_length_s" in section else []
 
 
+def _share_of_seams_bound(section: Section) -> Figures:
+    rows = [row for row in section["results"] if "error" in row]
+    return [(_seams(row), row["error"] / row["bound"]) for row in rows]
+
+
+def _chosen_over_mask(section: Section) -> Figures:
+    rows = [row for row in section["results"] if row.get("chosen", "mask") != "mask" and f"{row['chosen']}_s" in row]
+    return [(_seams(row), _median(row["mask_s"]) / _median(row[f"{row['chosen']}_s"])) for row in rows]
+
+
+def _seams(row: dict[str, Any]) -> str:
+    return f"{row['runs']} runs, {row['rows']} rows, {row['keys']} keys"
+
+
 CLAIMS = (
     GpuClaim("kernels of paged attention are right: error, of the bound", "serving-gpu", _share_of_bound, 1.0, False),
     GpuClaim("kernels of MAC are right: error, of the bound", "mac-gpu", _share_of_bound, 1.0, False),
@@ -79,6 +93,14 @@ CLAIMS = (
     GpuClaim("MAC at 131,072 tokens, all hits, is 14 times as fast", "mac-gpu", _speedups("131072", "hits 1.0"), 14.0),
     GpuClaim("MAC with hits is never slower", "mac-gpu", _speedups(), 1.0),
     GpuClaim("a new number of keys costs no plan", "seams-gpu", _new_length, SLOW_S, False),
+    GpuClaim(
+        "recomputed tokens attend rightly in all ways: error, of the bound",
+        "seams-gpu",
+        _share_of_seams_bound,
+        1.0,
+        False,
+    ),
+    GpuClaim("what is chosen for recomputed tokens isn't slower than a mask", "seams-gpu", _chosen_over_mask, 1.0),
     GpuClaim("linking is faster than computing the prompt", "context-length", _linked, 1.0),
     GpuClaim("linking a hybrid is faster than computing the prompt", "hybrid", _linked, 1.0),
 )

@@ -23,6 +23,7 @@ from comb.hybrid.link import SequentialLinker, rerotated
 from comb.hybrid.picache import HybridPICache
 from comb.linking.cache import ROOM, RoomyLayer, ScatteredRows, ScatterLayer
 from comb.linking.masks import Masks, masked_attention
+from comb.linking.recomputed import recomputed_attention
 from comb.linking.rotation import Rerotation
 
 _MAX_MASK_ELEMENTS = 2**26
@@ -74,10 +75,12 @@ class PackedLinker(SequentialLinker):
         ids = torch.tensor(self.token_ids)[rows.positions][None]
         device = self.model.get_input_embeddings().weight.device
         with self.seconds.timed("recompute"), masked_attention(self.model), self._by_runs():
-            masks: Any = Masks((("full_attention", None),), self._mapping).build(rows, self.model)
-            if self._mapping:
-                masks |= dict.fromkeys(_UNMASKED)
-            run_decoder(self.model, ids, self.cache, position_ids=rows.on(device)[None], attention_mask=masks)
+            masks = Masks((("full_attention", None),), self._mapping)
+            built: Any = masks.build(rows, self.model)
+            with recomputed_attention(self.model, rows, masks.windowed(built)):
+                if self._mapping:
+                    built |= dict.fromkeys(_UNMASKED)
+                run_decoder(self.model, ids, self.cache, position_ids=rows.on(device)[None], attention_mask=built)
         for number, layer in attention_layers(self.cache).items():
             self.cache.layers[number] = RoomyLayer(layer.keys, layer.values, end)
         return self.cache

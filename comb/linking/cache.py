@@ -6,7 +6,7 @@ Shapes: N prompt tokens, S rows being computed, H cached heads, T tokens of a se
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,15 @@ class ScatteredRows:
     def visible(self) -> int:
         """Keys that any of the rows may see: those up to the last row."""
         return int(self.positions[-1]) + 1
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Half-open runs of neighbouring positions."""
+        values = self.positions.tolist()
+        start = 0
+        for index in range(1, len(values) + 1):
+            if index == len(values) or values[index] != values[index - 1] + 1:
+                yield values[start], values[index - 1] + 1
+                start = index
 
     def on(self, device: torch.device) -> Tensor:
         """The positions on `device`: copied once for all layers of a pass."""

@@ -46,6 +46,11 @@ class Masks:
             masks[kind] = for_attention(allowed[None, None], model)
         return masks if self.mapping else next(iter(masks.values()))
 
+    def windowed(self, built: Tensor | dict[str, Tensor]) -> list[tuple[Tensor, int | None]]:
+        """What `build` has made, each mask with the window that it shows."""
+        by_kind = built if isinstance(built, dict) else dict.fromkeys((kind for kind, _ in self.windows), built)
+        return [(by_kind[kind], window) for kind, window in self.windows]
+
 
 def for_attention(allowed: Tensor, model: Any) -> Tensor:
     """A mask in the form that the model's attention takes: bool for sdpa, 0 and the least number for eager."""

@@ -2,7 +2,7 @@
 
 A pass feeds the chosen tokens with their positions; each layer scatters their keys and values into the `ScatterCache`
 and attends to all of it, under a mask by position (``key_pos <= query_pos``), never aligned to a corner: a recomputed
-token can't see what stands behind it.
+token can't see what stands behind it. Ways that give the same without the mask: `comb.linking.recomputed`.
 
 `recompute` takes scattered rows at once. `recompute_in_order` is its plain twin: runs of neighbouring tokens one after
 the other, each as an ordinary continuation of everything before it. It is the reference, and the path for models that
@@ -11,7 +11,6 @@ take no such mask (ALiBi).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from comb.backbones.forward import count_tokens, run_decoder, takes_positions
-from comb.linking.cache import LayerReached, ScatterCache, plain_layer
-from comb.linking.grouped import grouped_attention
+from comb.linking.cache import LayerReached, ScatterCache, ScatteredRows, plain_layer
 from comb.linking.masks import Masks
+from comb.linking.recomputed import recomputed_attention
 
 # A portion reads all weights once and attends to the keys in front of its last row only. On a CPU small portions save
 # more attention than they cost in weights; a GPU wants them larger.
@@ -54,11 +53,12 @@ def recompute(
         portion = positions[start : start + size]
         start += size
         cache.rows.positions = torch.cat([portion, last]) if with_last and start < len(positions) else portion
+        built = masks.build(cache.rows, model)
         try:
-            with grouped_attention(model, cache.rows):
+            with recomputed_attention(model, cache.rows, masks.windowed(built)):
                 hidden = run_decoder(
                     model, token_ids[cache.rows.positions][None], cache,
-                    position_ids=cache.rows.on(device)[None], attention_mask=masks.build(cache.rows, model),
+                    position_ids=cache.rows.on(device)[None], attention_mask=built,
                 )[0, -1]  # fmt: skip
         except LayerReached:
             hidden = None
@@ -74,7 +74,7 @@ def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, posit
     """
     hidden: Tensor | None = None
     takes = takes_positions(model)
-    for first, last in runs(positions):
+    for first, last in ScatteredRows(cache.rows.length, positions).runs():
         before = DynamicCache()
         before.layers = [_beginning(layer, first) for layer in cache.layers]
         cache.rows.positions = torch.arange(first, last)
@@ -93,16 +93,6 @@ def recompute_in_order(model: Any, cache: ScatterCache, token_ids: Tensor, posit
 
 def _beginning(layer: Any, length: int) -> DynamicLayer:
     return plain_layer(layer.keys[:, :, :length], layer.values[:, :, :length]) if length else DynamicLayer()
-
-
-def runs(positions: Tensor) -> Iterator[tuple[int, int]]:
-    """Half-open runs of neighbouring positions in a sorted [S]."""
-    values = positions.tolist()
-    start = 0
-    for index in range(1, len(values) + 1):
-        if index == len(values) or values[index] != values[index - 1] + 1:
-            yield values[start], values[index - 1] + 1
-            start = index
 
 
 def _portion(positions: Tensor, start: int, most: int) -> int:

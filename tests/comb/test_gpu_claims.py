@@ -35,9 +35,11 @@ def test_figures_prove_or_disprove(tmp_path: Path, good: bool) -> None:
               {"method": "naive", "tokens": 9, "speedup": {"median": 3.0 if good else 0.5}}]  # fmt: skip
     paged = {"case": "rows 8, documents 8, tokens 4000", "bytes_per_s": 90 if good else 80, **timed}
     prompts = {"case": "tokens 4000, queries 256", "bytes_per_s": 1, **timed}
+    seams = {"runs": 8, "rows": 64, "keys": 99, "bound": 0.01, "error": 0.002 if good else 0.02, "chosen": "varlen",
+             "mask_s": {"median": 2.0}, "varlen_s": {"median": 1.0 if good else 3.0}}  # fmt: skip
     write(
         tmp_path, serving_gpu={"copy_bytes_per_s": 100, "results": [paged, prompts]}, mac_gpu={"results": speedups},
-        seams_gpu={"new_length_s": 0.0001 if good else 0.03, "results": []},
+        seams_gpu={"new_length_s": 0.0001 if good else 0.03, "results": [seams]},
         context_length={"results": linked}, hybrid={"results": linked},
     )  # fmt: skip
     assert proven(tmp_path) == [good] * len(CLAIMS)
@@ -48,6 +50,6 @@ def test_a_section_that_was_cut_off_or_refused_proves_nothing_it_did_not_measure
     refused = {"method": "naive", "tokens": 9, "refused": "no room"}
     write(tmp_path, mac_gpu={"results": [checked]}, context_length={"results": [refused]})
     assert proven(tmp_path)[1:5] == [True, None, None, None]
-    assert proven(tmp_path)[6] is None
+    assert proven(tmp_path)[6:] == [None] * 4
     write(tmp_path, mac_gpu={"results": [checked, {"case": "no kernel ran"}]})
     assert proven(tmp_path)[1] is False

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from comb import methods
-from comb.linking import grouped
+from comb.linking import grouped, recomputed
 from tests.helpers.families import FAMILIES, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,7 +19,7 @@ DOCUMENTS = [torch.randint(3, 120, (length,), generator=DRAW).tolist() for lengt
 
 
 def logits(model: Any, monkeypatch: pytest.MonkeyPatch, least_keys: int) -> torch.Tensor:
-    monkeypatch.setattr(grouped, "_LEAST_KEYS", least_keys)
+    monkeypatch.setattr(recomputed, "_LEAST_KEYS", least_keys)
     method = methods.create("legolink:4", model)
     found: torch.Tensor = method.link(method.compile(DOCUMENTS), [9, 17, 33, 41, 12], head_ids=[5, 6]).logits
     return found
@@ -55,8 +55,8 @@ def test_it_is_the_plain_way(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_short_prompts_and_other_attention_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "GroupedAttention", None)  # nobody may make one
+    monkeypatch.setitem(recomputed.WAYS, "grouped", None)  # nobody may make one
     model = tiny("llama", std=0.15)
-    logits(model, monkeypatch, grouped._LEAST_KEYS)
+    logits(model, monkeypatch, recomputed._LEAST_KEYS)
     model.set_attn_implementation("eager")
     logits(model, monkeypatch, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from comb import CombForCausalLM, PICEngine, methods
 from comb.cache.picache import DecoderPICache
 from comb.cache.quantization import quantize
 from comb.cache.store import PICacheStore
+from comb.linking import varlen
 from comb.linking.cache import ScatteredRows
+from comb.linking.recomputed import VARIABLE
 from comb.mac import mac, session
 from comb.methods.base import LinkRequest, Method
 from tests.helpers.hybrids import tiny_hybrid
@@ -145,6 +148,30 @@ def test_nothing_waits_for_a_gpu_but_what_has_to(name: str) -> None:
 def test_a_wait_for_each_layer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScatteredRows, "on", lambda self, device: self.positions.to(device))
     assert counts("legolink:4", llama)[2].link >= LAYERS
+
+
+def test_runs_as_varlen_attention_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy of where runs begin and end for all layers; the kernel is stood in for by the plain way, uncounted."""
+    entered: list[SimulatedDevice] = []
+    calls: list[torch.device] = []
+    enter = SimulatedDevice.__enter__
+
+    def entering(device: SimulatedDevice) -> SimulatedDevice:
+        entered.append(device)
+        return enter(device)
+
+    def stand_in(*tensors: Any, **given: Any) -> Any:
+        calls.append(tensors[0].device)
+        with entered[-1].uncounted() if entered else nullcontext():
+            return varlen.varlen_plain(*tensors, **given)
+
+    monkeypatch.setattr(SimulatedDevice, "__enter__", entering)
+    monkeypatch.setenv(VARIABLE, "varlen")
+    monkeypatch.setattr(varlen, "function_for", lambda *tensors, **kind: stand_in)
+    expected, found, counted, _ = counts("legolink:4", llama)
+    assert found == expected
+    assert calls.count(DEVICE) >= LAYERS
+    assert counted.link == 0
 
 
 @torch.no_grad()
