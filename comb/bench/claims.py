@@ -72,6 +72,14 @@ def _new_length(section: Section) -> Figures:
     return [("seconds", section["new_length_s"])] if "new_length_s" in section else []
 
 
+def _handed_over(section: Section) -> Figures:
+    return [(f"{row['stored']} from {row['source']}", float(not row["wrong"])) for row in section["results"]]
+
+
+def _off_is_plain(section: Section) -> Figures:
+    return [(section["dtype"], float(section["off_is_plain"]))] if "off_is_plain" in section else []
+
+
 def _share_of_seams_bound(section: Section) -> Figures:
     rows = [row for row in section["results"] if "error" in row]
     return [(_seams(row), row["error"] / row["bound"]) for row in rows]
@@ -101,6 +109,8 @@ CLAIMS = (
         False,
     ),
     GpuClaim("what is chosen for recomputed tokens isn't slower than a mask", "seams-gpu", _chosen_over_mask, 1.0),
+    GpuClaim("a pool that another process writes is read as it was written", "ipc", _handed_over, 1.0),
+    GpuClaim("COMB without documents is the plain model, bit for bit", "decode", _off_is_plain, 1.0),
     GpuClaim("linking is faster than computing the prompt", "context-length", _linked, 1.0),
     GpuClaim("linking a hybrid is faster than computing the prompt", "hybrid", _linked, 1.0),
 )

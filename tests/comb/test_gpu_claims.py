@@ -40,6 +40,8 @@ def test_figures_prove_or_disprove(tmp_path: Path, good: bool) -> None:
     write(
         tmp_path, serving_gpu={"copy_bytes_per_s": 100, "results": [paged, prompts]}, mac_gpu={"results": speedups},
         seams_gpu={"new_length_s": 0.0001 if good else 0.03, "results": [seams]},
+        ipc={"results": [{"stored": "auto", "source": "cpu", "wrong": "" if good else "it differs"}]},
+        decode={"off_is_plain": good, "dtype": "torch.bfloat16", "results": []},
         context_length={"results": linked}, hybrid={"results": linked},
     )  # fmt: skip
     assert proven(tmp_path) == [good] * len(CLAIMS)
@@ -50,6 +52,6 @@ def test_a_section_that_was_cut_off_or_refused_proves_nothing_it_did_not_measure
     refused = {"method": "naive", "tokens": 9, "refused": "no room"}
     write(tmp_path, mac_gpu={"results": [checked]}, context_length={"results": [refused]})
     assert proven(tmp_path)[1:5] == [True, None, None, None]
-    assert proven(tmp_path)[6:] == [None] * 4
+    assert proven(tmp_path)[6:] == [None] * 6
     write(tmp_path, mac_gpu={"results": [checked, {"case": "no kernel ran"}]})
     assert proven(tmp_path)[1] is False
