@@ -51,13 +51,17 @@ def file_key(path: str | Path | None) -> str | None:
 
 
 def code_key(*functions: Callable[..., Any]) -> str:
-    """A hash of the source of what makes examples: documents, this room, nano's world, and these functions' modules."""
+    """A hash of the source of what makes examples: documents, this room, nano's world, and these functions' modules.
+
+    A YAML file of a module's name is a part of it.
+    """
     here = Path(__file__).parent
     files = {*here.glob("*.py"), *(here.parent / "nano").glob("*.py"), *Path(documents.__path__[0]).rglob("*.py")}
     for module in {function.__module__ for function in functions}:
         source = getattr(sys.modules.get(module), "__file__", None)
         if source is not None and Path(source).is_file():
             files.add(Path(source))
+    files |= {beside for file in files if (beside := file.with_suffix(".yaml")).is_file()}
     return digest([FORMAT, *sorted([file.name, _file_digest(file)] for file in files)])
 
 

@@ -16,72 +16,31 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import yaml
+
 from comb.documents.document import Example
 from comb_training.data.grouping import content_group
 from comb_training.data.hub import on_hub
 from comb_training.data.records import DatasetRow, read_records
 from comb_training.data.side import DatasetSide, reader
 
-_PASSAGE = re.compile(r"^Passage (\d+):[ \t]*\n?", re.MULTILINE)
-_PARAGRAPH = re.compile(r"^Paragraph (\d+):", re.MULTILINE)
-_PARAGRAPH_ZH = re.compile(r"^段落\s*(\d+)\s*[:：]", re.MULTILINE)
-_ARTICLE_ZH = re.compile(r"^文章\s*(\d+)[ \t]*\n", re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class LongBenchTask:
+    """One task, as longbench.yaml says; `mark`: where a document begins."""
+
     query: str
     mark: re.Pattern[str] | None = None
-    """Where a document begins; with a group if the documents are numbered."""
     marks_stay: bool = True
 
 
-_ANSWER = "Give only the answer, nothing else.\nQuestion: {input}\nAnswer:"
-_PASSAGES = LongBenchTask(f"Answer the question from the passages. {_ANSWER}", _PASSAGE, marks_stay=False)
-_CODE = "Write the next line of the code.\n"
+def _tasks() -> dict[str, LongBenchTask]:
+    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    marks = {name: re.compile(row["mark"], re.MULTILINE) for name, row in rows.items() if "mark" in row}
+    return {name: LongBenchTask(**{**row, "mark": marks.get(name)}) for name, row in rows.items()}
 
-TASKS = {
-    "narrativeqa": LongBenchTask(f"Answer the question about the story with a short phrase. {_ANSWER}"),
-    "qasper": LongBenchTask(
-        'Answer the question about the article with a phrase or a sentence, with "yes" or "no", or with "unanswerable" '
-        f"if the article doesn't say. {_ANSWER}"
-    ),
-    "multifieldqa_en": LongBenchTask(f"Answer the question about the text briefly. {_ANSWER}"),
-    "multifieldqa_zh": LongBenchTask("请根据文章简短地回答问题，只给出答案。\n问题：{input}\n回答："),
-    "hotpotqa": _PASSAGES,
-    "2wikimqa": _PASSAGES,
-    "musique": _PASSAGES,
-    "dureader": LongBenchTask("请根据文章回答问题。\n问题：{input}\n回答：", _ARTICLE_ZH, marks_stay=False),
-    "gov_report": LongBenchTask("Write a one-page summary of the report.\nSummary:"),
-    "qmsum": LongBenchTask("Answer the query about the meeting in one or more sentences.\nQuery: {input}\nAnswer:"),
-    "multi_news": LongBenchTask("Write a one-page summary of all the news.\nSummary:", _PASSAGE, marks_stay=False),
-    "vcsum": LongBenchTask("请总结这次会议的内容。\n总结："),
-    "trec": LongBenchTask(
-        "Name the type of the question, as in the examples.\n{input}", re.compile(r"^Question:", re.MULTILINE)
-    ),
-    "triviaqa": LongBenchTask(
-        "Answer the question about the passage, as in the examples. Give only the answer, nothing else.\n{input}",
-        re.compile(r"^Passage:", re.MULTILINE),
-    ),
-    "samsum": LongBenchTask(
-        "Summarise the dialogue in a few short sentences, as in the examples.\n{input}",
-        re.compile(r"^Dialogue:", re.MULTILINE),
-    ),
-    "lsht": LongBenchTask("请按照例子判断新闻的类别。\n{input}", re.compile(r"^新闻内容[:：]", re.MULTILINE)),
-    "passage_count": LongBenchTask(
-        "Some of the paragraphs are the same. How many different ones are there? Give only the number.\nNumber:",
-        _PARAGRAPH,
-    ),
-    "passage_retrieval_en": LongBenchTask(
-        'Which paragraph is this abstract of? Answer like "Paragraph 1".\nAbstract: {input}\nAnswer:', _PARAGRAPH
-    ),
-    "passage_retrieval_zh": LongBenchTask(
-        "这段摘要属于哪个段落？请按“段落1”的格式回答。\n摘要：{input}\n答案：", _PARAGRAPH_ZH
-    ),
-    "lcc": LongBenchTask(_CODE),
-    "repobench-p": LongBenchTask(_CODE + "{input}"),
-}
-"""The tasks by LongBench's names, in its order."""
+
+TASKS = _tasks()
 
 
 @reader("longbench", hub_id="Xnhyacinth/LongBench")
