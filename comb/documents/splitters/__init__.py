@@ -1,1 +1,1 @@
-"""Splitters, a file each: a new one is one more file here, with a subclass of `Splitter` under its decorator."""
+"""Splitters: a new one is a subclass of `Splitter` under its decorator, in a file of this folder."""

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from comb.backbones.loading import resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.picache import content_key
+from comb.cache.store import PICacheStore
 from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
 from comb.documents.document import Document, Prompt, PromptBuilder, behind_first
 from comb.documents.messages import References
@@ -53,22 +54,6 @@ PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids a
 
 # why documents can't be linked; those that stand in the prompt anyway are computed with it then
 NO_PLACE = (DocumentsTooLargeError, EncoderError, PoolFullError, PoolPinnedError, TenantQuotaError)
-
-
-class NoStore:
-    """The catalog's store where nothing is compiled."""
-
-    def pin(self, key: str) -> bool:
-        return False
-
-    def unpin(self, key: str) -> bool:
-        return False
-
-    def set_expiry(self, key: str, ttl_s: float | None) -> bool:
-        return False
-
-    def remove(self, key: str) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -171,7 +156,8 @@ class Preprocessor:
 
     def catalog(self, tenant: str, *, keep: bool = False) -> DocumentCatalog:
         """The documents that a tenant has registered; kept only where there are some, or will be."""
-        catalog = self.catalogs.get(tenant) or DocumentCatalog(self.manager or NoStore())
+        # where nothing is compiled, a store that stays empty
+        catalog = self.catalogs.get(tenant) or DocumentCatalog(self.manager or PICacheStore())
         if keep:
             self.catalogs[tenant] = catalog
         return catalog
