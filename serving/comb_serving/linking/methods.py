@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from comb import methods
 
 FULL = "full"  # nothing linked: plain vLLM computes the documents with the rest of the prompt
-SEAM_TOKENS, DUMMIES, WIDTH = 16, 4, 8  # the papers' defaults, and the library's
+NUMBERS = {"legolink": ("k", 16, 0), "primed": ("k", 0, 0), "legolink-0": ("dummies", 4, 1), "hypic": ("w", 8, 0)}
+"""The number after a method's name: what it is called, its default (the papers' and the library's), and the least."""
 
 
 @dataclass(frozen=True)
@@ -56,29 +57,19 @@ class LinkMethod:
             ValueError: for a method that the library doesn't have, one that vLLM can't link with, or wrong numbers.
         """
         name, given = methods.parse(spec)
-        if name == FULL and not given:
-            return cls(FULL)
-        if name == "naive" and not given:
-            return cls("naive")
-        if name == "legolink" and not given.keys() - {"k"}:
-            count = _count(spec, given.get("k", SEAM_TOKENS), least=0)
-            return cls(f"legolink:{count}", seam_tokens=count)
-        if name == "primed" and not given.keys() - {"k"}:
-            count = _count(spec, given.get("k", 0), least=0)
-            return cls(f"primed:{count}" if count else "primed", seam_tokens=count, primed=True)
-        if name == "legolink-0" and not given.keys() - {"dummies"}:
-            count = _count(spec, given.get("dummies", DUMMIES), least=1)
-            return cls(f"legolink-0:{count}", dummies=count)
-        if name == "hypic" and not given.keys() - {"w"}:
-            count = _count(spec, given.get("w", WIDTH), least=0)
-            return cls(f"hypic:{count}", seam_tokens=count, tail_tokens=count)
-        raise ValueError(
-            "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies, hypic:w, or not at all (full), "
-            f"not with {spec!r}"
-        )
-
-
-def _count(spec: str, value: object, *, least: int) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"method {spec!r}: a number of tokens, at least {least}, not {value!r}")
-    return value
+        if name in (FULL, "naive") and not given:
+            return cls(name)
+        if name not in NUMBERS or given.keys() - {NUMBERS[name][0]}:
+            raise ValueError(
+                "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies, hypic:w, or not at all "
+                f"(full), not with {spec!r}"
+            )
+        parameter, default, least = NUMBERS[name]
+        count = given.get(parameter, default)
+        if type(count) is not int or count < least:
+            raise ValueError(f"method {spec!r}: a number of tokens, at least {least}, not {count!r}")
+        if name == "legolink-0":
+            return cls(f"{name}:{count}", dummies=count)
+        if name == "primed":
+            return cls(f"{name}:{count}" if count else name, seam_tokens=count, primed=True)
+        return cls(f"{name}:{count}", seam_tokens=count, tail_tokens=count if name == "hypic" else None)
