@@ -53,13 +53,11 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     rows = examples()
     for budget in (Budget(6), Budget(6, 100, 200)):
         sampler = BatchSampler(rows, budget, seed=1)
-        first = list(sampler)
-        assert first == list(sampler) == BatchSampler(rows, budget, seed=1).batches(0)
+        first = sampler.batches(0)
+        assert first == sampler.batches(0) == BatchSampler(rows, budget, seed=1).batches(0)
         assert first != BatchSampler(rows, budget, seed=2).batches(0)
-        sampler.set_epoch(1)
-        assert list(sampler) != first
-        sampler.set_epoch(0)
-        assert list(sampler) == first
+        assert sampler.batches(1) != first
+        assert sampler.batches(0) == first
 
 
 def test_questions_over_the_same_documents_stand_together() -> None:

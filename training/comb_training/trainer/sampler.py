@@ -6,12 +6,11 @@ batch however many questions are about it, a query token passes the backbone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Generator
-from torch.utils.data import Sampler
 
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
@@ -68,7 +67,7 @@ def row_length(example: TrainingExample) -> int:
     return len(example.prompt.query) + len(example.target)
 
 
-class BatchSampler(Sampler[list[int]]):
+class BatchSampler:
     """Batches of example indices within a `Budget`; every example comes once per epoch (but see `left_out`).
 
     - Questions over the same documents stand together (at most `together` of them), so that documents are encoded once.
@@ -111,7 +110,6 @@ class BatchSampler(Sampler[list[int]]):
         self._together = together
         self._ranks = ranks
         self._unit = ranks * accumulation
-        self._epoch = 0
         batches = len(self._pack(self._generator(0)))
         self._length = -(-batches // self._unit) * self._unit
         self.left_out = 0
@@ -120,10 +118,6 @@ class BatchSampler(Sampler[list[int]]):
             self._length -= self._unit
             self.left_out = batches - self._length
 
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next iteration."""
-        self._epoch = epoch
-
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in which every example comes once."""
@@ -131,9 +125,6 @@ class BatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return self._length
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from self.batches(self._epoch)
 
     def batches(self, epoch: int) -> list[list[int]]:
         """All batches of an epoch, in order."""
