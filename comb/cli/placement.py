@@ -10,6 +10,7 @@ from rich.table import Table
 from comb.documents.datasets import read_dataset
 from comb.documents.document import PromptBuilder
 from comb.evaluation.placement import Placement, measure_placement, short_prompts
+from comb.evaluation.table import text_table
 
 EXAMPLES = 512
 BAR = 40
@@ -36,14 +37,10 @@ def placement_table(placement: Placement, count: int, measured_on: str) -> Table
     """Layer, nats per answer token that are lost when documents are hidden there, and a bar."""
     best = placement.best(min(count, len(placement.losses)))
     most = max(max(placement.losses.values()), 1e-9)
-    table = Table(
-        title=f"where documents are read ({measured_on})",
-        caption=f"all layers together: {placement.without:.3f}\nmodel.cross_attention_layers={best}",
-    )
-    table.add_column("layer", justify="right")
-    table.add_column("nats lost without", justify="right")
-    table.add_column("")
+    lines = []
     for layer, loss in placement.losses.items():
         bar = "\u2588" * round(BAR * max(loss, 0.0) / most)
-        table.add_row(f"{layer}", f"{loss:.3f}", f"{bar}{' *' if layer in best else ''}")
-    return table
+        lines.append((f"{layer}", f"{loss:.3f}", f"{bar}{' *' if layer in best else ''}"))
+    caption = f"all layers together: {placement.without:.3f}\nmodel.cross_attention_layers={best}"
+    title = f"where documents are read ({measured_on})"
+    return text_table(("layer", "nats lost without", ""), lines, title, caption, left=("",))

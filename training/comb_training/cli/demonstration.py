@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from comb.documents.document import Example
 from comb.engine.engine import Answer, PICEngine
 from comb.evaluation.plot import plot_results
 from comb.evaluation.record import write_results
-from comb.evaluation.run import MethodResult, evaluate
-from comb.evaluation.table import result_table
+from comb.evaluation.run import evaluate
+from comb.evaluation.table import result_table, text_table
 from comb.hub.push import refresh_card
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -76,7 +77,10 @@ def run_demo(folder: Path, *, train_seconds: float, questions: int, seed: int, c
     console.print(result_table(results, f"nano backbone, {len(heldout)} held-out questions over 4 to 8 documents"))
     write_results(folder / "results.json", results, seed=seed, split="heldout", config=config.to_dict())
     refresh_card(folder)
-    plots = _plots(folder, results)
+    plots = ""
+    with suppress(ImportError):  # matplotlib is optional
+        plot_results(results, folder / "results.png", title="nano backbone, held-out names")
+        plots = f", results.png and {LOSS_PLOT}"
     full, comb = (next(result for result in results if result.method == name) for name in ("full", "comb"))
     passed = comb.em >= NEEDED * full.em
     verdict = "[green]reached[/green]" if passed else "[red]missed[/red]"
@@ -131,21 +135,11 @@ def _ask(model: CombForCausalLM, tokenizer: Any, examples: Sequence[Example], co
 
 
 def _answer_table(answers: dict[str, Answer]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "answer", "documents", "prompt tokens", "first token"):
-        table.add_column(column, justify="left" if column in ("", "answer", "documents") else "right")
+    lines = []
     for name, answer in answers.items():
         report = answer.report
         states = [document.state for document in report.documents]
         summary = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        table.add_row(name, answer.text, summary, str(report.prompt_tokens), f"{1000 * report.ttft_s:.1f} ms")
-    return table
-
-
-def _plots(folder: Path, results: Sequence[MethodResult]) -> str:
-    """Draws the comparison; what to call the plots in the closing line, empty without matplotlib."""
-    try:
-        plot_results(results, folder / "results.png", title="nano backbone, held-out names")
-    except ImportError:
-        return ""
-    return f", results.png and {LOSS_PLOT}"
+        lines.append((name, answer.text, summary, str(report.prompt_tokens), f"{1000 * report.ttft_s:.1f} ms"))
+    heads = ("", "answer", "documents", "prompt tokens", "first token")
+    return text_table(heads, lines, left=heads[:3])
