@@ -80,6 +80,7 @@ class Step:
             queries=rows * (shape.query_tokens + shape.target_tokens),
             targets=rows * shape.target_tokens,
             linked=rows * documents,
+            rows=rows,
         )
 
     def estimate(self, *, checkpointing: bool, size: PassSize | None = None) -> int:

@@ -17,6 +17,7 @@ from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.plan.activations import PassSize
 from comb_training.plan.buckets import bucket_rows
+from comb_training.plan.compute import StepCompute, step_compute
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
 from comb_training.trainer import distributed
@@ -33,6 +34,7 @@ class Plan:
         buckets: as `bucket_rows` gives them.
         steps: optimizer steps at most.
         size: of the largest batch: the data's, or else what the budgets allow.
+        compute: operations of such a batch.
         notes: what is left out, and why.
     """
 
@@ -46,6 +48,7 @@ class Plan:
     buckets: list[dict[str, str]] = field(default_factory=list)
     steps: int | None = None
     size: PassSize | None = None
+    compute: StepCompute | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -101,6 +104,10 @@ def _add_memory(result: Plan, model: CombForCausalLM, deepspeed: dict[str, Any])
     if config.train.kl_weight:
         result.notes.append("the activations are without the full prompts that train.kl_weight takes")
     checkpointing = config.train.gradient_checkpointing
+    if result.size is not None:
+        result.compute = step_compute(
+            model, result.size, teacher=bool(config.train.kl_weight), checkpointing=checkpointing
+        )
     result.memory = [
         memory_of(model, parameters, result.size, way, ranks=result.ranks, checkpointing=checkpointing)
         for way in [deepspeed, *(other_ways(deepspeed) if result.ranks > 1 else ())]

@@ -27,12 +27,14 @@ class PassSize:
         queries: rows times the longest one.
         targets: tokens that count in the loss.
         linked: rows times the tokens of the documents of one row: each row reads its own copy.
+        rows: questions.
     """
 
     documents: int
     queries: int
     targets: int
     linked: int
+    rows: int = 1
 
     @classmethod
     def of_budget(cls, config: TrainConfig) -> PassSize | None:
@@ -45,6 +47,7 @@ class PassSize:
             # an answer and its end token per row
             targets=min(config.batch_query_tokens, config.batch_size * (config.answer_max_new_tokens + 1)),
             linked=config.batch_document_tokens,
+            rows=config.batch_size,
         )
 
     @classmethod
@@ -56,6 +59,7 @@ class PassSize:
             queries=max(len(batch) * max(map(row_length, batch)) for batch in batches),
             targets=max(sum(len(example.target) for example in batch) for batch in batches),
             linked=max(len(batch) * max(sum(map(len, example.segments)) for example in batch) for batch in batches),
+            rows=max(map(len, batches)),
         )
 
 

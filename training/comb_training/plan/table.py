@@ -11,6 +11,7 @@ from comb.evaluation.table import text_table
 from comb_training.data.token_statistics import data_table
 from comb_training.plan import Plan
 from comb_training.plan.activations import FACTOR
+from comb_training.plan.compute import H200_FLOPS, UTILISATION, StepCompute
 from comb_training.plan.counting import Parameters
 from comb_training.plan.memory import GpuMemory
 from comb_training.trainer.schedule import UNLIMITED_STEPS
@@ -38,6 +39,8 @@ def blocks(plan: Plan) -> Iterator[Table | str]:
     if plan.memory:
         yield _memory_table(plan)
         yield _about_memory(plan)
+    if plan.compute is not None:
+        yield escape(_about_compute(plan.compute))
     if plan.statistics is not None:
         steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)
         yield escape(f"Data: {plan.counts}. Optimizer steps: {steps}.\n")
@@ -80,6 +83,17 @@ def _memory_table(plan: Plan) -> Table:
     title = f"memory on {where} in {unit}{'; this run first' if plan.ranks > 1 else ''}"
     heads = ("", *COLUMNS, *(() if plan.size is None else ("activations",)), "total", "CPU")
     return text_table(heads, list(map(row, plan.memory)), title, left=("",))
+
+
+def _about_compute(compute: StepCompute) -> str:
+    parts = {"encoder": compute.encoder, "decoder": compute.decoder, "the full prompts of KL": compute.teacher}
+    shares = ", ".join(f"{name} {part / compute.total:.0%}" for name, part in parts.items() if part)
+    return (
+        f"That batch is {compute.total / 1e12:,.3g} TFLOP ({shares}): on an H200, at {UTILISATION:.0%} of its "
+        f"{H200_FLOPS / 1e12:.0f} TFLOP/s in bfloat16, {compute.seconds:.2g} s, "
+        f"{compute.tokens / compute.seconds:,.0f} tokens/s of "
+        "different documents and rows. That is counted; nothing was measured on a GPU.\n"
+    )
 
 
 def _about_memory(plan: Plan) -> str:
