@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from comb.documents.datasets import Counts
 from comb.registry import Registry
@@ -36,6 +36,10 @@ class TrainingMethod(ABC):
     def fitted(self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None) -> Any:
         """The model as it starts training on `examples`: what is measured on them or solved for in closed form."""
         return model
+
+    def compiled_parts(self, model: Any) -> Sequence[nn.Module]:
+        """Modules that `train.torch_compile` compiles, each for itself."""
+        return ()
 
     @abstractmethod
     def plain_backbone(self, model: Any) -> AbstractContextManager[Any]:
