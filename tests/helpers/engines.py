@@ -90,6 +90,7 @@ class Served:
         for rank, pool in enumerate(self.pools):
             first = rank * layout.kv_heads
             pool.write(handle, picache.keys, picache.values, slice(first, first + layout.kv_heads))
+            pool.finish()
         self.documents[name], self.handles[name] = tokens, handle
 
     def request(self, prompt: list[int], names: str, tokens: int = 8, **stated: Any) -> tuple[Any, Any]:
@@ -118,11 +119,15 @@ class Served:
         """The library's own answer."""
         return reference(self.model, prompt, [self.documents[name] for name in names], tokens, front)[:2]
 
+    def apart(self, answer: Any, prompt: list[int], names: str) -> float:
+        """How far an answer is from the library's (`apart`)."""
+        return apart(answer, reference(self.model, prompt, [self.documents[name] for name in names], len(answer[0]))[2])
+
 
 def reference(
     model: CombForCausalLM, prompt: list[int], documents: list[list[int]], tokens: int, front: int | None = None
 ) -> Any:
-    """The library's greedy answer: token ids, their log-probabilities, and all log-probabilities of the first one.
+    """The library's greedy answer: token ids, their log-probabilities, and those of all tokens at each step.
 
     front: tokens in front of documents, where these have places; by default `front_of` the prompt.
     """
@@ -134,7 +139,7 @@ def reference(
     )  # fmt: skip
     ids = found.sequences[0, len(prompt) :].tolist()
     logs = [logits[0].float().log_softmax(-1) for logits in found.logits]
-    return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)], logs[0]
+    return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)], logs
 
 
 def front_of(prompt: list[int]) -> int:
@@ -167,12 +172,28 @@ def answer(output: Any) -> Any:
     return ids, [step[token].logprob for step, token in zip(found.logprobs, ids, strict=True)]
 
 
+def apart(answer: Any, logs: Sequence[torch.Tensor]) -> float:
+    """How far an engine's log-probabilities are from the library's `logs` of all tokens, step by step [vocabulary].
+
+    It ends where the engine says another token than the library, which of a near tie it may: behind it prompts differ.
+    """
+    largest = 0.0
+    for token, value, log in zip(*answer, logs, strict=True):
+        largest = max(largest, abs(value - log[token].item()))
+        if token != log.argmax():
+            break
+    return largest
+
+
 @contextmanager
 def served(folder: Path, model: CombForCausalLM, **options: Any) -> Iterator[Served]:
     """A checkpoint served, and three documents put into its pool."""
     ranks = options.get("tensor_parallel_size", 1)
     with instance() as place, engine(folder, **options) as llm:
-        found = Served(llm, model, [SharedPool.attach(place / f"pool-{rank}") for rank in range(ranks)])
+        # CUDA opens no handle in the process that made it
+        own = llm.apply_model(lambda made: made.comb.pool) if ranks == 1 else None
+        pools = own or [SharedPool.attach(place / f"pool-{rank}") for rank in range(ranks)]
+        found = Served(llm, model, pools)
         for name, tokens in three_documents(model).items():
             found.add(name, tokens)
         yield found

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from comb import CombForCausalLM, Document, PromptBuilder
-from tests.helpers.engines import reference
+from tests.helpers.engines import apart, reference
 
 
 class Library:
@@ -20,7 +20,7 @@ class Library:
         self.tokens = tokens
         self.model: Any = CombForCausalLM.from_pretrained(adapter, dtype=torch.float32)
         self.builder = PromptBuilder(AutoTokenizer.from_pretrained(adapter))
-        self.known: dict[tuple[Any, ...], tuple[list[int], list[float], torch.Tensor]] = {}
+        self.known: dict[tuple[Any, ...], tuple[list[int], list[float], list[torch.Tensor]]] = {}
 
     def answer(
         self, question: str, texts: Sequence[str], *, chat: bool = True, encoder: bool = True
@@ -30,11 +30,15 @@ class Library:
 
     def first_token(self, question: str, texts: Sequence[str], *, chat: bool, encoder: bool) -> torch.Tensor:
         """Log-probabilities of all tokens for the first place of the answer. [vocabulary]"""
-        return self._answer(question, texts, chat, encoder)[2]
+        return self._answer(question, texts, chat, encoder)[2][0]
+
+    def apart(self, answer: tuple[list[int], list[float]], question: str, texts: Sequence[str]) -> float:
+        """How far a server's answer in a chat is from this one (`engines.apart`)."""
+        return apart(answer, self._answer(question, texts, chat=True, encoder=True)[2])
 
     def _answer(
         self, question: str, texts: Sequence[str], chat: bool, encoder: bool
-    ) -> tuple[list[int], list[float], torch.Tensor]:
+    ) -> tuple[list[int], list[float], list[torch.Tensor]]:
         asked = (question, tuple(texts), chat, encoder)
         if asked not in self.known:
             documents = [list(self.builder.segment(Document(text))) for text in texts]

@@ -131,14 +131,22 @@ def library_answer(
     model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8
 ) -> tuple[list[int], list[float]]:
     """The library's greedy answer by the method of the same name: token ids and their log-probabilities."""
+    logs = library_logs(model, documents, prompt, method, tokens)
+    ids = [int(log.argmax()) for log in logs]
+    return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)]
+
+
+def library_logs(
+    model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8
+) -> list[torch.Tensor]:
+    """Log-probabilities of all tokens at each step of that answer."""
     made = methods.create(method, model, **({"primer": PRIMER} if method.startswith("primed") else {}))
     segments = [documents[name] for name in prompt.names]
     gaps = [list(gap) for gap in prompt.gaps]
     gaps += [[]] * (len(segments) - 1 - len(gaps))
     state = made.link(made.compile(segments), list(prompt.tail), head_ids=list(prompt.head), gaps=gaps)
-    ids, logits = state.generate_with_logits(max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0)
-    logs = logits.float().log_softmax(-1)
-    return list(ids), [log[token].item() for log, token in zip(logs, ids, strict=True)]
+    _, logits = state.generate_with_logits(max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0)
+    return list(logits.float().log_softmax(-1))
 
 
 def three_documents(vocab_size: int) -> dict[str, list[int]]:

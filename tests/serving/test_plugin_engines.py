@@ -14,23 +14,15 @@ import pytest
 import torch
 
 from comb.backbones.loading import resolve_name
+from tests.helpers.adapter_answers import ASKED, PROMPTS, answers_of_the_library, plain_answers
 from tests.helpers.engines import JOINT, Served, answer, checkpoint, engine, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
-PROMPTS = [list(range(10, 10 + length)) for length in (7, 40)]
-ASKED = [(prompt, names) for names in ("A", "", "CB") for prompt in PROMPTS]
 
-
-def answers_of_the_library(found: Served) -> list[list[float]]:
-    """The engine's log-probabilities for `ASKED`, after a look at whether they are the library's."""
-    answers = found.ask(ASKED)
-    for (prompt, names), (ids, logs) in zip(ASKED, answers, strict=True):
-        wanted, likely = found.reference(prompt, names)
-        assert ids == wanted
-        # where documents have places, queries are turned to them here and keys in the library
-        assert logs == pytest.approx(likely, abs=4e-5 if found.model.places_documents else 1e-5)
-    return [logs for _, logs in answers]
+def close(found: Served) -> float:
+    """To the library: where documents have places, queries are turned to them here and keys there."""
+    return 4e-5 if found.model.places_documents else 1e-5
 
 
 @pytest.mark.slow
@@ -40,12 +32,12 @@ def test_compiled_without_documents_it_is_plain_vllm_bit_for_bit_and_with_them_t
 ) -> None:
     """With torch.compile, as GPUs run it."""
     with engine(resolve_name("nano"), enforce_eager=False) as llm:
-        plain = [Served(llm, None, ()).ask([(prompt, "")])[0] for prompt in PROMPTS]
+        plain = plain_answers(Served(llm, None, ()))
     with served(tmp_path, checkpoint(tmp_path, "nano", **shape), enforce_eager=False) as found:
         assert not found.llm.llm_engine.vllm_config.model_config.enforce_eager
-        assert [found.ask([(prompt, "")])[0] for prompt in PROMPTS] == plain
-        for (prompt, names), logs in zip(ASKED, answers_of_the_library(found), strict=True):
-            assert (logs == pytest.approx(plain[PROMPTS.index(prompt)][1], abs=1e-3)) is not bool(names)
+        assert plain_answers(found) == plain
+        for (prompt, names), one in zip(ASKED, answers_of_the_library(found, close(found)), strict=True):
+            assert (one[1] == pytest.approx(plain[PROMPTS.index(prompt)][1], abs=1e-3)) is not bool(names)
 
 
 @pytest.mark.slow
@@ -57,8 +49,7 @@ def test_two_ranks_answer_as_the_library_does(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with served(tmp_path, checkpoint(tmp_path, "nano", **shape), tensor_parallel_size=2) as found:
         assert [pool.layout.kv_heads for pool in found.pools] == [1, 1]
-        answers_of_the_library(found)
-        assert found.ask([(PROMPTS[0], "B")])[0][1] != pytest.approx(found.reference(PROMPTS[0], "A")[1], abs=1e-3)
+        answers_of_the_library(found, close(found))
 
 
 def lora(folder: Path) -> Path:
