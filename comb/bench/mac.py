@@ -31,6 +31,15 @@ from comb.mac.accounting import MacReport
 TAUS, BANDS, DEPTHS = (0.15, 0.45, 0.75, 0.85, 0.95), (8, 16, 64, 256), (0, 25, 50, 75, 100)
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
 """A stream whose attention isn't all near the cursor, so that old summaries show."""
+OPTIONS = tuple(
+    f"generation:window=256,{text}"
+    for text in (
+        *(f"band=64,tau={tau}" for tau in (0.75, 0.8, 0.85, 0.9)), "band=64,max_gap=128", "band=64,max_gap=75",
+        "band=128", "band=96", *(f"band=64,gate={gate}" for gate in (0.3, 0.5, 0.6, 0.7)),
+        "band=64,band_growth=0.5", "band=64,band_growth=1", "band=16,band_growth=1",
+    )
+)  # fmt: skip
+"""The options of the paper's app. A.3, and what buys a smaller error for more keys without them."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,7 @@ def sweep_streams(spec: StreamSpec, config: MacConfig, contexts: Sequence[int]) 
             for tau in (0.45, 0.75, 0.9)
             for name, caps in (("capped", config), ("uncapped", config.uncapped()))
         ),
+        *(("options", text, far, replace(MacConfig.parse(text), min_length=0)) for text in OPTIONS),
         ("control", "white noise, tau 0.9", replace(spec, white=True), replace(config, tau=0.9)),
     ]
     for sweep, value, wanted, chosen in tqdm(plan, "streams", unit="stream", leave=False):

@@ -61,7 +61,7 @@ def at_length(call: AttentionCall, length: int) -> AttentionCall:
 def reusing(call: AttentionCall, queries: LayerQueries, config: MacConfig) -> Callable[[], MacStep]:
     """A step of MAC in place of `call` (of `at_length`) in which all heads reuse the oldest query of the window."""
     # nothing but the price counts here: everything hits
-    config = replace(config, min_length=0, tau=0.0, max_chain=None, max_drift=False)
+    config = replace(config, min_length=0, tau=0.0, max_drift=False, gate=None if config.gate is None else 0.0)
     query, keys, values, device = call.query, call.keys, call.values, call.query.device
     (rows, heads, _, width), last = query.shape, keys.shape[2] - 1
     position = torch.full((1, 1), last, device=device)

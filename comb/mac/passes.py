@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from comb.backbones.attention_calls import AttentionCall
-from comb.linking.cache import RoomyLayer, ScatterCache, ScatteredRows, ScatterLayer
+from comb.linking.cache import FixedLayer, RoomyLayer, ScatterCache, ScatteredRows, ScatterLayer
+from comb.mac.graphs import FixedStep
 from comb.waits import truths
 
 # kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
-_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", RoomyLayer.__name__, ScatterLayer.__name__)
+_OURS = (RoomyLayer.__name__, FixedLayer.__name__, ScatterLayer.__name__)
+_GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", *_OURS)
 _OPTIONS = {
     "sliding_window": "sliding window",
     "softcap": "soft cap",
@@ -36,7 +38,9 @@ class DecoderPass:
         start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
         mask_length: keys that the mask covers; None without one.
         positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
+        given: the pass's arguments, by name.
         audited: exact attention is computed as well.
+        fixable: whether attention so far would have been the same at fixed addresses; fixed: the step that is at them.
         masks: that attention got in this pass, and whether they are causal with padding in front and nothing else.
     """
 
@@ -47,7 +51,10 @@ class DecoderPass:
     mask_length: int | None
     positions: Tensor | None
     unclear: str
+    given: dict[str, Any] = field(default_factory=dict)
     audited: bool = False
+    fixable: bool = True
+    fixed: FixedStep | None = None
     masks: list[tuple[Tensor, bool]] = field(default_factory=list)
 
     def key_indices(self, call: AttentionCall) -> Tensor:
@@ -106,6 +113,7 @@ class PassReader:
         """Where the queries of a pass stand, as far as its arguments say."""
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         given = {**bound, **bound.get("kwargs", {})}
+        given.pop("kwargs", None)
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         assert inputs is not None
@@ -133,7 +141,7 @@ class PassReader:
             unclear = "positions of several axes"
         # a single row that linking computes is still a part of a prompt: it may stand anywhere
         decodes = tokens == 1 and scattered is None
-        return DecoderPass(decodes, cache, scattered, start, mask_length, positions, unclear)
+        return DecoderPass(decodes, cache, scattered, start, mask_length, positions, unclear, given)
 
     def _no_padding(self, rows: int, device: torch.device) -> Tensor:
         if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:

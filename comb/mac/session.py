@@ -9,8 +9,10 @@ restores everything. The model's lock is held inside of it: others wait.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +31,7 @@ from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
 from comb.mac.breakeven import Costs
 from comb.mac.continuity import KeysIdentity, empty
+from comb.mac.graphs import FixedStep, why_not_fixed
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
 from comb.mac.rule import HIT_RATE, BreakEvenRule
@@ -74,6 +77,8 @@ class MacSession:
         self, model: Any, config: MacConfig, *, costs: Costs | None = None, hit_rate: float = HIT_RATE
     ) -> None:
         check_joins(model)
+        if config.graphs and getattr(model, "encoder", None) is not None:
+            raise ValueError("graphs: documents of a COMB adapter lie elsewhere at every question: leave graphs out")
         self.backbone = backbone_of(model)
         self.config = config
         self.rule = BreakEvenRule(self.backbone, enabled=config.break_even, costs=costs, hit_rate=hit_rate)
@@ -84,6 +89,8 @@ class MacSession:
         self._layers: dict[int, _LayerState] = {}
         self._pass: DecoderPass | None = None
         self._token: Any = None
+        self._fixable = False
+        self._fixed: FixedStep | None = None
         self._stack = ExitStack()
 
     # ---- the block ----
@@ -102,6 +109,8 @@ class MacSession:
             stack.enter_context(attention(self.backbone, stand_in(name)))
             decoder = decoder_of(self.backbone)
             self._reader = PassReader(decoder)
+            if self.config.graphs:
+                stack.enter_context(self._fixing(decoder))
             hooks = (
                 decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
                 decoder.register_forward_hook(self._finish, with_kwargs=True, always_call=True),
@@ -115,8 +124,44 @@ class MacSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        self._fixed = None
         for layer in self._layers.values():
             layer.state = layer.seen = None
+
+    @contextmanager
+    def _fixing(self, decoder: Any) -> Iterator[None]:
+        """For a while, the decoder's steps are at fixed addresses where they can be."""
+        forward, own = decoder.forward, decoder.__dict__.get("forward")
+
+        @wraps(forward)
+        def fixed(*args: Any, **kwargs: Any) -> Any:
+            current = self._pass
+            if current is None or not self._fixable or not current.decodes or current.audited:
+                return forward(*args, **kwargs)
+            why = why_not_fixed(current.cache, current.given, decoder.config) or current.unclear
+            if why:
+                self.events[f"no graph: {why}"] += 1
+                return forward(*args, **kwargs)
+            assert current.start is not None
+            ids, positions = (current.given.get(name) for name in ("input_ids", "position_ids"))
+            assert ids is not None
+            states = [part for layer in self._layers.values() for part in (layer.state, layer.off)]
+            if self._fixed is None or not self._fixed.fits(current.cache, current.start, ids, states):
+                self._fixed = FixedStep(forward, current.cache, current.start, ids, states)
+                self.events["fixed steps made"] += 1
+            current.fixed = self._fixed
+            output = current.fixed(ids, positions)
+            if current.fixed.failed:
+                self.events[f"no graph: {current.fixed.failed}"] += 1
+            return output
+
+        decoder.forward = fixed
+        try:
+            yield
+        finally:
+            del decoder.forward
+            if own is not None:
+                decoder.forward = own
 
     def report(self) -> MacReport:
         """What was reused, read and left to exact attention since the session began."""
@@ -165,6 +210,7 @@ class MacSession:
         if self._token is None:
             return
         current = self._pass
+        self._fixable = current is not None and current.decodes and current.fixable
         self._end_pass()
         cache = current.cache if current is not None else None
         if cache is None:
@@ -199,8 +245,12 @@ class MacSession:
         index = getattr(call.module, "layer_idx", None)
         layer = self._layers.get(index) if isinstance(index, int) else None
         if layer is None or call.module is not layer.queries.module:
+            current.fixable = False
             return call.exact()  # another attention than the decoder's own layers
-        reason = layer.off or why_exact(call, current, index)
+        if current.fixed is not None:
+            return self._attend_fixed(call, layer, current.fixed)
+        unlike = why_exact(call, current, index)
+        reason = layer.off or unlike
         if not current.decodes:
             never = self.rule.never_pays(call.query.shape[0], layer.index)
             reason = reason or (_UNPAID if never else "")  # no step will ask for rows
@@ -209,6 +259,7 @@ class MacSession:
                 reason = _SHORT
             elif not self.rule.pays(call, layer.index, layer.queries, layer.config):
                 reason = _UNPAID
+        current.fixable &= not unlike and reason in ("", layer.off) and not layer.queries.changes
         if reason and current.decodes:
             self.exact[reason] += 1
         if reason and reason != _SHORT:
@@ -243,6 +294,7 @@ class MacSession:
         query = call.query[:, :, 0]
         done, plain = computed_step(state, unrotated, query, call.keys, call.values, start, config, call.scale)
         if plain:
+            current.fixable = False
             self.events[f"no kernels: {plain}"] += 1
         if layer.counts is None:
             layer.counts = LayerCounts(heads, call.keys.shape[1], call.query.device)
@@ -255,6 +307,23 @@ class MacSession:
                 layer.off = layer.counts.off = off
                 layer.state = None
                 return exact
+        return done.output.to(call.query.dtype)[:, None], None
+
+    def _attend_fixed(self, call: AttentionCall, layer: _LayerState, fixed: FixedStep) -> Attended:
+        """One step over the room of a fixed cache, after an ordinary one that was reused."""
+        if layer.off:
+            return call.exact()
+        assert layer.state is not None
+        assert layer.counts is not None
+        query = call.query[:, :, 0]
+        with torch.autocast(call.query.device.type, enabled=False):
+            layer.state.crop(fixed.at - fixed.start)
+            unrotated = layer.queries.unrotated(call.query, fixed.positions)[:, :, 0]
+            done, _ = computed_step(
+                layer.state, unrotated, query, call.keys, call.values, fixed.start, layer.config, call.scale,
+                fixed.lengths,
+            )  # fmt: skip
+            layer.counts.add(done, layer.config)
         return done.output.to(call.query.dtype)[:, None], None
 
     def _why_off(self, error: float, call: AttentionCall, layer: _LayerState, counts: LayerCounts) -> str:

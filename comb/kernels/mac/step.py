@@ -7,7 +7,9 @@ m = L - 1 - start[b]. With sink F and E(p) = max(p + 1 - r, 0), per row and quer
     miss       entry = attention of the query to [F, E(m))
     output     merge(entry, attention to [0, F), attention to [E(m), m + 1))
 
-so a hit reads m + 1 - E(p) + F keys and a miss m + 1. Attention takes the rotated query, the match the unrotated one.
+so a hit reads m + 1 - E(p) + F keys and a miss m + 1. With `band_growth` c, a hit takes the attention of p's query to
+[E(p) - c (m - p), E(p)) out of its summary, and reads these keys anew, too. Attention takes the rotated query, the
+match the unrotated one.
 `step_in_order` is the plain twin of `step`: row by row, head by head.
 
 Shapes: B rows, H query heads, G key/value heads, L keys, D and V channels.
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comb.kernels.mac.algebra import EMPTY, accumulator, attend, attend_range, merge
+from comb.kernels.mac.algebra import EMPTY, accumulator, attend, attend_range, merge, remove
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match import Match, end, find_match
 from comb.kernels.mac.state import MacState, RingEntries
@@ -62,6 +64,8 @@ def step(
     start: Tensor,
     config: MacConfig,
     scale: float,
+    *,
+    lengths: Tensor | None = None,
 ) -> MacStep:
     """Attention of one new token per row, its own key included; reads `state`, doesn't change it.
 
@@ -69,31 +73,44 @@ def step(
         unrotated, query: [B, H, D] before and after the rotary embedding.
         keys, values: [B, G, L, D] and [B, G, L, V].
         start: [B], how many keys of padding stand in front.
+        lengths: [B], keys of each row where `keys` has room behind them, finite numbers all. The step then is the same
+            sequence of operators whatever it finds, at the price of looking at all keys.
     """
     kind, heads, groups = accumulator(query.dtype), query.shape[1], keys.shape[1]
-    position = keys.shape[2] - 1 - start
-    match = find_match(state, unrotated, position, config)
+    position = (keys.shape[2] if lengths is None else lengths) - 1 - start
+    attended = _gathered if lengths is None else _whole
+    match = find_match(state, unrotated, position, config, query)
     own_end = end(position, config)
-    low = torch.where(match.hit, end(match.pos, config), _sink_end(own_end, config)[:, None])
+    matched_end = end(match.pos, config)
+    grown = (matched_end - config.growth(position[:, None] - match.pos)).clamp_min(config.sink)
+    low = torch.where(match.hit, grown, _sink_end(own_end, config)[:, None])
 
     # amend: what the reused summary doesn't hold, up to E(m)
-    fresh = _gathered(query, keys, values, (low + start[:, None]), (own_end + start)[:, None], match.hit, scale)
-    missed_o, missed_lse = _missed(query, keys, values, low + start[:, None], own_end + start, match.hit, scale)
+    every = torch.ones_like(match.hit)
+    wanted = match.hit if lengths is None else every
+    fresh = attended(query, keys, values, (low + start[:, None]), (own_end + start)[:, None], wanted, scale)
+    missed_o, missed_lse = fresh
+    if lengths is None:
+        missed_o, missed_lse = _missed(query, keys, values, low + start[:, None], own_end + start, match.hit, scale)
     o, lse, chain, drift = _reused(state, match)
+    if config.band_growth:
+        assert state.turned is not None
+        saw = _at_slot(state.turned, match.slot).to(query.dtype)
+        span = low + start[:, None], matched_end + start[:, None]
+        o, lse = remove(o, lse, *attended(saw, keys, values, *span, match.hit, scale))
     hit = match.hit[..., None]
     merged_o, merged_lse = merge(o, lse, *fresh)
     entry_o = torch.where(hit, merged_o, missed_o)
     entry_lse = torch.where(match.hit, merged_lse, missed_lse)
 
     # complete: sink and tail are read fresh and never kept
-    every = torch.ones_like(match.hit)
     last = (position + 1 + start)[:, None]
-    tail = _gathered(query, keys, values, (own_end + start)[:, None].expand(-1, heads), last, every, scale)
+    tail = attended(query, keys, values, (own_end + start)[:, None].expand(-1, heads), last, every, scale)
     result = merge(entry_o, entry_lse, *tail)
     if config.sink:
         sink_end = (_sink_end(own_end, config) + start)[:, None]
         result = merge(
-            *result, *_gathered(query, keys, values, start[:, None].expand(-1, heads), sink_end, every, scale)
+            *result, *attended(query, keys, values, start[:, None].expand(-1, heads), sink_end, every, scale)
         )
     keys_read = torch.where(match.hit, position[:, None] + 1 - low + config.sink, position[:, None] + 1)
     rows = RingEntries(
@@ -103,6 +120,7 @@ def step(
         chain=torch.where(match.hit, chain + 1, torch.zeros_like(chain))[:, None],
         drift=torch.where(match.hit, drift + match.distance.to(drift.dtype), torch.zeros_like(drift))[:, None],
         pos=position[:, None],
+        turned=query[:, None],
     )
     worst = keys_read.unflatten(1, (groups, heads // groups)).amax(-1)
     return MacStep(result[0], rows, match, position, keys_read, worst, tail[1], result[1])
@@ -142,6 +160,10 @@ def step_in_order(
                 far = float((unrotated[b, h].to(kind) - state.query[b, slot, h].to(kind)).square().sum())
                 if config.max_drift and (far**0.5 + float(state.drift[b, slot, h])) ** 2 >= limit:
                     continue
+                if config.gate is not None and state.turned is not None:
+                    apart = float((query[b, h].to(kind) - state.turned[b, slot, h].to(kind)).square().sum())
+                    if apart >= 2 * query.shape[-1] * (1 - config.gate) ** 2:
+                        continue
                 if far < limit and (best is None or far < best[0]):
                     best = far, p
             own_end = max(m + 1 - config.band, 0)
@@ -151,8 +173,13 @@ def step_in_order(
                 read[b, h] = m + 1
             else:
                 low, slot = best[1] + 1 - config.band, best[1] % config.window
+                o, lse = state.o[b, slot, h].to(kind), state.lse[b, slot, h]
+                if config.band_growth and state.turned is not None:
+                    low = max(config.sink, low - int(config.band_growth * (m - best[1])))
+                    # its own summary of what is left, read again instead of taken out
+                    o, lse = attend_range(state.turned[b, slot, h].to(query.dtype), k, v, config.sink, low, scale)
                 band = attend_range(query[b, h], k, v, low, own_end, scale)
-                o, lse = merge(state.o[b, slot, h].to(kind), state.lse[b, slot, h], *band)
+                o, lse = merge(o, lse, *band)
                 read[b, h] = m + 1 - low + config.sink
             entries[b, h], lses[b, h] = o, lse
             o, lse = merge(o, lse, *attend_range(query[b, h], k, v, own_end, m + 1, scale))
@@ -168,8 +195,12 @@ def _reused(state: MacState, match: Match) -> tuple[Tensor, Tensor, Tensor, Tens
     """Summary, chain and drift of the matched slots: o [B, H, V], the others [B, H]."""
     index = match.slot[:, None]
     lse, chain, drift = (ring.gather(1, index)[:, 0] for ring in (state.lse, state.chain, state.drift))
-    wide = index[..., None].expand(-1, -1, -1, state.o.shape[-1])
-    return state.o.gather(1, wide)[:, 0].to(lse.dtype), lse, chain, drift
+    return _at_slot(state.o, match.slot).to(lse.dtype), lse, chain, drift
+
+
+def _at_slot(ring: Tensor, slot: Tensor) -> Tensor:
+    """What lies in a ring [B, K, H, D] at the slots [B, H]: [B, H, D]."""
+    return ring.gather(1, slot[:, None, :, None].expand(-1, -1, -1, ring.shape[-1]))[:, 0]
 
 
 def _gathered(
@@ -185,6 +216,17 @@ def _gathered(
     row = torch.arange(rows, device=low.device)[:, None, None]
     group = (torch.arange(heads, device=low.device) // (heads // keys.shape[1]))[None, :, None]
     return attend(query, keys[row, group, index], values[row, group, index], scale, inside)
+
+
+def _whole(
+    query: Tensor, keys: Tensor, values: Tensor, low: Tensor, high: Tensor, wanted: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`_gathered` by masks over all keys: no size depends on what `low` and `high` say."""
+    place = torch.arange(keys.shape[2], device=low.device)
+    inside = (place >= low[..., None]) & (place < high[..., None]) & wanted[..., None]
+    wide, inside = (tensor.unflatten(1, (keys.shape[1], -1)) for tensor in (query, inside))
+    o, lse = attend(wide, keys[:, :, None], values[:, :, None], scale, inside)
+    return o.flatten(1, 2), lse.flatten(1, 2)
 
 
 def _missed(

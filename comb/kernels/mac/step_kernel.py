@@ -31,19 +31,23 @@ def mac_step_triton(
     *,
     write: bool = False,
     pages: Pages | None = None,
+    lengths: Tensor | None = None,
     launch: Launch | None = None,
 ) -> MacStep:
     """Attention of one new token per row, its own key included. Never waits for the device.
 
     Args:
-        unrotated, query, keys, values, start, config, scale: as in `comb.kernels.mac.step.step`.
+        unrotated, query, keys, values, start, config, scale, lengths: as in `comb.kernels.mac.step.step`.
         write: puts the step's rows into the rings as well; ``state.write(result.rows)`` is some launches more.
         pages: where keys and values lie in pages; they are then [pages, page size, G, D] and [..., V].
     """
     launch = launch or Launch()
     unrotated, query, keys, values = (_adjacent(tensor) for tensor in (unrotated, query, keys, values))
     groups = keys.shape[1] if pages is None else keys.shape[2]
-    position = (keys.shape[2] if pages is None else pages.lengths) - 1 - start
+    if lengths is None:
+        position = (keys.shape[2] if pages is None else pages.lengths) - 1 - start
+    else:
+        position = lengths - 1 - start
     with torch.cuda.device_of(query):  # triton launches on the current device, wherever the tensors are
         near, near_pos = nearest_in_tiles(state, unrotated, position, config, launch)
         schedule = make_schedule(near, near_pos, position, groups, state.window, config, launch)
