@@ -76,7 +76,7 @@ class FixedStep:
         if len(states) != len(self.states) or any(a is not b for a, b in zip(states, self.states, strict=True)):
             return False
         held = all(
-            isinstance(layer, FixedLayer) and layer.room is room and layer.keys.data_ptr() == room[0].data_ptr()
+            isinstance(layer, FixedLayer) and layer.keys.data_ptr() == room[0].data_ptr() and layer.room is room
             for layer, room in zip(cache.layers, self.rooms, strict=True)
         )
         return held and cache.get_seq_length() < self.capacity
