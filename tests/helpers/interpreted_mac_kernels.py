@@ -164,6 +164,18 @@ def test_empty_rings_and_forgotten_rows() -> None:
     assert_same(mac_step_triton(*stream.inputs(50), launch=TILES), plain, EXACT)
 
 
+def test_keys_with_room_behind_them() -> None:
+    """As at fixed addresses: the room holds NaN, which isn't read. The control: a length that goes into it."""
+    stream = Stream(SMALL, 60, rows=2)
+    stream.fill(50)
+    inputs = stream.inputs(50)
+    room = tuple(torch.nn.functional.pad(tensor, (0, 0, 0, 13), value=math.nan) for tensor in inputs[3:5])
+    plain = mac_step_triton(*inputs, launch=TILES)
+    given = (*inputs[:3], *room, *inputs[5:])
+    assert torch.equal(mac_step_triton(*given, lengths=torch.tensor([51, 51]), launch=TILES).output, plain.output)
+    assert mac_step_triton(*given, lengths=torch.tensor([51, 55]), launch=TILES).output.isnan().any()
+
+
 @pytest.mark.parametrize("programs", [1, 2, 7, 64])
 def test_any_number_of_programs_gives_the_same(programs: int) -> None:
     stream = Stream(SMALL, 60)
