@@ -14,7 +14,7 @@ import pytest
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example, PromptBuilder
 from comb.documents.splitting import create
-from comb_training.config import DataConfig, MixtureEntry, PromptTemplate, config_from_dict, load_config
+from comb_training.config import DataConfig, MixtureEntry, config_from_dict, load_config
 from comb_training.data import mixture
 from comb_training.data.batches import fit_documents
 from comb_training.data.shares import apportion, draw, epoch_numbers, heldout_numbers
@@ -271,9 +271,6 @@ def test_a_mixture_is_read_from_yaml_and_survives_it(tmp_path: Path) -> None:
         ("max_repeats: 3", "are for data.mixture"),
         ("{max_repeats: 0.5, mixture: [{dataset: nano}]}", "data.max_repeats must be at least 1"),
         ("mixture: null", "data.mixture must be a list"),
-        ("more_templates: [{query: hm}]", "data.more_templates: 'hm' has no {query}"),
-        ("more_templates: [{document: hm}]", "data.more_templates: 'hm' has no {text}"),
-        ("more_templates: [{haed: hm}]", r"unknown key data.more_templates\[0\].haed; did you mean .*\.head\?"),
     ],
 )
 def test_mistakes_in_a_mixture(tmp_path: Path, text: str, message: str) -> None:
@@ -318,40 +315,3 @@ def test_rows_of_several_questions_need_plain_text_and_the_datas_answers() -> No
         config_from_dict({"data": {"questions_per_row": 2}, "train": {"answers": "gold"}})
     with pytest.raises(ValueError, match=r"data.questions_per_row .* needs train.answers=gold"):
         config_from_dict({"data": {"questions_per_row": 2, "head": ""}})
-
-
-def test_rows_of_training_are_written_in_several_ways_in_turn(tmp_path: Path, builder: PromptBuilder) -> None:
-    path = rows_file(tmp_path / "a.jsonl", 60)
-    ways = ({"head": "Read.", "query": "Q: {query} A:", "stop": ";"}, {"document": "<{text}>"})
-    more = tuple(PromptTemplate(**way) for way in ways)
-    one = replace(mixed(tmp_path, {"name": "a", "path": str(path)}, query_template="Asked: {query}"), head="Go.")
-    plain, tokenizer = replace(builder, head="Go."), builder.tokenizer
-    train, counts = tokenized(replace(one, more_templates=more), plain)
-    assert counts.kept == len(train) == len(tokenized(one, plain)[0])
-
-    def way(example: Any) -> str:
-        head, segment, query, answer = map(
-            tokenizer.decode, (example.prompt.head, example.prompt.segments[0], example.prompt.tail, example.target)
-        )
-        if head.endswith("Go."):
-            assert (query.startswith("Asked: Which"), "<" in segment, ";" in answer) == (True, False, False)
-            return "own"
-        if head.endswith("Read."):
-            assert (query.startswith("Q: Which"), "<" in segment, ";" in answer) == (True, False, True)
-            return "more"
-        # the chat template's
-        assert (query.startswith("Which"), segment.startswith("<"), ";" in answer) == (True, True, False)
-        return "chat"
-
-    found = Counter(map(way, train))
-    assert found == {"own": 16, "more": 16, "chat": 16}
-    heldout = tokenized(replace(one, more_templates=more), plain, split="heldout")[0]
-    assert {way(example) for example in heldout} == {"own"}  # asked in one way, whatever was trained on
-    # questions about the same documents stay together, or they couldn't be in one row
-    rows, _ = tokenized(replace(one, more_templates=more, questions_per_row=2), plain)
-    assert Counter(map(way, rows)) == {"own": 8, "more": 8, "chat": 16}
-
-
-def test_several_ways_of_writing_need_the_datas_answers() -> None:
-    with pytest.raises(ValueError, match=r"data.more_templates .* needs train.answers=gold"):
-        config_from_dict({"data": {"more_templates": [{"head": ""}]}})

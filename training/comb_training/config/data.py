@@ -61,30 +61,6 @@ class MixtureEntry:
 
 
 @dataclass(frozen=True, config=KNOWN_KEYS)
-class PromptTemplate:
-    """Another way in which training rows are written (`DataConfig.more_templates`); keys as in a file of evaluation
-    sets (configs/evaluation.yaml). What is left out is as it says here, not as in `DataConfig`.
-
-    Raises:
-        ValueError: for a template that leaves out the question or the document.
-    """
-
-    head: str | None = None
-    """Plain text in front of the documents; null: the tokenizer's chat template."""
-    document: str | None = None
-    """How a document is written, with {text} and {title}; null is the title, if there is one, and the text."""
-    query: str = "{query}"
-    """How a question is written, whatever `query_template` says; {query} is replaced."""
-    stop: str = ""
-    """Characters that end an answer, where no chat template does."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("query", self.query), ("text", self.document)):
-            if value is not None and f"{{{name}}}" not in value:
-                raise ValueError(f"data.more_templates: {value!r} has no {{{name}}}")
-
-
-@dataclass(frozen=True, config=KNOWN_KEYS)
 class DataConfig:
     """Which examples, and how they become tokens."""
 
@@ -128,9 +104,6 @@ class DataConfig:
     then. As in a file of evaluation sets (configs/evaluation.yaml)."""
     stop: str = ""
     """Characters that end an answer, each of them, where no chat template does; the data's answers get the first."""
-    more_templates: Items[PromptTemplate] = ()
-    """Rows of training are written as the keys above say and in each of these ways, in turn, so that an encoder isn't
-    bound to one; held-out questions are asked as the keys above say. It needs train.answers=gold."""
     options: Options = Field(default_factory=dict)
     """More options of the dataset's reader."""
     cache: StrictBool = True

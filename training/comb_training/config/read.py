@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from comb_training.config.data import DataConfig, MixtureEntry, PromptTemplate
+from comb_training.config.data import DataConfig, MixtureEntry
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
 from comb_training.config.stage import StageConfig
 from comb_training.config.train import TrainConfig
@@ -139,7 +139,7 @@ def _describe(mistake: Any) -> str:
 
 def _hint(key: str, section: Sequence[Any], name: str) -> str:
     """What was meant instead of `key` in `section`."""
-    inner = {"mixture": MixtureEntry, "more_templates": PromptTemplate, "stages": StageConfig}
+    inner = {"mixture": MixtureEntry, "stages": StageConfig}
     kinds = [kind for place, kind in inner.items() if place in section]
     kind = kinds[0] if kinds else SECTIONS[section[0]] if section else Config
     known = [field.name for field in fields(kind)]

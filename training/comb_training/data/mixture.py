@@ -85,35 +85,24 @@ class ConfiguredSide:
 
     def texts(self, source: Source) -> tuple[list[Example], Counts]:
         """Examples of one set, documents fitted, questions written."""
-        parts, counts = self.written(source)
-        return [example for _, examples in parts for example in examples], counts
-
-    def written(self, source: Source) -> tuple[list[tuple[PromptBuilder, list[Example]]], Counts]:
-        """Examples of one set, documents fitted, questions written, beside what makes prompts of them."""
         examples, counts = source.read(self.split, self.limit, self.sets)
         if source.name is not None:
             examples = _unique(examples)
-        parts, joined = [], 0
-        for (builder, template), rows in zip(self.templates, _in_turn(examples, len(self.templates)), strict=True):
-            fitted = fit_documents(rows, builder, self.longest, counts, self.splitter)
-            asked = [source.written(example, template) for example in fitted]
-            written = asked
-            if self.split == "train" and self.data.questions_per_row > 1 and builder.head is not None:
-                written = join_questions(asked, self.data.questions_per_row, builder.stop)
-            joined += len(asked) - len(written)
-            parts.append((builder, written))
-        if joined:
-            counts.drop("none of its own: asked behind another question, in its row", joined)
-        return parts, counts
+        fitted = fit_documents(examples, self.builder, self.longest, counts, self.splitter)
+        written = [source.written(example) for example in fitted]
+        if self.split == "train" and self.data.questions_per_row > 1:
+            asked = len(written)
+            written = join_questions(written, self.data.questions_per_row, self.data.stop)
+            counts.drop("none of its own: asked behind another question, in its row", asked - len(written))
+        return written, counts
 
     def tokens(self, source: Source) -> tuple[Sequence[TrainingExample], Counts]:
         """The same as tokens, from the cache where it has them."""
 
         def build() -> tuple[list[TrainingExample], dict[str, Any]]:
-            parts, counts = self.written(source)
+            examples, counts = self.texts(source)
             longest = self.data.max_query_tokens
-            found = [tokenize(rows, builder, counts, max_query_tokens=longest) for builder, rows in parts]
-            return list(itertools.chain.from_iterable(found)), counts.to_dict()
+            return tokenize(examples, self.builder, counts, max_query_tokens=longest), counts.to_dict()
 
         name = f"{source.name or Path(source.dataset).stem}-{self.split}"
         if self.data.cache and source.can_change:
@@ -124,21 +113,11 @@ class ConfiguredSide:
         found, content = token_cache.cached(self.data.cache_dir, name, self.key(source), build)
         return found, Counts.from_dict(content)
 
-    @property
-    def templates(self) -> list[tuple[PromptBuilder, str | None]]:
-        """What rows are written with, in turn, and how each writes a question; None: as the set's own template."""
-        more = self.data.more_templates if self.split == "train" else ()
-        tokenizer = self.builder.tokenizer
-        return [(self.builder, None)] + [
-            (PromptBuilder(tokenizer, document_template=each.document, head=each.head, stop=each.stop), each.query)
-            for each in more
-        ]
-
     def key(self, source: Source) -> dict[str, Any]:
         """All that decides the tokens of one set."""
         splitter = self.splitter
         return source.key(self.sets, self.split, self.limit) | {
-            "tokenizer": [[cache_key.builder_key(builder), template] for builder, template in self.templates],
+            "tokenizer": cache_key.builder_key(self.builder),
             "max_document_tokens": self.longest,
             "splitter": None if splitter is None else [self.data.splitter, cache_key.code_key(type(splitter))],
             "max_query_tokens": self.data.max_query_tokens,
@@ -221,14 +200,6 @@ def read_examples(
         replace(texts[f"{set_name(example.id)}/{str(example.id).partition('/')[2]}"], id=example.id)
         for example in tokenized
     ], counts
-
-
-def _in_turn(examples: Sequence[Example], ways: int) -> list[list[Example]]:
-    """The examples dealt out one after the other, those in a row over the same documents together."""
-    dealt: list[list[Example]] = [[] for _ in range(ways)]
-    for number, (_, same) in enumerate(itertools.groupby(examples, lambda example: example.documents)):
-        dealt[number % ways] += same
-    return dealt
 
 
 def _blocks(examples: Sequence[TrainingExample]) -> list[list[int]]:

@@ -59,9 +59,9 @@ class Source:
             examples = kept
         return examples, counts
 
-    def written(self, example: Example, template: str | None = None) -> Example:
-        """The example with its question as `template` writes it; None: the set's own."""
-        return replace(example, query=(template or self.query_template).replace("{query}", example.query))
+    def written(self, example: Example) -> Example:
+        """The example with its question as the query template writes it."""
+        return replace(example, query=self.query_template.replace("{query}", example.query))
 
     @property
     def can_change(self) -> bool:
