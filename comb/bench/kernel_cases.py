@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,7 @@ class MacCase:
             )
 
         def plain(by: float = scale) -> tuple[MacStep, MacState]:
-            written = _copy(state)
+            written = deepcopy(state)
             found = step(written, unrotated, query, keys, values, start, config, by)
             written.write(found.rows)
             return found, written
@@ -127,7 +128,7 @@ class MacCase:
             return found.flatten(1, 2)
 
         def answer() -> tuple[MacStep, MacState]:
-            written = _copy(state)
+            written = deepcopy(state)
             return kernel(written), written
 
         wanted, rings = plain()
@@ -152,7 +153,7 @@ class MacCase:
             share = torch.exp(lse - wanted.lse)
             output = (wanted.output - share[..., None] * o) / (1 - share)[..., None]
             tail = wanted.tail_lse + torch.log1p(-torch.exp(lse - wanted.tail_lse))
-            return replace(wanted, output=output, lse=wanted.lse + torch.log1p(-share), tail_lse=tail), _copy(rings)
+            return replace(wanted, output=output, lse=wanted.lse + torch.log1p(-share), tail_lse=tail), deepcopy(rings)
 
         return KernelCall(
             kernel,
@@ -296,10 +297,6 @@ def _without_a_tile(table: BlockTable) -> BlockTable:
 def _last_row(others: Tensor, found: Tensor, queries: int) -> Tensor:
     """`found` for the last row's query tokens, `others` for the rest."""
     return torch.cat([others[:-queries], found[-queries:].to(others)])
-
-
-def _copy(state: MacState) -> MacState:
-    return MacState(*(getattr(state, ring.name).clone() for ring in fields(MacState)))
 
 
 def _paged(keys: Tensor, values: Tensor, page: int) -> tuple[tuple[Tensor, Tensor], Pages]:
