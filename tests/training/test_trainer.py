@@ -63,7 +63,7 @@ def test_loss_and_gradients_do_not_depend_on_the_split_into_batches(tmp_path: Pa
 def test_a_mean_of_batch_means_would_not_pass(tmp_path: Path) -> None:
     """Negative control: the examples above tell a mean over tokens from a mean over batches."""
     model, rows = comb_model(gate=0.5), examples()
-    order = [index for batch in trainer(model, tmp_path, rows).sampler for index in batch]
+    order = [index for batch in trainer(model, tmp_path, rows).sampler.batches(0) for index in batch]
 
     def mean_loss(indices: list[int]) -> float:
         batch = Collator(0)([rows[index] for index in indices])
