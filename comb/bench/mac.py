@@ -36,7 +36,6 @@ OPTIONS = tuple(
     for text in (
         *(f"band=64,tau={tau}" for tau in (0.75, 0.8, 0.85, 0.9)), "band=64,max_gap=128", "band=64,max_gap=75",
         "band=128", "band=96", *(f"band=64,gate={gate}" for gate in (0.3, 0.5, 0.6, 0.7)),
-        "band=64,band_growth=0.5", "band=64,band_growth=1", "band=16,band_growth=1",
     )
 )  # fmt: skip
 """The options of the paper's app. A.3, and what buys a smaller error for more keys without them."""

@@ -61,7 +61,7 @@ def test_sweeps_tables_and_plot(tmp_path: Path) -> None:
     assert values["tau", 0.15]["hit_rate"] > values["tau", 0.95]["hit_rate"]
     assert values["band", 8]["error_mean"] > values["band", 64]["error_mean"]
     assert values["context", 100]["most_read_on_hit"] <= CONFIG.hit_keys()
-    assert len(tables(points)[0].lines()) == len(points) == 2 + 5 + 4 + 6 + 15 + 1
+    assert len(tables(points)[0].lines()) == len(points) == 2 + 5 + 4 + 6 + 12 + 1
     assert draw(panels(points), tmp_path / "mac.png", title="t").read_bytes().startswith(b"\x89PNG")
     json.dumps(points)
 
@@ -144,7 +144,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "needle 80" in done.output
     content = json.loads((tmp_path / "mac.json").read_text())
-    assert len(content["results"]) == 2 + 5 + 4 + 6 + 15 + 1 + 4
+    assert len(content["results"]) == 2 + 5 + 4 + 6 + 12 + 1 + 4
     assert (tmp_path / "mac.png").exists()
     assert "drift" in (tmp_path / "mac.md").read_text()
     bad = CliRunner().invoke(cli.app, ["bench", "mac", "--config", "slow"])

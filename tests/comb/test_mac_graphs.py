@@ -43,9 +43,7 @@ def fixed(model: Any, config: MacConfig, monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v2", "yarn"])
-@pytest.mark.parametrize(
-    "changes", [{}, {"gate": 0.0, "band_growth": 1.0, "max_chain": 1, "sink": 2}], ids=["", "more"]
-)
+@pytest.mark.parametrize("changes", [{}, {"gate": 0.0, "max_chain": 1, "sink": 2}], ids=["", "more"])
 def test_a_fixed_step_equals_the_ordinary_one(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +97,7 @@ def test_what_cannot_be_fixed_is_not_and_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_the_fixed_step_has_no_size_from_data() -> None:
     """Traced without numbers; the ordinary step can't be."""
-    config = replace(FREE, gate=0.0, band_growth=0.5, max_chain=1, sink=1)
+    config = replace(FREE, gate=0.0, max_chain=1, sink=1)
     made = Decode(config, noise(2, 4, 40, 8), noise(2, 2, 40, 8, seed=1), noise(2, 2, 40, 8, seed=2))
     made.fill(30)
     state, unrotated, query, _, _, start, _, scale = made.inputs(30)

@@ -58,19 +58,6 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     return o, torch.where(total > 0, highest + torch.log(some), torch.full_like(total, EMPTY))
 
 
-def remove(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `merge`: what is left of a set's summary without a part of it, from o [..., V] and lse [...].
-
-    Empty where what is left is within rounding of nothing (paper app. B.3: the part held all of it).
-    """
-    share = torch.exp(lse2 - _finite(lse1))
-    left = 1 - share
-    some = left > 64 * torch.finfo(lse1.dtype).eps
-    kept = torch.where(some, left, torch.ones_like(left))
-    o = torch.where(some[..., None], (o1 - o2 * share[..., None]) / kept[..., None], torch.zeros_like(o1))
-    return o, torch.where(some, lse1 + torch.log(kept), torch.full_like(lse1, EMPTY))
-
-
 def _finite(lse: Tensor) -> Tensor:
     """`lse` with 0 for -inf, so that differences to it are never NaN."""
     return torch.where(lse == EMPTY, torch.zeros_like(lse), lse)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from torch import Tensor
-
 KERNELS = ("auto", "triton", "torch")
 RING_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _NOT_PER_LAYER = ("layers", "audit_every", "audit_bound", "graphs", "break_even")
@@ -31,8 +29,6 @@ class MacConfig:
         max_gap: how far back a match may lie; None: as far as the window.
         gate: a second threshold, of the same form as `tau`, that the queries must pass after their rotary embedding as
             well (paper app. A.3, two-gate acceptance); None: they needn't. Costs a ring of rotated queries.
-        band_growth: keys by which the band grows per token between match and query (app. A.3, adaptive band): what the
-            matched query saw of them is taken out of its summary again, so only summaries of a full read grow theirs.
         ring_dtype: of the kept queries and summaries; auto is float32 (float64 under a float64 model).
             Log-sum-exps are never kept in fewer than 32 bits.
         kernels: what computes a step: the Triton kernels where they can (auto: on a GPU; triton: also on a CPU under
@@ -58,7 +54,6 @@ class MacConfig:
     max_drift: bool = True
     max_gap: int | None = None
     gate: float | None = None
-    band_growth: float = 0.0
     ring_dtype: str = "auto"
     kernels: str = "auto"
     graphs: bool = False
@@ -82,13 +77,6 @@ class MacConfig:
             raise ValueError(f"tau must lie in 0..1 (1 never matches), got {self.tau!r}")
         if self.gate is not None and not 0 <= self.gate <= 1:
             raise ValueError(f"gate must lie in 0..1 (1 never matches) or be None, got {self.gate!r}")
-        if not 0 <= self.band_growth < math.inf:
-            raise ValueError(f"band_growth must be a number of keys per token of at least 0, got {self.band_growth!r}")
-        if self.band_growth and (self.max_chain != 1 or self.ring_dtype in ("bfloat16", "float16")):
-            raise ValueError(
-                "band_growth takes keys out of what a single query has summed up, in 32 bits: "
-                f"it needs max_chain=1 and a wider ring_dtype, got {self.max_chain!r} and {self.ring_dtype}"
-            )
         if self.audit_bound is not None and not self.audit_bound >= 0:
             raise ValueError(f"audit_bound must be a relative error of at least 0 or None, got {self.audit_bound!r}")
         for name, choices in (("ring_dtype", RING_DTYPES), ("kernels", KERNELS)):
@@ -132,8 +120,8 @@ class MacConfig:
         return presets[preset](**changes)
 
     def uncapped(self) -> Self:
-        """The same without bounds on chains and drift and with a fixed band, as published."""
-        return replace(self, max_chain=None, max_drift=False, band_growth=0.0)
+        """The same without bounds on chains and drift, as published."""
+        return replace(self, max_chain=None, max_drift=False)
 
     def for_layer(self, layer: int) -> Self | None:
         """The parameters of one layer; None where it is switched off."""
@@ -149,16 +137,12 @@ class MacConfig:
     @property
     def keeps_rotated(self) -> bool:
         """Whether the rings hold queries after their rotary embedding, too."""
-        return self.gate is not None or self.band_growth > 0
-
-    def growth(self, gap: Tensor) -> Tensor:
-        """By how many keys the band grows for a match that lies `gap` tokens back."""
-        return (self.band_growth * gap).floor().long()
+        return self.gate is not None
 
     def hit_keys(self) -> int:
         """Most keys that a hit reads, whatever the context: sink, band, and as much again as a match lies back."""
         reach = min(self.window, self.max_gap or self.window)
-        return self.sink + self.band + reach + int(self.band_growth * reach)
+        return self.sink + self.band + reach
 
 
 def chance_tau(rate: float, width: int) -> float:

@@ -52,7 +52,7 @@ def why_plain(state: MacState, query: Tensor, keys: Tensor, values: Tensor) -> s
     if keys.dtype not in KEY_DTYPES or keys.dtype != values.dtype or keys.dtype != query.dtype:
         return f"{str(query.dtype).removeprefix('torch.')} queries, {str(keys.dtype).removeprefix('torch.')} keys"
     if state.turned is not None:
-        return "second gate or growing band"
+        return "second gate"
     if state.query.dtype == torch.float64 or state.lse.dtype != torch.float32:
         return "float64 rings"
     return why_too_large(max(query.shape[-1], values.shape[-1]), query.shape[1], keys.shape[1])

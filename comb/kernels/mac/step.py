@@ -7,9 +7,7 @@ m = L - 1 - start[b]. With sink F and E(p) = max(p + 1 - r, 0), per row and quer
     miss       entry = attention of the query to [F, E(m))
     output     merge(entry, attention to [0, F), attention to [E(m), m + 1))
 
-so a hit reads m + 1 - E(p) + F keys and a miss m + 1. With `band_growth` c, a hit takes the attention of p's query to
-[E(p) - c (m - p), E(p)) out of its summary, and reads these keys anew, too. Attention takes the rotated query, the
-match the unrotated one.
+so a hit reads m + 1 - E(p) + F keys and a miss m + 1. Attention takes the rotated query, the match the unrotated one.
 `step_in_order` is the plain twin of `step`: row by row, head by head.
 
 Shapes: B rows, H query heads, G key/value heads, L keys, D and V channels.
@@ -23,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comb.kernels.mac.algebra import EMPTY, accumulator, attend, attend_range, merge, remove
+from comb.kernels.mac.algebra import EMPTY, accumulator, attend, attend_range, merge
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match import Match, end, find_match
 from comb.kernels.mac.state import MacState, RingEntries
@@ -81,9 +79,7 @@ def step(
     attended = _gathered if lengths is None else _whole
     match = find_match(state, unrotated, position, config, query)
     own_end = end(position, config)
-    matched_end = end(match.pos, config)
-    grown = (matched_end - config.growth(position[:, None] - match.pos)).clamp_min(config.sink)
-    low = torch.where(match.hit, grown, _sink_end(own_end, config)[:, None])
+    low = torch.where(match.hit, end(match.pos, config), _sink_end(own_end, config)[:, None])
 
     # amend: what the reused summary doesn't hold, up to E(m)
     every = torch.ones_like(match.hit)
@@ -93,11 +89,6 @@ def step(
     if lengths is None:
         missed_o, missed_lse = _missed(query, keys, values, low + start[:, None], own_end + start, match.hit, scale)
     o, lse, chain, drift = _reused(state, match)
-    if config.band_growth:
-        assert state.turned is not None
-        saw = _at_slot(state.turned, match.slot).to(query.dtype)
-        span = low + start[:, None], matched_end + start[:, None]
-        o, lse = remove(o, lse, *attended(saw, keys, values, *span, match.hit, scale))
     hit = match.hit[..., None]
     merged_o, merged_lse = merge(o, lse, *fresh)
     entry_o = torch.where(hit, merged_o, missed_o)
@@ -174,10 +165,6 @@ def step_in_order(
             else:
                 low, slot = best[1] + 1 - config.band, best[1] % config.window
                 o, lse = state.o[b, slot, h].to(kind), state.lse[b, slot, h]
-                if config.band_growth and state.turned is not None:
-                    low = max(config.sink, low - int(config.band_growth * (m - best[1])))
-                    # its own summary of what is left, read again instead of taken out
-                    o, lse = attend_range(state.turned[b, slot, h].to(query.dtype), k, v, config.sink, low, scale)
                 band = attend_range(query[b, h], k, v, low, own_end, scale)
                 o, lse = merge(o, lse, *band)
                 read[b, h] = m + 1 - low + config.sink
