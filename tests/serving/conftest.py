@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ import pytest
 
 from tests.helpers.plugin import nano_adapter as nano_adapter
 from tests.helpers.plugin import plugin as plugin
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # each worker's engines on a core of their own; vLLM would give all of them all cores, whose threads wait busily
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[int(worker.removeprefix("gw")) % len(cores)]))
 
 
 def in_a_loop(test: Callable[..., Any], seconds: float) -> Callable[..., None]:
