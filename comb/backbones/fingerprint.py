@@ -53,20 +53,33 @@ def check_fingerprint(model: PreTrainedModel, expected: dict[str, Any], name: st
         raise ValueError(f"the backbone's embedding differs from the one this adapter was trained on; {hint}")
 
 
-def same_embedding(table: Tensor, expected: dict[str, Any]) -> bool:
-    """Whether an embedding table [rows, hidden] of any dtype is the one that a fingerprint was taken from."""
-    if list(table.shape) != expected["embedding_shape"]:
+def same_embedding(table: Tensor, expected: dict[str, Any], first: int | None = None) -> bool:
+    """Whether an embedding table [rows, hidden] of any dtype is the one that a fingerprint was taken from.
+
+    Args:
+        first: `table` is its rows from this one on; None: it is the whole table.
+    """
+    rows, width = expected["embedding_shape"]
+    begin = first or 0
+    if table.shape[1] != width or (len(table) != rows if first is None else begin + len(table) > rows):
         return False
-    ours = _sketch(table.detach())
+    at, columns = _places(rows, width, table.device)
+    here = (at >= begin) & (at < begin + len(table))
+    ours = table.detach()[at[here] - begin, columns[here]].float().cpu()
     theirs = torch.frombuffer(bytearray(base64.b64decode(expected["embedding"])), dtype=torch.float32)
     # half a unit in the last place of bfloat16, twice (each side may have been rounded once)
     tolerance = theirs.abs() * 2**-7 + theirs.abs().max() * 1e-5
-    return bool(((ours - theirs).abs() <= tolerance).all())
+    here = here.cpu()
+    return bool(((ours - theirs[here]).abs() <= tolerance[here]).all())
 
 
 def _sketch(table: Tensor) -> Tensor:
     """Values spread evenly over the table, the same positions for every dtype. [_SKETCH_VALUES] float32."""
-    count = min(_SKETCH_VALUES, table.numel())
-    positions = torch.arange(count, device=table.device) * (table.numel() // count)
-    rows, columns = positions // table.shape[1], (positions * 31) % table.shape[1]
+    rows, columns = _places(table.shape[0], table.shape[1], table.device)
     return table[rows, columns].float().cpu()
+
+
+def _places(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    count = min(_SKETCH_VALUES, rows * width)
+    positions = torch.arange(count, device=device) * (rows * width // count)
+    return positions // width, (positions * 31) % width

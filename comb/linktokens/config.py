@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from comb.backbones.adapter import AdapterConfig
+from comb.backbones.discovery import start_token_id
 
 FORMS = ("embeddings", "keys_values")
 
@@ -40,3 +41,8 @@ class LinkTokensConfig(AdapterConfig):
         if self.num_link_tokens < 1:
             raise ValueError(f"num_link_tokens must be at least 1, got {self.num_link_tokens}")
         super().__post_init__(**kwargs)
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token id that stands for a link token where a prompt is written as ids; it is never looked up."""
+        return start_token_id(self.get_text_config()) or 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from comb.backbones.discovery import UnsupportedBackboneError, start_token_id
+from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.exclusive import exclusive
 from comb.backbones.identity import identity_of, weights_fingerprint
 from comb.linking.blocks import FRESH, PADDING, visible
@@ -105,8 +105,8 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
 
     @property
     def placeholder_id(self) -> int:
-        """The token id that stands for a link token where a prompt is written as ids; it is never looked up."""
-        return start_token_id(self.config.get_text_config()) or 0
+        """See `LinkTokensConfig.placeholder_id`."""
+        return int(self.config.placeholder_id)
 
     @property
     def max_document_tokens(self) -> int:

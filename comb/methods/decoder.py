@@ -159,6 +159,11 @@ class Decoder(Method):
             kept["front"] = compile_tokens(self.backbone, "", ids)
         return list(kept.values())
 
+    @property
+    def drops_front(self) -> bool:
+        """Whether segments know themselves behind text that linked prompts don't have."""
+        return bool(self.primer)
+
     def dummy_ids(self) -> list[int]:
         """Tokens in front of a segment while it is compiled."""
         return list(self.primer)
@@ -274,9 +279,9 @@ class Decoder(Method):
         return not self.select(spans) and not self._lacks_sink(spans)
 
     def _lacks_sink(self, spans: Sequence[Span]) -> bool:
-        """Whether the prompt begins with a document that knows itself behind a primer: its first token has to become
-        the prompt's attention sink."""
-        return bool(self.primer) and bool(spans) and spans[0].start == 0
+        """Whether the prompt begins with a document that knows itself behind something that isn't there: its first
+        token has to become the prompt's attention sink."""
+        return self.drops_front and bool(spans) and spans[0].start == 0
 
     def assemble(self, layout: PromptLayout, picaches: Sequence[DecoderPICache]) -> ScatterCache:
         """All layers' keys and values [1, H, end, D]: cached ones moved to their places, zeros elsewhere."""

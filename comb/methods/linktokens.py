@@ -69,8 +69,12 @@ class LinkTokens(Decoder):
         return [DecoderPICache(self.fingerprint, keys, values, torch.tensor(self._placeholders))]
 
     @property
+    def drops_front(self) -> bool:
+        return not self.model.config.kept
+
+    @property
     def compiled_from(self) -> int:
-        return 0 if self.model.config.kept else int(self.model.num_link_tokens)
+        return int(self.model.num_link_tokens) if self.drops_front else 0
 
     def decoder_prompt(self, prompt: Prompt) -> Prompt:
         if not self.model.config.kept:

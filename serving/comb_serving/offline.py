@@ -36,7 +36,7 @@ from comb_serving.manager.leases import Lease, PoolFullError
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import KEY
 from comb_serving.pool.pool import SharedPool
-from comb_serving.vllm.linking.setup import engine_options, primer_for
+from comb_serving.vllm.linking.setup import linking_options
 
 Result = TypeVar("Result")
 Given: TypeAlias = str | Mapping[str, Any] | Document
@@ -50,7 +50,7 @@ class LLM:
     Args:
         checkpoint: adapter folder or Hub id; with `method` any plain model, also by a registered name.
         method: that a plain model links documents with: ``primed``, ``legolink:16``, ``naive``, ``full``;
-            a hybrid: ``hypic:8``.
+            a hybrid: ``hypic:8``. An adapter of link tokens has its own.
         encoder: False makes no pool and no encoder; documents go into the prompt.
         pool_bytes: of all tensor-parallel ranks together: bytes, ``8GiB``, or a share of memory such as ``25%``.
         pool_block: tokens per block.
@@ -87,21 +87,21 @@ class LLM:
     ) -> None:
         import vllm
 
+        asked = None if method is None else LinkMethod.parse(method).name
+        start = check_start(str(checkpoint), asked, backbone)
+        method = start.method
         if method is not None:
             check_plain_options(
                 {
                     "encoder": not encoder,
-                    "backbone": backbone is not None,
                     "encoder_device": encoder_device != "auto",
                     "pool_dtype": pool_dtype != "auto",
                 }
             )
-            method = LinkMethod.parse(method).name
-        check_start(str(checkpoint), method)
         self.options = ServeOptions(
             str(checkpoint),
             method=method,
-            backbone=backbone,
+            backbone=start.backbone,
             encoder=encoder,
             encoder_device=encoder_device,
             ranks=int(engine.get("tensor_parallel_size", 1)),
@@ -123,14 +123,13 @@ class LLM:
                 variables |= {POOL_BLOCK: str(pool_block), POOL_DTYPE: pool_dtype}
                 if method is not None:
                     variables |= self.options.tiers()
-                    chosen = LinkMethod.parse(method)
-                    ours = engine_options(chosen, primer_for(chosen, str(checkpoint)))
+                    ours = linking_options(method, str(checkpoint), start.link_tokens)
                     for name in engine.keys() & ours.keys():
                         raise ValueError(f"{name} can't be given with method: linking documents needs its own")
                     engine |= ours
             os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
             stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
-            self.llm = vllm.LLM(resolve_name(str(checkpoint)), **engine)
+            self.llm = vllm.LLM(resolve_name(self.options.model), **engine)
             stack.callback(self._end_engine)
             if self.options.has_pool and method is not None:
                 layout = LinkingLayout.read(folder)

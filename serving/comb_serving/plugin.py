@@ -56,36 +56,35 @@ def serve(
     from comb_serving.config.tenants import key_hash
     from comb_serving.launch.launcher import launch
     from comb_serving.launch.preflight import check_plain_options, check_start
-    from comb_serving.linking.methods import FULL
+    from comb_serving.linking.methods import FULL, LinkMethod
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
     if comb_pool_dtype not in POOL_DTYPES:
         raise ValueError(f"--comb-pool-dtype is {' or '.join(POOL_DTYPES)}, not {comb_pool_dtype!r}")
     engine: dict[str, Any] = {}
-    if audit and method in (None, FULL):
-        raise ValueError("--audit compares what is linked in a plain model with full recompute: say --method too")
     if method is not None:
-        from comb_serving.linking.methods import LinkMethod
-        from comb_serving.vllm.linking.setup import engine_options, primer_for
+        method = LinkMethod.parse(method).name
+    start = check_start(checkpoint, method, backbone)
+    if audit and start.method in (None, FULL):
+        raise ValueError("--audit compares what is linked in a plain model with full recompute: say --method too")
+    if start.method is not None:
+        from comb_serving.vllm.linking.setup import linking_options
 
         check_plain_options(
             {
                 "--encoder": encoder != "on",
-                "--backbone": backbone is not None,
                 "--comb-encoders": comb_encoders != 1,
                 "--comb-encoder-device": comb_encoder_device != "auto",
                 "--comb-pool-dtype": comb_pool_dtype != "auto",
             }
         )
-        chosen = LinkMethod.parse(method)
-        method = chosen.name
-        engine = {} if chosen.full else engine_options(chosen, primer_for(chosen, checkpoint))
+        engine = linking_options(start.method, checkpoint, start.link_tokens)
     options = ServeOptions(
         checkpoint=checkpoint,
-        method=method,
+        method=start.method,
         audit=audit,
-        backbone=backbone,
+        backbone=start.backbone,
         encoder=encoder == "on",
         encoders=comb_encoders,
         encoder_device=comb_encoder_device,
@@ -100,7 +99,6 @@ def serve(
         log_format=comb_log_format,
         admin_hash=key_hash(comb_admin_key) if comb_admin_key else None,
     )
-    check_start(checkpoint, method)
     ready: Callable[[str], None] = lambda address: typer.echo(f"comb: ready at {address}")  # noqa: E731
     status = launch(
         options,

@@ -69,6 +69,18 @@ def test_one_document_behind_a_head_that_the_link_tokens_are_is_full_recompute(f
         assert torch.allclose(found, full, rtol=1e-4, atol=2e-5) == same
 
 
+def test_a_prompt_that_begins_with_a_document_gets_its_sink() -> None:
+    for kept, documents in ((False, [[11]]), (False, DOCUMENTS), (True, DOCUMENTS)):
+        model = adapter(kept=kept)
+        made = methods.create("linktokens", model)
+        found = made.link(made.compile(documents), QUERY)
+        assert found.recomputed == (0 if kept else 1,)
+        if documents == [[11]]:  # all of it was computed again
+            full = methods.create("full", model)
+            expected = full.link(full.compile(documents), QUERY).answer_logits(ANSWER)
+            torch.testing.assert_close(found.answer_logits(ANSWER), expected, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
 def test_rows_in_training_are_what_is_linked(family: str, kept: bool) -> None:
@@ -148,6 +160,7 @@ def test_an_adapter_is_a_folder_of_kilobytes(form: str, tmp_path: Path, caplog: 
     plan = plan_push(tmp_path / "adapter", "me/links")
     assert {"config.json", "model.safetensors", "README.md"} <= {name for name, _ in plan.files}
     assert "3 learned\nlink tokens" in plan.card
+    assert "comb serve" in plan.card
     with pytest.raises(ValueError, match="embedding differs"):
         LinkTokensForCausalLM.from_pretrained(tmp_path / "adapter", backbone=tiny("llama", seed=1))
     with pytest.raises(ValueError, match="not an adapter of link tokens"):

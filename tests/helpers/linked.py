@@ -19,7 +19,7 @@ from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import LinkReport, ReportReceiver, name_of
 from comb_serving.pool.capability import COMPILE, KEY, Capability, digest
 from comb_serving.pool.handles import PoolHandle, pack
-from comb_serving.vllm.linking.setup import engine_options
+from comb_serving.vllm.linking.setup import engine_options, primer_for
 from tests.helpers.engines import answer, engine, greedy, instance
 from tests.helpers.families import BASE
 
@@ -128,19 +128,21 @@ class LinkedEngine:
 
 
 def library_answer(
-    model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8
-) -> tuple[list[int], list[float]]:
+    model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8,
+    primer: Sequence[int] = PRIMER,
+) -> tuple[list[int], list[float]]:  # fmt: skip
     """The library's greedy answer by the method of the same name: token ids and their log-probabilities."""
-    logs = library_logs(model, documents, prompt, method, tokens)
+    logs = library_logs(model, documents, prompt, method, tokens, primer)
     ids = [int(log.argmax()) for log in logs]
     return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)]
 
 
 def library_logs(
-    model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8
-) -> list[torch.Tensor]:
+    model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8,
+    primer: Sequence[int] = PRIMER,
+) -> list[torch.Tensor]:  # fmt: skip
     """Log-probabilities of all tokens at each step of that answer."""
-    made = methods.create(method, model, **({"primer": PRIMER} if method.startswith("primed") else {}))
+    made = methods.create(method, model, **({"primer": list(primer)} if method.startswith("primed") else {}))
     segments = [documents[name] for name in prompt.names]
     gaps = [list(gap) for gap in prompt.gaps]
     gaps += [[]] * (len(segments) - 1 - len(gaps))
@@ -195,10 +197,15 @@ def check_nothing_is_left(scheduler: Any) -> None:
 
 
 @contextmanager
-def linked_engine(model: Any, method: str = "naive", **options: Any) -> Iterator[LinkedEngine]:
-    """A model served with linking from where it was saved."""
-    ours = engine_options(LinkMethod.parse(method), PRIMER)
-    with instance(2**23) as place, engine(model.name_or_path, **ours, **options) as llm:
+def linked_engine(
+    model: Any, method: str = "naive", *, link_tokens: Path | None = None, **options: Any
+) -> Iterator[LinkedEngine]:
+    """A model served with linking from where it was saved; or the backbone of an adapter saved at `link_tokens`."""
+    parsed, backbone = LinkMethod.parse(method), model if link_tokens is None else model.backbone
+    adapter = None if link_tokens is None else str(link_tokens)
+    primer = PRIMER if adapter is None else primer_for(parsed, "", adapter)
+    ours = engine_options(parsed, primer, adapter)
+    with instance(2**23) as place, engine(backbone.name_or_path, **ours, **options) as llm:
         found = LinkedEngine(llm, model, place, three_documents(model.config.get_text_config().vocab_size))
         try:
             yield found

@@ -61,14 +61,14 @@ def plain(method: str = "legolink:16", *, blocks: int = 8, longest: int = 64) ->
     return Server(method=method, layout=replace(LAYOUT, num_blocks=blocks, max_document_tokens=longest))
 
 
-@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0", "primed", "primed:4"])
+@pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0", "primed", "primed:4", "linktokens"])
 async def test_an_engine_that_links_is_believed_and_nothing_is_left(told: Any, method: str) -> None:
     pytest.importorskip("vllm")
     server = plain(method)
     for more in ({}, {"wrong": 0.05, "noise": 0.01}):
         engine = Engine(told[1], **more)
         await check_linking(server.app.front().preprocessor, engine, SECRET, told[0])
-        assert engine.asked == (1 if method == "legolink-0" else 4)
+        assert engine.asked == (1 if method in ("legolink-0", "linktokens") else 4)
     assert not server.manager.pool.entries
     server.check_idle()
 

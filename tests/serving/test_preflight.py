@@ -10,7 +10,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from comb import LinkTokensConfig
 from comb.cli import main as cli
+from comb_serving.launch.preflight import Start, check_start
+from comb_serving.vllm.linking.setup import linking_options
 from comb_training.nano import CHECKPOINT
 
 ADAPTER = json.dumps({"model_type": "comb", "backbone_name_or_path": str(CHECKPOINT)})
@@ -57,10 +60,7 @@ def test_without_vllm(
 def test_checkpoints_that_are_none(
     started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    links = '{"model_type": "comb_linktokens", "backbone_name_or_path": "nano"}'
-    for name, text in (
-        ("empty", None), ("bad", "{"), ("blank", "{}"), ("untyped", '{"hidden_size": 8}'), ("links", links)
-    ):  # fmt: skip
+    for name, text in (("empty", None), ("bad", "{"), ("blank", "{}"), ("untyped", '{"hidden_size": 8}')):
         (tmp_path / name).mkdir()
         if text is not None:
             (tmp_path / name / "config.json").write_text(text)
@@ -74,10 +74,6 @@ def test_checkpoints_that_are_none(
         ("untyped", "model_type is None"),
         (CHECKPOINT, "model_type is 'llama': link documents in a plain model with `comb serve"),
         ("nano", "'nano' is no COMB adapter"),
-        (
-            "links",
-            "isn't served yet: ask it with `comb ask` or PICEngine, or serve the plain model",
-        ),
     ):
         assert message in refusal(checkpoint, monkeypatch, capsys), checkpoint
     assert started == []
@@ -96,6 +92,40 @@ def test_adapters_are_started(started: list[str], monkeypatch: pytest.MonkeyPatc
     assert started == checkpoints
 
 
+def test_link_tokens_are_started_on_their_backbone(
+    started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "links"
+    folder.mkdir()
+
+    def write(**more: Any) -> None:
+        config = {"model_type": "comb_linktokens", "backbone_name_or_path": "nano", "num_link_tokens": 3, **more}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    write()
+    for options, message in (
+        (["--method", "naive"], "is an adapter of link tokens, which are its method: leave --method away"),
+        (["--encoder", "off"], "--encoder is for adapters"),
+    ):
+        assert message in refusal("links", monkeypatch, capsys, *options)
+    assert "'nano' is no adapter of link tokens" in refusal("nano", monkeypatch, capsys, "--method", "linktokens")
+    assert check_start("links") == Start("linktokens", "nano", "links")
+    assert check_start("links", "full", "elsewhere") == Start("full", "elsewhere", "links")
+    engine = linking_options("linktokens", "links", "links")
+    transfer = engine["kv_transfer_config"]["kv_connector_extra_config"]
+    placeholder = LinkTokensConfig.from_pretrained(folder).placeholder_id
+    assert transfer == {"method": "linktokens", "primer": [placeholder] * 3, "link_tokens": "links"}
+    assert serve("links", monkeypatch) == 0
+    write(backbone_name_or_path="./backbone")
+    assert check_start("links").backbone == str(folder / "backbone")
+    write(backbone_revision="abc")
+    assert "revision abc of 'nano': name a folder" in refusal("links", monkeypatch, capsys)
+    assert serve("links", monkeypatch, "--backbone", "nano") == 0
+    write(kept=True)
+    assert "keeps its link tokens in front of documents" in refusal("links", monkeypatch, capsys)
+    assert started == ["links"] * 2
+
+
 def test_plain_models_say_how_they_link(
     started: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -110,6 +140,7 @@ def test_plain_models_say_how_they_link(
         ),
         ("nano", ["--method", "legolink:-1"], "at least 0"),
         ("nano", ["--method", "naive", "--encoder", "off"], "--encoder is for adapters"),
+        ("nano", ["--method", "naive", "--backbone", "nano"], "--backbone is for adapters"),
         ("nano", ["--method", "naive", "--comb-encoders", "2"], "--comb-encoders is for adapters"),
         ("nano", ["--method", "naive", "--comb-pool-dtype", "fp8"], "--comb-pool-dtype is for adapters"),
     ):

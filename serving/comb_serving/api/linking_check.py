@@ -60,8 +60,9 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
     async def linked(method: LinkMethod, tokens: int) -> dict[int, float]:
         return await _linked(engine, prompt, len(front), segments, lease, method, secret, reports, tokens)
 
+    unlike_plain = method.dummies or method.trained  # plain vLLM computes nothing that stands behind such fronts
     try:
-        if not method.dummies:
+        if not unlike_plain:
             if method.states:
                 exact, loaded = method, lengths[0] - seams
             elif method.primed:
@@ -77,7 +78,7 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
                     f"plain runs differ by {noise:.2g})"
                 )
         if not method.states:
-            whole = method if method.dummies else LinkMethod.parse("primed" if method.primed else "naive")
+            whole = method if unlike_plain else LinkMethod.parse("primed" if method.primed else "naive")
             await linked(whole, sum(lengths))
     finally:
         lease.release()

@@ -318,7 +318,7 @@ class Preprocessor:
 
 def tokenizer_of(options: ServeOptions) -> Any:
     """The tokenizer that prompts and documents are made with: the checkpoint's."""
-    checkpoint = resolve_name(options.checkpoint)
+    checkpoint = resolve_name(options.model)
     if options.method is not None:
         return AutoTokenizer.from_pretrained(checkpoint)
     config = CombConfig.from_pretrained(checkpoint)

@@ -24,8 +24,9 @@ class ServeOptions:
 
     Args:
         checkpoint: adapter or plain model: folder or Hub id, of a model also a registered name or GGUF file.
-        method: that a plain model links documents with, such as ``legolink:16``; None for an adapter.
-        backbone: where its backbone is, if not where the checkpoint says.
+        method: that a plain model links documents with, such as ``legolink:16``, or ``linktokens``; None for an
+            adapter with an encoder.
+        backbone: where an adapter's backbone is, if not where the checkpoint says; always, of link tokens.
         encoder: False answers every request from the plain backbone, documents inlined in the prompt.
         encoders: encoder processes.
         encoder_device: where they compute: auto, cpu, cuda, ...
@@ -82,6 +83,11 @@ class ServeOptions:
             raise ValueError(f"wait_seconds is a number of seconds, >= 0, not {self.wait_seconds}")
         if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
             raise ValueError(f"sizes are in bytes, >= 0, not {self.host_bytes} and {self.disk_bytes}")
+
+    @property
+    def model(self) -> str:
+        """What vLLM loads: an adapter with its encoder is one model to it, link tokens are none of its."""
+        return self.checkpoint if self.method is None or self.backbone is None else self.backbone
 
     @property
     def has_pool(self) -> bool:

@@ -170,7 +170,7 @@ def launch(
     options = replace(options, ranks=flags.ranks, key_hashes=flags.key_hashes)
     with instance_folder(root) as folder:
         environment = _environment(options, folder, pool_bytes, pool_block, pool_dtype)
-        model = resolve_name(options.checkpoint)
+        model = resolve_name(options.model)
         # clients know a registered model by its name, not by the folder where it lies
         names = [] if flags.named or model == options.checkpoint else ["--served-model-name", options.checkpoint]
         tokenizer = [] if options.method is not None else tokenizer_flags(Path(model), arguments)

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from comb.backbones.adapter import is_adapter
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import backbone_beside, resolve_name
+from comb.linktokens.config import LinkTokensConfig
 from comb.model.config import CombConfig
+from comb_serving.linking.methods import FULL, TRAINED
 
 
-def check_start(checkpoint: str, method: str | None = None) -> None:
+@dataclass(frozen=True)
+class Start:
+    """What a server is started with.
+
+    Args:
+        method: that a plain model links documents with; None: the checkpoint is an adapter with an encoder.
+        backbone: where the adapter's backbone is, if that isn't for the checkpoint to say.
+        link_tokens: the adapter whose link tokens stand in front of documents, on `backbone`.
+    """
+
+    method: str | None
+    backbone: str | None = None
+    link_tokens: str | None = None
+
+
+def check_start(checkpoint: str, method: str | None = None, backbone: str | None = None) -> Start:
     """Whether vLLM is installed and `checkpoint` is what its method needs; its weights are not looked at.
 
     Args:
         checkpoint: of an adapter: folder or Hub id; of a plain model also a registered name or a GGUF file.
         method: None for an adapter; for a plain model how documents are linked.
+        backbone: where the adapter's backbone is, if not where the adapter says.
 
     Raises:
         ValueError: if not, saying what to do.
@@ -37,13 +56,14 @@ def check_start(checkpoint: str, method: str | None = None) -> None:
     config.pop("_commit_hash", None)  # transformers before 5.18 adds it to an empty one too
     if not config:
         raise OSError(f"no checkpoint {checkpoint!r}: it holds no config.json, or an empty one")
-    adapter = config.get("model_type") == CombConfig.model_type
-    if is_adapter(config) and not adapter:
+    if config.get("model_type") == LinkTokensConfig.model_type:
+        return _of_link_tokens(checkpoint, config, method, backbone)
+    if method == TRAINED:
         raise ValueError(
-            f"{checkpoint!r} is an adapter of model_type {config['model_type']!r}, which isn't served yet: ask it with "
-            "`comb ask` or PICEngine, or serve the plain model that it belongs to, "
-            f"{config.get('backbone_name_or_path')!r}, with --method legolink:16"
+            f"{checkpoint!r} is no adapter of link tokens, its model_type is {config.get('model_type')!r}: train some "
+            "with `comb train configs/linktokens-smollm2-135m.yaml`, or link documents with --method primed"
         )
+    adapter = config.get("model_type") == CombConfig.model_type
     if not adapter and method is None:
         raise ValueError(
             f"{checkpoint!r} is no COMB adapter, its model_type is {config.get('model_type')!r}: link documents in a "
@@ -55,6 +75,30 @@ def check_start(checkpoint: str, method: str | None = None) -> None:
             f"{checkpoint!r} is a COMB adapter, whose encoder is its method: leave --method away, or serve the plain "
             f"model that it belongs to, {config.get('backbone_name_or_path')!r}"
         )
+    if backbone is not None and not adapter:
+        raise ValueError("--backbone is for adapters, and this is a plain model: leave it away")
+    return Start(method, backbone)
+
+
+def _of_link_tokens(checkpoint: str, config: Mapping[str, Any], method: str | None, backbone: str | None) -> Start:
+    if method not in (None, TRAINED, FULL):
+        raise ValueError(
+            f"{checkpoint!r} is an adapter of link tokens, which are its method: leave --method away, or serve the "
+            f"plain model that it belongs to, {config.get('backbone_name_or_path')!r}"
+        )
+    if config.get("kept"):
+        raise ValueError(
+            f"{checkpoint!r} keeps its link tokens in front of documents (kept: true), where no prompt of vLLM's has "
+            "room for them: ask it with `comb ask` or PICEngine, or train them with kept: false"
+        )
+    if backbone is None:
+        if config.get("backbone_revision") is not None:
+            raise ValueError(
+                f"{checkpoint!r} belongs to revision {config['backbone_revision']} of "
+                f"{config['backbone_name_or_path']!r}: name a folder that holds it with --backbone"
+            )
+        backbone = backbone_beside(config["backbone_name_or_path"], resolve_name(checkpoint))
+    return Start(method or TRAINED, backbone, checkpoint)
 
 
 def check_plain_options(given: Mapping[str, bool]) -> None:

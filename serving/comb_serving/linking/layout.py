@@ -10,6 +10,7 @@ from pathlib import Path
 from comb.cache.atomic import write_temporary
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, Range, plan
+from comb_serving.pool.handles import PoolHandle
 
 MANIFEST = "linking.json"
 
@@ -27,6 +28,7 @@ class LinkingLayout:
         vocab_size: ids are below.
         dummy: the token in front of documents where a method wants some; None if the model has neither BOS nor EOS.
         primer: the tokens in front of documents where the method is primed; none if the server's isn't.
+        given: whether their keys and values are an adapter's, and lie behind the pool's blocks.
         state_rows: behind a document's tokens, what it does to the states of linear layers takes as much as so many.
         columns: that the convolutions of linear layers look back.
     """
@@ -40,6 +42,7 @@ class LinkingLayout:
     vocab_size: int
     dummy: int | None = None
     primer: tuple[int, ...] = ()
+    given: bool = False
     state_rows: int = 0
     columns: int = 0
 
@@ -55,6 +58,12 @@ class LinkingLayout:
     def front(self, method: LinkMethod) -> list[int]:
         """Tokens in front of a document while it is compiled."""
         return list(self.primer) if method.primed else [self.dummy or 0] * method.dummies
+
+    @property
+    def front_handle(self) -> PoolHandle:
+        """Where an adapter's link tokens are in the pool: behind what documents are given."""
+        tokens = len(self.primer)
+        return PoolHandle(tokens, tuple(range(self.num_blocks, self.num_blocks - (-tokens // self.block_size))))
 
     def seams(self, method: LinkMethod) -> Range:
         """Tokens at either end of documents that a method computes again, never fewer than convolutions look back."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from comb import methods
 
+TRAINED = "linktokens"  # documents behind an adapter's
 FULL = "full"  # nothing linked: plain vLLM computes the documents with the rest of the prompt
 NUMBERS = {"legolink": ("k", 16, 0), "primed": ("k", 0, 0), "legolink-0": ("dummies", 4, 1), "hypic": ("w", 8, 0)}
 """The number after a method's name: what it is called, its default (the papers' and the library's), and the least."""
@@ -22,6 +23,7 @@ class LinkMethod:
         primed: whether the primer is there instead.
         tail_tokens: last tokens of each document that are computed again, in models of linear layers; None: the
             method is for models without.
+        trained: whether what stands there is an adapter's link tokens, given as keys and values.
     """
 
     name: str
@@ -29,6 +31,7 @@ class LinkMethod:
     dummies: int = 0
     primed: bool = False
     tail_tokens: int | None = None
+    trained: bool = False
 
     @property
     def states(self) -> bool:
@@ -38,7 +41,7 @@ class LinkMethod:
     @property
     def compiled(self) -> str:
         """How its documents are compiled; methods that agree share them."""
-        if self.states:
+        if self.states or self.trained:
             return self.name
         if self.primed:
             return "primed"
@@ -51,7 +54,7 @@ class LinkMethod:
 
     @classmethod
     def parse(cls, spec: str) -> LinkMethod:
-        """Reads ``naive``, ``legolink:k``, ``primed:k``, ``legolink-0:dummies``, ``hypic:w`` or ``full``.
+        """Reads ``naive``, ``legolink:k``, ``primed:k``, ``legolink-0:dummies``, ``hypic:w``, ``linktokens``, ``full``.
 
         Raises:
             ValueError: for a method that the library doesn't have, one that vLLM can't link with, or wrong numbers.
@@ -59,10 +62,12 @@ class LinkMethod:
         name, given = methods.parse(spec)
         if name in (FULL, "naive") and not given:
             return cls(name)
+        if name == TRAINED and not given:
+            return cls(name, primed=True, trained=True)
         if name not in NUMBERS or given.keys() - {NUMBERS[name][0]}:
             raise ValueError(
-                "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies, hypic:w, or not at all "
-                f"(full), not with {spec!r}"
+                "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies, hypic:w, an adapter's "
+                f"linktokens, or not at all (full), not with {spec!r}"
             )
         parameter, default, least = NUMBERS[name]
         count = given.get(parameter, default)

@@ -81,7 +81,7 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Everything in front of the query comes from elsewhere; with seams, only after steps of their own."""
         link = self.links.get(request.request_id)
-        if link is None or link.method is None or request.skip_reading_prefix_cache:
+        if link is None or (link.method is not None and request.skip_reading_prefix_cache):
             return 0, False
         left = link.plan.behind(num_computed_tokens)
         self._matched[request.request_id] = num_computed_tokens, left
@@ -97,19 +97,18 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         link, (head, left) = self.links[request.request_id], matched
         loads = left.loads if num_external_tokens else ()
         linked = sum(load.end - load.start for load in loads)
-        if not request.num_preemptions:
+        if link.method is not None and not request.num_preemptions:
             report = LinkReport(head, linked, link.length - head - linked)
             self.reports.send(link.report, report)
         if not num_external_tokens:
             return
         ids = blocks.get_block_ids()
-        assert link.method is not None
-        front = len(self.layout.front(link.method))
+        front = 0 if link.method is None else len(self.layout.front(link.method))
         interiors = {}
         for load in loads:
-            handle = link.handles[load.document]
+            handle = link.sources[load.document]
             self._loads.append(LoadCommand(handle, load.offset, load.start, load.end, ids, front))
-            if link.method.states:
+            if link.method is not None and link.method.states:
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids)
         if left.seams:
             self.jobs[request.request_id] = SeamJob(request, ids, list(left.seams), interiors)

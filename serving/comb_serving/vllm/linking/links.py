@@ -8,7 +8,7 @@ from typing import Any
 
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import LinkPlan, Range, interior
+from comb_serving.linking.plan import LinkPlan, LoadedRange, Range, interior
 from comb_serving.linking.reports import name_of
 from comb_serving.pool.capability import COMPILE, KEY
 from comb_serving.pool.handles import PoolHandle, unpack
@@ -39,11 +39,17 @@ class RequestLink:
     key: str = ""
     interior: Range | None = None
 
+    @property
+    def sources(self) -> list[PoolHandle]:
+        """Where in the pool the documents of its plan's loads are."""
+        return [self.layout.front_handle] if self.method is None else self.handles
+
     @cached_property
     def plan(self) -> LinkPlan:
         """Of the whole prompt."""
-        if self.method is None:
-            return LinkPlan((), (), 0)
+        if self.method is None:  # what it is compiled behind is computed with it, unless it is given
+            front = len(self.layout.primer) if self.layout.given else 0
+            return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
         return self.layout.plan(self.method, self.length, self.spans)
 
     def hash_extra(self, start: int, end: int) -> tuple[Any, ...]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from comb.linktokens.front import FrontKeyValues
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.vllm.linking.cache_access import CacheReader, cached_layers, linear_layers, token_shape, write
 from comb_serving.vllm.linking.commands import Blocks, LinkingMetadata, LoadCommand, SaveCommand
@@ -31,6 +33,7 @@ class DocumentPool:
         layers: attention layers with a cache, by name.
         states: of its linear layers; None where there are none.
         num_blocks, block_size: blocks of the pool, and tokens in each.
+        front_tokens: of an adapter's link tokens, which lie behind the blocks (`put_front`).
         kept: where documents are kept that have left it.
 
     Attributes:
@@ -50,6 +53,7 @@ class DocumentPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        front_tokens: int = 0,
         kept: KeptDocuments | None = None,
     ) -> None:
         self.layers, self.positions, self.states = layers, positions, states
@@ -59,7 +63,7 @@ class DocumentPool:
         for name, layer in layers.items():
             self.columns[name] = slice(width, width := width + token_shape(layer).width)
         try:
-            self.rows = torch.empty(num_blocks * block_size, width, dtype=dtype, device=device)
+            self.rows = torch.empty(num_blocks * block_size + front_tokens, width, dtype=dtype, device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise OSError(
                 f"no room for a pool of {num_blocks} blocks of {block_size} tokens on {device}: make "
@@ -70,7 +74,9 @@ class DocumentPool:
         self._readers: dict[int, CacheReader] = {}  # by tokens in a block
 
     @classmethod
-    def for_model(cls, model: Any, vllm_config: Any, *, total_bytes: int, ranks: int, block_size: int) -> DocumentPool:
+    def for_model(
+        cls, model: Any, vllm_config: Any, *, total_bytes: int, ranks: int, block_size: int, front_tokens: int = 0
+    ) -> DocumentPool:
         """The pool of one of `ranks` ranks, when all pools together may take `total_bytes`.
 
         Raises:
@@ -86,13 +92,48 @@ class DocumentPool:
         if total_bytes < size:
             raise ValueError(f"a pool of {total_bytes} bytes is less than one block of {block_size} tokens, {size}")
         device, blocks = next(model.parameters()).device, total_bytes // size
-        pool = cls(layers, positions, states, num_blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+        pool = cls(
+            layers, positions, states,
+            num_blocks=blocks, block_size=block_size, dtype=dtype, device=device, front_tokens=front_tokens,
+        )  # fmt: skip
         if pool.state_rows >= blocks * block_size:
             raise ValueError(
                 f"a pool of {total_bytes} bytes doesn't hold the states of one document, "
                 f"{pool.state_rows * pool.bytes_per_token * ranks}: make --comb-pool-bytes larger"
             )
         return pool
+
+    def put_front(self, front: FrontKeyValues, rank: int, ranks: int) -> None:
+        """An adapter's link tokens, of which a rank of tensor parallelism keeps the heads that its layers have.
+
+        Args:
+            front: per layer, keys [H, n, D] and values [H, n, E] at positions 0 to n - 1.
+
+        Raises:
+            ValueError: for another number of layers, heads or channels.
+        """
+        if len(front) != len(self.layers):
+            raise ValueError(
+                f"the adapter's link tokens are for {len(front)} layers, this model has {len(self.layers)}"
+            )
+        rows = self.rows[self.num_blocks * self.block_size :]
+        for (name, layer), pair in zip(self.layers.items(), front, strict=True):
+            shape = token_shape(layer)
+            for mine, given in zip(shape.split(rows[:, self.columns[name]]), pair, strict=True):
+                # fewer heads than ranks are had by several of them
+                heads, first = mine.shape[1], rank * len(given) // ranks
+                part = given[first : first + heads].transpose(0, 1)
+                if part.shape != mine.shape or heads != max(1, len(given) // ranks):
+                    raise ValueError(
+                        f"{name} caches {list(mine.shape[1:])} numbers a token on each of {ranks} ranks, and the "
+                        f"adapter's link tokens have {[len(given), given.shape[2]]}: they can't be linked in vLLM"
+                    )
+                mine.copy_(part)
+
+    def front_digest(self) -> str:
+        """Of this rank's link tokens, as a part of documents' keys; empty where it has none."""
+        rows = self.rows[self.num_blocks * self.block_size :].cpu()
+        return f"+{sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]}" if len(rows) else ""
 
     @property
     def bytes_per_token(self) -> int:

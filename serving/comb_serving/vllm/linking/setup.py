@@ -8,8 +8,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from comb.backbones.fingerprint import same_embedding
 from comb.backbones.loading import resolve_name
 from comb.backbones.primer import primer_ids
+from comb.linktokens.config import LinkTokensConfig
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.versions import TESTED, is_tested
 
@@ -21,15 +23,16 @@ WORKER = "comb_serving.vllm.linking.worker.LinkingWorker"
 LEAST_TOKENS = 8  # in a step: interiors are never computed token by token
 
 
-def engine_options(method: LinkMethod, primer: Sequence[int] = ()) -> dict[str, Any]:
+def engine_options(method: LinkMethod, primer: Sequence[int] = (), link_tokens: str | None = None) -> dict[str, Any]:
     """Arguments of vLLM's engine; without vLLM installed they can be had too.
 
     Args:
         primer: token ids that documents are compiled behind, if the method is primed.
+        link_tokens: the adapter that gives their keys and values.
     """
     transfer = {
         "kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both",
-        "kv_connector_extra_config": {"method": method.name, "primer": list(primer)},
+        "kv_connector_extra_config": {"method": method.name, "primer": list(primer), "link_tokens": link_tokens},
     }  # fmt: skip
     options = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER, "worker_cls": WORKER}
     if method.states:
@@ -39,12 +42,23 @@ def engine_options(method: LinkMethod, primer: Sequence[int] = ()) -> dict[str, 
     return {**options, "disable_hybrid_kv_cache_manager": True}
 
 
-def primer_for(method: LinkMethod, checkpoint: str | Path) -> list[int]:
+def linking_options(method: str, checkpoint: str, link_tokens: str | None = None) -> dict[str, Any]:
+    """`engine_options` of a server for a plain model, or an adapter with link tokens; none where it links nothing."""
+    chosen = LinkMethod.parse(method)
+    return {} if chosen.full else engine_options(chosen, primer_for(chosen, checkpoint, link_tokens), link_tokens)
+
+
+def primer_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | None = None) -> list[int]:
     """The passage of prose that primed documents are compiled behind, in a checkpoint's tokens; else none.
+
+    Placeholders, where an adapter has link tokens instead.
 
     Raises:
         ValueError: for a checkpoint without a tokenizer.
     """
+    if link_tokens is not None:
+        config = LinkTokensConfig.from_pretrained(link_tokens)
+        return [config.placeholder_id] * config.num_link_tokens
     return primer_ids(True, AutoTokenizer.from_pretrained(resolve_name(checkpoint))) if method.primed else []
 
 
@@ -56,6 +70,12 @@ def method_of(vllm_config: Any) -> LinkMethod:
 def primer_of(vllm_config: Any) -> list[int]:
     """What its documents are compiled behind, if that method is primed."""
     return list(vllm_config.kv_transfer_config.get_from_extra_config("primer", []))
+
+
+def link_tokens_of(vllm_config: Any) -> str | None:
+    """The adapter that gives keys and values of the primer; None where the model computes them."""
+    found: str | None = vllm_config.kv_transfer_config.get_from_extra_config("link_tokens", None)
+    return found
 
 
 def check_version(version: str) -> None:
@@ -85,6 +105,20 @@ def check_engine(vllm_config: Any) -> None:
         raise ValueError("documents are linked without LoRA: each document would have other keys under each of them")
     if model.enable_sleep_mode:
         raise ValueError("documents are linked without sleep mode: the pool would not sleep with the cache")
+
+
+def check_backbone(model: Any, config: LinkTokensConfig) -> None:
+    """Raises ValueError if vLLM's model isn't the backbone of an adapter, by what this rank has of its embedding."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    table = next((module for module in model.modules() if isinstance(module, VocabParallelEmbedding)), None)
+    if table is None or config.backbone_fingerprint is None:
+        return
+    first, end = table.shard_indices.org_vocab_start_index, table.shard_indices.org_vocab_end_index
+    if not same_embedding(table.weight[: end - first], config.backbone_fingerprint, first):
+        raise ValueError(
+            f"these link tokens belong to {config.backbone_name_or_path}, and the model's embedding is another one"
+        )
 
 
 def check_states(vllm_config: Any) -> None:

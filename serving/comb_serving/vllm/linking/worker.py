@@ -11,12 +11,22 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from comb.backbones.discovery import start_token_id
 from comb.backbones.identity import weights_fingerprint
+from comb.linktokens.config import LinkTokensConfig
+from comb.linktokens.published import published_front
 from comb_serving.config.options import DISK_BYTES, DISK_PATH, HOST_BYTES, POOL_BLOCK, POOL_BYTES, instance_dir
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.vllm.linking.connector import LinkingConnector
 from comb_serving.vllm.linking.pool import DocumentPool
-from comb_serving.vllm.linking.setup import check_engine, check_states, check_version, method_of, primer_of
+from comb_serving.vllm.linking.setup import (
+    check_backbone,
+    check_engine,
+    check_states,
+    check_version,
+    link_tokens_of,
+    method_of,
+    primer_of,
+)
 from comb_serving.vllm.linking.tiers import kept_documents
 from comb_serving.vllm.pool import total_bytes
 
@@ -35,26 +45,32 @@ class PoolWorker:
         if method_of(self.vllm_config).states:
             check_states(self.vllm_config)
         super().load_model(**options)  # type: ignore[misc]
-        model, ranks = self.model_runner.get_model(), get_tensor_model_parallel_world_size()
+        model = self.model_runner.get_model()
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         folder, device = instance_dir(), next(model.parameters()).device
+        link_tokens = link_tokens_of(self.vllm_config)
         self.comb_pool = DocumentPool.for_model(
             model,
             self.vllm_config,
             total_bytes=total_bytes(os.environ[POOL_BYTES], device, folder, ranks),
             ranks=ranks,
             block_size=int(os.environ.get(POOL_BLOCK, "16")),
+            front_tokens=0 if link_tokens is None else len(primer_of(self.vllm_config)),
         )
+        if link_tokens is not None:
+            check_backbone(model, LinkTokensConfig.from_pretrained(link_tokens))
+            self.comb_pool.put_front(published_front(link_tokens, self.vllm_config.model_config.model), rank, ranks)
         disk_bytes = os.environ.get(DISK_BYTES)
         self.comb_pool.kept = kept_documents(
             host_bytes=int(os.environ.get(HOST_BYTES, "0")),
             disk_path=os.environ.get(DISK_PATH),
             disk_bytes=None if disk_bytes is None else int(disk_bytes),
-            rank=get_tensor_model_parallel_rank(),
+            rank=rank,
             ranks=ranks,
             largest_bytes=self.comb_pool.bytes_per_token
             * (self.vllm_config.model_config.max_model_len + self.comb_pool.state_rows),
         )
-        if get_tensor_model_parallel_rank() == 0:
+        if rank == 0:
             self._layout(model).write(folder)
 
     def _layout(self, model: Any) -> LinkingLayout:
@@ -63,12 +79,13 @@ class PoolWorker:
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
             bytes_per_token=pool.bytes_per_token,
-            fingerprint=weights_fingerprint(model),
+            fingerprint=weights_fingerprint(model) + pool.front_digest(),
             dtype=str(config.dtype).removeprefix("torch."),
             max_document_tokens=config.max_model_len - 1,  # one token has to be sampled, if nobody sees it
             vocab_size=config.get_vocab_size(),
             dummy=start_token_id(config.hf_text_config),
             primer=tuple(primer_of(self.vllm_config)),
+            given=link_tokens_of(self.vllm_config) is not None,
             state_rows=pool.state_rows,
             columns=0 if pool.states is None else pool.states.columns,
         )

@@ -1,0 +1,209 @@
+"""An adapter's link tokens inside vLLM: documents are compiled behind keys and values that no model computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from comb import LinkTokensForCausalLM
+from comb.linktokens.published import published_front
+from comb_serving import LLM
+from comb_serving.linking.layout import LinkingLayout
+from comb_serving.linking.methods import LinkMethod
+from comb_training.nano import CHECKPOINT
+from tests.helpers.engines import SMALL
+from tests.helpers.families import BASE, MLA
+from tests.helpers.linked import (
+    PROMPTS,
+    WIDE,
+    check_nothing_is_left,
+    largest_difference,
+    library_answer,
+    linked_engine,
+    plain_llama,
+    plain_model,
+)
+from tests.helpers.plain import PlainLibrary
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
+
+EXACT = 2e-5
+ASKED = [(prompt, method) for method in ("linktokens", "full") for prompt in PROMPTS]
+
+
+def adapter(backbone: Any, folder: Path, **options: Any) -> LinkTokensForCausalLM:
+    """Link tokens that no tokens are, on a saved backbone; saved to `folder`."""
+    made = LinkTokensForCausalLM.from_backbone(backbone, **{"num_link_tokens": 5, **options})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.front.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.std())
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "values", "form"),
+    [
+        ("LlamaConfig", WIDE, "keys_values"),
+        ("LlamaConfig", WIDE, "embeddings"),
+        ("Qwen3Config", WIDE, "keys_values"),
+        ("Gemma3TextConfig", {**WIDE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+         "keys_values"),
+        ("Glm4Config", WIDE, "keys_values"),  # rotates part of the channels, in pairs of neighbours
+    ],
+    ids=["llama", "embeddings", "qwen3", "gemma3", "glm4"],
+)  # fmt: skip
+def test_answers_are_those_of_the_library(kind: str, values: Any, form: str, tmp_path: Path) -> None:
+    model = adapter(plain_model(tmp_path / "plain", getattr(tf, kind)(**values)), tmp_path / "adapter", form=form)
+    with linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter") as linked:
+        assert linked.layout.given
+        found = linked.ask(ASKED)
+        for one, each in zip(found, ASKED, strict=True):
+            assert largest_difference(one, linked.reference(*each)) < 3e-5
+        # the controls: not full recompute, not documents alone, and not behind what its placeholders are
+        for (prompt, _), one in zip(ASKED[:2], found, strict=False):
+            for name in ("full", "naive", "primed"):
+                other = library_answer(model.backbone, linked.documents, prompt, name, primer=linked.layout.primer)
+                assert largest_difference(one, other) > 1e-3
+        check_nothing_is_left(linked.scheduler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 2, "enable_chunked_prefill": True},
+        {"num_gpu_blocks_override": 9},
+        {"enforce_eager": False},
+        {"async_scheduling": True},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=["chunks", "preemption", "compiled", "async", "two ranks"],
+)
+def test_answers_are_the_same_however_steps_are_made(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "tensor_parallel_size" in options:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model = adapter(plain_llama(tmp_path / "plain"), tmp_path / "adapter", num_link_tokens=19)
+    with linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter", **options) as linked:
+        found = linked.ask(ASKED, 40)
+        if "tensor_parallel_size" not in options:  # then the scheduler is in another process
+            check_nothing_is_left(linked.scheduler)
+        for one, each in zip(found, ASKED, strict=True):
+            assert largest_difference(one, linked.reference(*each, 40)) < 3 * EXACT
+
+
+@pytest.mark.slow
+def test_a_document_compiled_again_is_what_it_was(tmp_path: Path) -> None:
+    """vLLM's prefix cache still has the first one's blocks, front and all; or a part of them."""
+    model = adapter(plain_llama(tmp_path / "plain"), tmp_path / "adapter", num_link_tokens=40)
+    with linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter") as linked:
+        prompt = PROMPTS[0]
+        linked.documents["A"] = [3 + number % 90 for number in range(80)]
+        for _ in range(2):
+            for name in dict.fromkeys(prompt.names):
+                linked.llm.generate(*linked.compiling(name, "linktokens", salt=f"key-{name}"), use_tqdm=False)
+            (found,) = linked.ask([(prompt, "linktokens")])
+            assert largest_difference(found, linked.reference(prompt, "linktokens")) < EXACT
+
+
+def test_in_process_and_by_name(tmp_path: Path) -> None:
+    """``LLM(adapter)``: tokenizer and weights are the backbone's, the method is the adapter's."""
+    from vllm import SamplingParams
+
+    model = adapter(str(CHECKPOINT), tmp_path, dtype=torch.float32)
+    library, links = PlainLibrary(), PlainLibrary()
+    links.model = model
+    question = [{"role": "user", "content": "Where is Ada?"}]
+    texts = ["Ada went to the garden.", "Bob is in the kitchen."]
+    parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    with LLM(tmp_path, pool_bytes=2**18, pool_block=4, **SMALL) as llm:
+        (answer,) = llm.chat([question], parameters, documents=[texts], use_tqdm=False)
+        (plain,) = llm.chat([question], parameters, documents=[texts], method="full", use_tqdm=False)
+        with pytest.raises(Exception, match="naive wants documents compiled in another way"):
+            llm.chat([question], parameters, documents=[texts], method="naive", use_tqdm=False)
+    assert (answer.comb["method"], plain.comb["method"]) == ("linktokens", "full")
+    assert [document["state"] for document in answer.comb["documents"]] == ["compiled", "compiled"]
+    prompt = library.chat(question, texts)
+    expected = links.logs(prompt, "linktokens", 8)
+    for given, wanted in ((answer, expected), (plain, library.logs(prompt, "full", 8))):
+        (one,) = given.outputs
+        found = [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
+        assert found == pytest.approx(wanted, abs=1e-4)
+    assert library.logs(prompt, "full", 8) != pytest.approx(expected, abs=1e-2)
+
+
+def test_embeddings_are_asked_on_the_backbone_that_is_served(tmp_path: Path) -> None:
+    """The adapter names a folder that isn't there any more."""
+    model = adapter(plain_llama(tmp_path / "plain"), tmp_path / "adapter", form="embeddings")
+    (tmp_path / "plain").rename(tmp_path / "moved")
+    with pytest.raises(OSError, match="could not be loaded"):
+        published_front(tmp_path / "adapter", tmp_path / "plain")
+    for pair, own in zip(published_front(tmp_path / "adapter", tmp_path / "moved"), model.link_front(), strict=True):
+        for one, other in zip(pair, own, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_another_backbone_is_refused(tmp_path: Path) -> None:
+    config = tf.LlamaConfig(**WIDE)
+    adapter(plain_model(tmp_path / "plain", config), tmp_path / "adapter")
+    other = plain_model(tmp_path / "other", config, std=0.3)
+    with (
+        pytest.raises(Exception, match="and the model's embedding is another one"),
+        linked_engine(SimpleNamespace(backbone=other), "linktokens", link_tokens=tmp_path / "adapter"),
+    ):
+        pass
+
+
+def test_ranks_keep_their_own_heads() -> None:
+    """Four heads on two ranks, and on eight, where two ranks have the same one."""
+    from comb_serving.vllm.linking.pool import DocumentPool
+
+    front = [(torch.randn(4, 3, 8), torch.randn(4, 3, 6)) for _ in range(2)]
+
+    def pool(heads: int) -> Any:
+        made: Any = object.__new__(DocumentPool)
+        layer = SimpleNamespace(num_kv_heads=heads, head_size=8, head_size_v=6)
+        made.layers, made.num_blocks, made.block_size = {"a": layer, "b": layer}, 2, 4
+        width = heads * 14
+        made.columns = {"a": slice(0, width), "b": slice(width, 2 * width)}
+        made.rows = torch.zeros(2 * 4 + 3, 2 * width)
+        return made
+
+    for heads, rank, ranks, own in ((2, 1, 2, [2, 3]), (1, 5, 8, [2]), (4, 0, 1, [0, 1, 2, 3])):
+        made = pool(heads)
+        made.put_front(front, rank, ranks)
+        keys = made.rows[8:, made.columns["b"]][:, : heads * 8].view(3, heads, 8)
+        assert torch.equal(keys, front[1][0][own].transpose(0, 1))
+        assert not made.rows[:8].any()
+    assert pool(4).front_digest() != made.front_digest()
+    with pytest.raises(ValueError, match="for 1 layers, this model has 2"):
+        pool(4).put_front(front[:1], 0, 1)
+    with pytest.raises(ValueError, match="they can't be linked in vLLM"):
+        pool(2).put_front(front, 0, 1)
+
+
+def test_latent_attention_caches_something_else(tmp_path: Path) -> None:
+    """The library's keys are those of all heads, vLLM's the latent."""
+    values = {**BASE, **MLA, "hidden_size": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+              "v_head_dim": 128, "q_lora_rank": None}  # fmt: skip
+    model = adapter(plain_model(tmp_path / "plain", tf.DeepseekV2Config(**values), std=0.06), tmp_path / "adapter")
+    with (
+        pytest.raises(Exception, match="they can't be linked in vLLM"),
+        linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter"),
+    ):
+        pass
+
+
+def test_the_front_lies_behind_the_blocks() -> None:
+    layout = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096, primer=(1,) * 17, given=True)
+    assert layout.front_handle.blocks == (8, 9)
+    assert layout.front(LinkMethod.parse("linktokens")) == [1] * 17
