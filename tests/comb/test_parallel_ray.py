@@ -22,6 +22,7 @@ from comb.engine.workers.executor import ExecutorStats, spec_of
 from comb.engine.workers.request import CompileRequest
 from comb.model.source import ModelSource
 from tests.comb.test_parallel import FAULTY, SEGMENTS, alone, counted, fragile, same, wait_until_ready
+from tests.helpers.processes import wait_for
 from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_tokenizer
 
 ray: Any = pytest.importorskip("ray")
@@ -188,12 +189,18 @@ def fetchable(reference: Any) -> bool:
     return True
 
 
-def gone(other: Any) -> bool:
-    try:
-        ray.get(other.compile.remote("naive", [[1]]), timeout=60)
-    except ray.exceptions.RayActorError:
-        return True
-    return False
+def kill(actor: Any) -> None:
+    """Kills it and waits until it is gone: `ray.kill` alone returns at once, and a dying actor may still answer."""
+
+    def gone() -> bool:
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=60)
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    ray.kill(actor)
+    wait_for(gone)
 
 
 def test_what_another_engine_has_compiled_is_fetched(sharing: CompileExecutor, model: Any, folder: Path) -> None:
@@ -247,9 +254,7 @@ def test_fetching_beside_compiling_and_without_the_owner(cluster: Any, tmp_path:
         segments = RandomPrompt.random(2048, 1024, 512, 1, seed=3).segments
         ray.get(other.compile.remote("hypic:8", segments), timeout=SECONDS)
         wait_until_shared(method, segments)
-        ray.kill(other)
-        while not gone(other):
-            time.sleep(0.1)
+        kill(other)
         wait_until_lost(method, segments)
         for expected in ("by_workers", "shared"):  # compiled, and then it is there again
             before = executor.stats
@@ -273,7 +278,7 @@ def test_a_wrong_or_silent_index_costs_time_alone(sharing: CompileExecutor, mode
         assert same(executor.compile(method, segments), alone(method, segments))
         assert counted(executor, before) == {"requests": 1, "shared": 1, "by_workers": 1}
         assert same(swapped, alone(method, segments[:1]))
-        ray.kill(index)
+        kill(index)
         before = executor.stats
         assert same(executor.compile(method, segments), alone(method, segments))
         assert counted(executor, before) == {"requests": 1, "by_workers": 2}

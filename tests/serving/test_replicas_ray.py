@@ -315,8 +315,13 @@ def test_a_router_that_starts_again_knows_what_is_registered(url: str) -> None:
     import ray
 
     assert ask(url, "POST", "/v1/documents", {"id": "kept", "text": "text"})[0] == 200
-    (name,) = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if "CombIngress" in one["name"]]
+
+    def routers() -> list[str]:
+        return [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if "CombIngress" in one["name"]]
+
+    (name,) = routers()
     ray.kill(ray.get_actor(name, namespace="serve"))
+    wait_for(lambda: name not in routers())
     before = wait_for(lambda: both_up(url) and chat(url, "0"))
     os.kill(before["pid"], signal.SIGKILL)
 
