@@ -30,6 +30,7 @@ def compile_segment(
     head: int,
     tail: int,
     leading: bool = False,
+    front: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> HybridPICache:
     """The PICache of one segment. The caller holds the model's lock (`exclusive`).
@@ -38,6 +39,8 @@ def compile_segment(
         head, tail: tokens at either end that are recomputed whenever the segment is linked, and so are not kept. A
             segment that they cover is kept as token ids only.
         leading: made for the very start of a prompt, where nothing is recomputed: all of it is kept.
+        front: token ids that the segment runs behind, instead of alone. Its tokens know of them; what they added to
+            states, and their own keys and values, is left out.
         dtype: of the states and dense transitions; logarithms of decays stay in float32.
 
     Raises:
@@ -50,7 +53,9 @@ def compile_segment(
     start, end = (0, len(ids)) if leading else (head, len(ids) - tail)
     if start >= end:
         return HybridPICache(fingerprint, held, len(ids), len(ids))
-    recording = record(model, ids[:end], start)  # causal: what stands behind the interior can't change it
+    before = [] if leading else list(front)
+    # causal: what stands behind the interior can't change it
+    recording = record(model, before + ids[:end], len(before) + start)
     head_states = functools.cache(functools.partial(_head_states, model, recording))
     linear: dict[int, SegmentState] = {}
     transitions: dict[int, Transition] = {}
@@ -60,10 +65,10 @@ def compile_segment(
             transitions[number] = transition
     _check(transitions)
     attention = {
-        number: (layer.keys[0, :, start:end].clone(), layer.values[0, :, start:end].clone())
+        number: (layer.keys[0, :, recording.start :].clone(), layer.values[0, :, recording.start :].clone())
         for number, layer in attention_layers(recording.cache).items()
     }
-    picache = HybridPICache(fingerprint, held, start, end, linear, attention, leading)
+    picache = HybridPICache(fingerprint, held, start, end, linear, attention, leading, len(before))
     floating = {name: tensor for name, tensor in picache.tensors().items() if tensor.is_floating_point()}
     if not all_finite(floating.values()):
         broken = [name for name, tensor in floating.items() if not all_finite([tensor])]

@@ -93,8 +93,7 @@ class SequentialLinker:
         place = len(self.token_ids)
         picache = picache.to(self.model.get_input_embeddings().weight.device)
         self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
-        # states and keys were compiled at the segment's own positions, with the interior from picache.start on
-        rerotation = self._rerotation(place - picache.start)
+        rerotation = self._rerotation(place - picache.compiled_at)
         for number, part in picache.linear.items():
             self.jump(number, part, self.support.linear[number], rerotation)
         for number, (keys, values) in picache.attention.items():

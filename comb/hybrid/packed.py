@@ -61,7 +61,7 @@ class PackedLinker(SequentialLinker):
         place = len(self.token_ids)
         picache = picache.to(self.model.get_input_embeddings().weight.device)
         self.token_ids += picache.token_ids[picache.start : picache.end].tolist()
-        self._items.append(_Jump(picache, place, self._rerotation(place - picache.start)))
+        self._items.append(_Jump(picache, place, self._rerotation(place - picache.compiled_at)))
 
     def finish(self) -> Any:
         end = len(self.token_ids) - 1

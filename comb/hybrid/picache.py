@@ -39,6 +39,7 @@ class HybridPICache(PICache):
         linear: by number of the cache layer.
         attention: keys and values [kv_heads, interior, head_dim] by number of the cache layer.
         leading: made to stand at the very start of a prompt.
+        behind: tokens that the segment was compiled behind; nothing of them is kept.
     """
 
     token_ids: Tensor
@@ -47,6 +48,7 @@ class HybridPICache(PICache):
     linear: dict[int, SegmentState] = field(default_factory=dict)
     attention: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     leading: bool = False
+    behind: int = 0
     kind: ClassVar[str] = "hybrid"
 
     def __post_init__(self) -> None:
@@ -66,10 +68,17 @@ class HybridPICache(PICache):
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def compiled_at(self) -> int:
+        """Position of the interior's first token while it was compiled."""
+        return self.behind + self.start
+
     def tensors(self) -> dict[str, Tensor]:
         tensors = {
             "token_ids": self.token_ids,
-            "interior": torch.tensor([self.start, self.end, int(self.leading)], device=self.token_ids.device),
+            "interior": torch.tensor(
+                [self.start, self.end, int(self.leading), self.behind], device=self.token_ids.device
+            ),
         }
         for layer, part in self.linear.items():
             if part.columns is not None:
@@ -84,7 +93,7 @@ class HybridPICache(PICache):
 
     @classmethod
     def from_tensors(cls, fingerprint: str, tensors: Mapping[str, Tensor]) -> Self:
-        start, end, leading = tensors["interior"].tolist()
+        start, end, leading, *behind = tensors["interior"].tolist()  # older ones stood behind nothing
         parts: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             part, dot, number = name.partition(".")
@@ -97,7 +106,7 @@ class HybridPICache(PICache):
                 attention[layer] = held.pop("keys"), held.pop("values")
             if held:
                 linear[layer] = _segment_state(held)
-        return cls(fingerprint, tensors["token_ids"], start, end, linear, attention, bool(leading))
+        return cls(fingerprint, tensors["token_ids"], start, end, linear, attention, bool(leading), *behind)
 
 
 def _segment_state(held: dict[str, Tensor]) -> SegmentState:

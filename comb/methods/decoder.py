@@ -7,18 +7,16 @@ where it has to look into the cache.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
-from comb.backbones.identity import identity_of, weights_fingerprint
-from comb.backbones.primer import Primer, own_tokenizer, primer_ids
+from comb.backbones.identity import identity_of
 from comb.backbones.stages import StageTimes
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble
@@ -26,11 +24,12 @@ from comb.linking.compile import compile_tokens
 from comb.linking.masks import masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.support import LinkSupport, find_support
-from comb.methods.base import DecodeState, LinkRequest, Method
+from comb.methods.base import DecodeState, LinkRequest
 from comb.methods.checks import own_picache, usable_with_model
 from comb.methods.continuation import continue_tokens
 from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
+from comb.methods.takes_primer import TakesPrimer
 
 
 @dataclass
@@ -65,14 +64,10 @@ class PromptLayout:
         return [position for position in self.fresh if position < self.end]
 
 
-class Decoder(Method):
+class Decoder(TakesPrimer):
     """Compile: the decoder's keys and values of a segment alone, from position zero. Link: see `link_row`.
 
     Keys are rotated once, in float32, from where they were compiled to where they are linked.
-
-    Args:
-        primer: what segments are compiled behind, instead of alone: true for a passage of prose that comb has, a text
-            file, or token ids. Its keys and values are dropped. See `primed`.
 
     Raises:
         ValueError: when the model's keys and values can't be moved; the message says why.
@@ -87,45 +82,18 @@ class Decoder(Method):
     """Whether another query has other document tokens recomputed."""
     exact_for_one = True
     """Whether one document at the start of a prompt is what it is in full recompute, unless there is a primer."""
-    default_primer: ClassVar[Primer] = False
 
-    def __init__(self, model: Any, *, primer: Primer | None = None, **parameters: Any) -> None:
+    def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
         with usable_with_model(self):
             _ = self.support
-        self.primer = self._primer(self.default_primer if primer is None else primer)
         if self.primer:
             self.exact_for_one = False
-
-    def _primer(self, primer: Primer) -> tuple[int, ...]:
-        if primer is False:
-            return ()
-        ids = primer_ids(primer, own_tokenizer(self.backbone) if isinstance(primer, (bool, str)) else None)
-        vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
-        if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
-            raise ValueError(f"{self.name}:primer has token ids below {vocabulary}, got {wrong[0]!r}")
-        limit = self.max_prompt_tokens
-        if limit is not None and len(ids) > limit // 2:
-            raise ValueError(
-                f"the primer's {len(ids)} tokens take more than half of the {limit} positions that the model has: "
-                "documents are compiled behind them, so give a shorter one"
-            )
-        return tuple(ids)
-
-    @classmethod
-    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-        primer = parameters.get("primer", cls.default_primer)
-        return {**parameters, "primer": primer_ids(primer, tokenizer)} if primer else dict(parameters)
 
     @property
     def support(self) -> LinkSupport:
         """How this model is linked; asked anew when its weights, dtype or attention have changed."""
         return find_support(self.backbone)
-
-    @property
-    def fingerprint(self) -> str:
-        own = weights_fingerprint(self.backbone)
-        return f"{own}/{sha256(str(self.primer).encode()).hexdigest()[:12]}" if self.primer else own
 
     @property
     def max_segment_tokens(self) -> int | None:

@@ -9,7 +9,6 @@ import torch
 
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
-from comb.backbones.identity import weights_fingerprint
 from comb.cache.picache import PICache
 from comb.hybrid.compile import compile_segment
 from comb.hybrid.link import Mode, SequentialLinker, link_segments
@@ -19,16 +18,17 @@ from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
 from comb.linking.support import check_keys_cached
 from comb.methods import register
-from comb.methods.base import DecodeState, LinkRequest, Method
+from comb.methods.base import DecodeState, LinkRequest
 from comb.methods.checks import check_token_count, own_picache, usable_with_model
 from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
+from comb.methods.takes_primer import TakesPrimer
 
 _STORAGE = {"float32": torch.float32, "float16": torch.float16}
 
 
 @register("hypic")
-class Hypic(Method):
+class Hypic(TakesPrimer):
     """Reuses states, keys and values of every segment's interior; both its ends are computed again when it is linked.
 
     Exact for one document at the start of a prompt, in the first linear layer for any documents, and everywhere when
@@ -44,6 +44,7 @@ class Hypic(Method):
         compose: False leaves out transitions alone, in any mode: states are added up.
         storage: dtype of states and dense transitions, ``float32`` or the compact ``float16``.
         packed: links in one pass of the backbone where the model takes that; False goes run by run, the reference.
+        primer: of `TakesPrimer`; needs a seam, in which the prompt's first document gets its own beginning.
 
     Source: HYPIC sec. 4.2, eq. 6 to 8, and sec. 4.3.
 
@@ -94,6 +95,11 @@ class Hypic(Method):
         seams = mode == "seam"
         self.head = max(w if head is None else head, kernel - 1) if seams else 0
         self.tail = (w if tail is None else tail) if seams else 0
+        if self.primer and not self.head:
+            raise ValueError(
+                f"{self.name}:primer needs a seam at the start of each document (head of 1 or more, mode=seam): a "
+                "prompt that begins with one has no other beginning"
+            )
 
     @property
     def support(self) -> HybridSupport:
@@ -102,12 +108,12 @@ class Hypic(Method):
 
     @property
     def fingerprint(self) -> str:
-        return f"{weights_fingerprint(self.backbone)}/{self.head}+{self.tail}/{self.storage}"
+        return f"{super().fingerprint}/{self.head}+{self.tail}/{self.storage}"
 
     @property
     def max_segment_tokens(self) -> int | None:
         limit = self.max_prompt_tokens
-        return None if limit is None else limit - 1
+        return None if limit is None else limit - 1 - len(self.primer)
 
     def compile(self, segments: Sequence[Sequence[int]], *, leading: bool = False) -> list[PICache]:
         """One HybridPICache per segment, each from a forward pass of its own.
@@ -125,9 +131,12 @@ class Hypic(Method):
         dtype = _STORAGE[self.storage]
         with exclusive(self.backbone):
             return [
-                compile_segment(self.backbone, support, fingerprint, ids, **widths, leading=leading, dtype=dtype)
+                compile_segment(
+                    self.backbone, support, fingerprint, ids,
+                    **widths, leading=leading, front=self.primer, dtype=dtype,
+                )
                 for ids in segments
-            ]
+            ]  # fmt: skip
 
     def why_not_continue(self) -> str:
         return ""

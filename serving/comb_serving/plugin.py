@@ -19,7 +19,7 @@ def serve(
     method: Annotated[
         str | None,
         typer.Option(
-            help="for a plain model: primed, legolink:k, naive, legolink-0, hypic:w for hybrids, or full for none"
+            help="for a plain model: primed, legolink:k, naive, legolink-0, full; for hybrids hypic:w,primer=true"
         ),
     ] = None,
     audit: Annotated[

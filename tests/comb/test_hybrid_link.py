@@ -47,6 +47,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 A, B, C = ids(41, 1), ids(30, 2), ids(26, 3)
 QUERY = ids(6, 4)
+PRIMER = ids(21, 5)
 
 
 def compiled(model: Any, segments: Sequence[list[int]], head: int, tail: int, **options: Any) -> list[HybridPICache]:
@@ -111,11 +112,12 @@ def test_a_leading_segment_is_full_recompute(name: str) -> None:
     assert error(logits(model, "full", [other]), reference) > 20 * EXACT
 
 
+@pytest.mark.parametrize("front", [(), PRIMER], ids=["alone", "primed"])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_first_layer_states_are_exact_for_any_order(name: str) -> None:
+def test_first_layer_states_are_exact_for_any_order(name: str, front: Sequence[int]) -> None:
     """P2 and P7: one set of PICaches, every order and repetition. The control: transitions dropped."""
     model = model_of(name)
-    a, b, c = compiled(model, [A, B, C], 3, 2)
+    a, b, c = compiled(model, [A, B, C], 3, 2, front=front)
     for row in ([b, c], [c, b], [b, b, c], [a, b, c]):
         prompt = [token for picache in row for token in picache.token_ids.tolist()] + QUERY
         exact = full_states(model, prompt[:-1])
@@ -123,6 +125,26 @@ def test_first_layer_states_are_exact_for_any_order(name: str) -> None:
         assert error(states_in(model, linked(model, row).cache)[layer], exact[layer]) < EXACT
         dropped = states_in(model, linked(model, [without_transitions(picache) for picache in row]).cache)
         assert error(dropped[layer], exact[layer]) > 1e3 * EXACT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_behind_its_primer_a_document_is_full_recompute(name: str) -> None:
+    """The controls: another text in front, and a document that was compiled alone."""
+    model = model_of(name)
+    method = methods.create("hypic:1", model, primer=PRIMER)
+    picaches = method.compile([A])
+    (picache,) = picaches
+    assert picache.num_tokens == len(A)
+
+    def linked_behind(head: list[int]) -> float:
+        return error(method.link(picaches, QUERY, head_ids=head).logits, logits(model, "full", [A], head_ids=head))
+
+    assert linked_behind(PRIMER) < EXACT
+    assert linked_behind(ids(21, 6)) > 20 * EXACT
+    reference = logits(model, "full", [A], head_ids=PRIMER)
+    assert error(logits(model, "hypic:1", [A], head_ids=PRIMER), reference) > 20 * EXACT
+    (leading,) = method.compile([A], leading=True)  # what stands at the start stands behind nothing
+    assert error(method.link([leading], QUERY).logits, logits(model, "full", [A])) < EXACT
 
 
 def without_transitions(picache: HybridPICache) -> HybridPICache:

@@ -20,7 +20,7 @@ from comb.cli.info import describe
 from comb.hybrid.inspection import describe_hybrid
 from comb.hybrid.picache import HybridPICache
 from comb.methods.base import LinkRequest
-from tests.comb.test_hybrid_link import EXACT, QUERY, A, B, C, error, ids, logits, model_of
+from tests.comb.test_hybrid_link import EXACT, PRIMER, QUERY, A, B, C, error, ids, logits, model_of
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import open_gates, tiny
 from tests.helpers.hybrids import BASE, GDN, HYBRIDS, MAMBA2, slow_decays, tiny_hybrid
@@ -192,10 +192,25 @@ def test_bad_parameters() -> None:
         "addition:mode=seam": "mode",
         "addition:rotate=1": "rotate is true or false",
         "hypic:compose=1": "compose is true or false",
+        "hypic:primer=true": "no tokenizer beside its weights",
         "hypic:quantize=int8": "can't be quantised",
     }.items():
         with pytest.raises((ValueError, TypeError), match=message):
             methods.create(spec, model)
+
+
+def test_a_primer_needs_a_seam_and_has_picaches_of_its_own() -> None:
+    model = model_of("bamba")
+    for spec in ("hypic:mode=rotation", "addition"):
+        with pytest.raises(ValueError, match="primer needs a seam"):
+            methods.create(spec, model, primer=PRIMER)
+    primed, plain = methods.create("hypic", model, primer=PRIMER), methods.create("hypic", model)
+    with pytest.raises(ValueError, match="another model, or with other seams"):
+        primed.link(plain.compile([A]), QUERY)
+    longest = 4096 - 1 - len(PRIMER)
+    assert (primed.max_segment_tokens, plain.max_segment_tokens) == (longest, 4096 - 1)
+    covered = methods.create("hypic:100", model, primer=PRIMER)
+    assert error(covered.link(covered.compile([A, B]), QUERY).logits, logits(model, "full", [A, B])) < EXACT
 
 
 def test_models_that_it_is_not_for() -> None:
@@ -267,7 +282,7 @@ def test_damaged_weights_give_no_picache() -> None:
 
 @pytest.mark.parametrize("name", list(HYBRIDS))
 def test_files_hold_everything(name: str) -> None:
-    method = methods.create("hypic", model_of(name))
+    method = methods.create("hypic", model_of(name), primer=PRIMER)
     (picache,) = method.compile([A])
     data = serialize(picache, "k")
     again = deserialize(data, "k")
@@ -281,6 +296,12 @@ def test_files_hold_everything(name: str) -> None:
     damaged[-9] ^= 64
     with pytest.raises(PICacheError):
         deserialize(bytes(damaged), "k")
+
+
+def test_picaches_from_before_primers_stood_behind_nothing() -> None:
+    (picache,) = methods.create("hypic", model_of("bamba")).compile([A])
+    tensors = {**picache.tensors(), "interior": picache.tensors()["interior"][:3]}
+    assert HybridPICache.from_tensors("f", tensors).compiled_at == picache.start
 
 
 @pytest.mark.parametrize(("part", "value"), [("dense.0", 3.0), ("dense.0", torch.nan), ("state.1", torch.inf)])

@@ -19,15 +19,17 @@ from comb.hybrid.caches import attention_layers, read_state
 from comb.hybrid.link import SequentialLinker
 from comb.hybrid.packed import PackedLinker
 from comb.methods.base import DecodeState
-from tests.comb.test_hybrid_link import EXACT, MODELS, QUERY, A, B, C, error, ids, model_of
+from tests.comb.test_hybrid_link import EXACT, MODELS, PRIMER, QUERY, A, B, C, error, ids, model_of
 
 PACKED = {*MODELS} - {"olmo_hybrid", "falcon_h1", "zamba2", "minimax", "jamba", "mamba", "mamba2", "falcon_mamba"}
 SHORT = ids(5, 8)
 
 
-def pair(name: str, spec: str = "hypic:4") -> tuple[Any, Any]:
+def pair(name: str, spec: str = "hypic:4", **options: Any) -> tuple[Any, Any]:
     """The method packed, and run by run."""
-    return methods.create(spec, model_of(name)), methods.create(spec, model_of(name), packed=False)
+    return methods.create(spec, model_of(name), **options), methods.create(
+        spec, model_of(name), packed=False, **options
+    )
 
 
 def held(state: DecodeState) -> list[Tensor]:
@@ -52,7 +54,7 @@ def passes(model: Any) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_is_sequential(name: str) -> None:
-    packed, plain = pair(name)
+    packed, plain = pair(name, primer=PRIMER)
     model, picaches = model_of(name), packed.compile([A, B, C, A])
     packed.link(picaches, QUERY)  # tries out what the model takes
     with passes(model) as counted:

@@ -33,8 +33,13 @@ NOISE = {"float32": 1e-4, "bfloat16": 0.08}  # of logits, relative: plain vLLM a
 @pytest.mark.parametrize(("family", "dtype"), [("falcon_h1", "float32"), ("qwen3_next", "bfloat16")])
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("hypic:8", {}), ("hypic:4", {"max_num_batched_tokens": 16, "max_num_seqs": 3}), ("hypic:0", {})],
-    ids=["as it comes", "chunks", "no seams"],
+    [
+        ("hypic:8", {}),
+        ("hypic:4", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
+        ("hypic:0", {}),
+        ("hypic:4,primer=true", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
+    ],
+    ids=["as it comes", "chunks", "no seams", "primed"],
 )
 def test_a_hybrid_is_linked_as_in_the_library(
     family: str, dtype: str, method: str, options: dict[str, Any], tmp_path: Path
@@ -54,9 +59,13 @@ def test_a_hybrid_is_linked_as_in_the_library(
     for found in (said["together"], said["afterwards"]):
         assert furthest(found[::2], expected) < bound
         assert furthest(found[1::2], full) < bound
-    # controls: linking isn't full recompute, but for one document at the start; and transitions matter
+    if dtype == "float32":  # compiled alone they are other documents
+        alone = [library(model, method.removesuffix(",primer=true"), prompt) for prompt in PROMPTS]
+        assert (furthest(said["linked"], alone) > 3 * bound) == ("primer" in method)
+    # controls: linking isn't full recompute, but for one document at the start, compiled alone; and transitions matter
     for number, prompt in enumerate(PROMPTS):
-        assert (error(said["linked"][number], full[number]) > bound) == (len(prompt.names) > 1)
+        if len(prompt.names) > 1 or "primer" not in method:
+            assert (error(said["linked"][number], full[number]) > bound) == (len(prompt.names) > 1)
         assert error(said["without transitions"][number], expected[number]) > 3 * bound
     layout = LinkingLayout(1, 16, 1, "", dtype, 1, 1, columns=3)
     for prompt, (linked, computed) in zip(PROMPTS, said["reports"], strict=True):
@@ -109,13 +118,16 @@ def test_a_hybrid_is_served(tmp_path: Path) -> None:
         server.wait_until_idle()
 
 
-@pytest.mark.parametrize(("spec", "name", "width"), [("hypic", "hypic:8", 8), ("hypic:w=4", "hypic:4", 4)])
+@pytest.mark.parametrize(("spec", "name", "width"), [("hypic", "hypic:8", 8), ("hypic:w=4", "hypic:4", 4),
+                                                    ("hypic:primer=false", "hypic:8", 8),
+                                                    ("hypic:primer=true,w=4", "hypic:4,primer=true", 4)])  # fmt: skip
 def test_documents_of_other_seams_are_other_documents(spec: str, name: str, width: int) -> None:
     method = LinkMethod.parse(spec)
     assert (method.name, method.compiled, method.seam_tokens, method.tail_tokens) == (name, name, width, width)
     assert method.states
+    assert method.primed == name.endswith("primer=true")
     assert not LinkMethod.parse("legolink:8").states
-    for wrong in ("hypic:-1", "hypic:head=4", "hypic:mode=addition"):
+    for wrong in ("hypic:-1", "hypic:head=4", "hypic:mode=addition", "hypic:primer=a.txt", "legolink:4,primer=true"):
         with pytest.raises(ValueError, match="hypic"):
             LinkMethod.parse(wrong)
 

@@ -42,7 +42,8 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
     layout = manager.layout
     assert isinstance(layout, LinkingLayout)
     room = layout.num_blocks // 2 * layout.block_size - layout.state_rows
-    half = min(room, (known.max_document_tokens - 2 * _QUERY) // 2)
+    front = list(layout.primer) if method.primed else []
+    half = min(room, (known.max_document_tokens - len(front) - 2 * _QUERY) // 2)
     seams = sum(layout.seams(method)) if method.states else 0
     if half < 2 + seams:
         raise RuntimeError(
@@ -51,7 +52,6 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
         )
     lengths = [min(_DOCUMENT + seams, half), seams or min(_DOCUMENT, half) - 1]
     documents = [tuple(draw.randrange(size) for _ in range(length)) for length in lengths]
-    front = list(layout.primer) if method.primed else []
     prompt = [*front, *documents[0], *documents[1], *(draw.randrange(size) for _ in range(_QUERY))]
     keys = await preprocessor.keys(documents, TENANT, True)
     segments = [KeyedSegment("self-check", ids, key) for ids, key in zip(documents, keys, strict=True)]

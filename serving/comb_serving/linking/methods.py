@@ -54,7 +54,8 @@ class LinkMethod:
 
     @classmethod
     def parse(cls, spec: str) -> LinkMethod:
-        """Reads ``naive``, ``legolink:k``, ``primed:k``, ``legolink-0:dummies``, ``hypic:w``, ``linktokens``, ``full``.
+        """Reads ``naive``, ``legolink:k``, ``primed:k``, ``legolink-0:dummies``, ``hypic:w``, ``hypic:w,primer=true``,
+        ``linktokens``, ``full``.
 
         Raises:
             ValueError: for a method that the library doesn't have, one that vLLM can't link with, or wrong numbers.
@@ -64,10 +65,11 @@ class LinkMethod:
             return cls(name)
         if name == TRAINED and not given:
             return cls(name, primed=True, trained=True)
-        if name not in NUMBERS or given.keys() - {NUMBERS[name][0]}:
+        primer = given.pop("primer", False) if name == "hypic" else name == "primed"
+        if name not in NUMBERS or given.keys() - {NUMBERS[name][0]} or not isinstance(primer, bool):
             raise ValueError(
-                "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies, hypic:w, an adapter's "
-                f"linktokens, or not at all (full), not with {spec!r}"
+                "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies, hypic:w or "
+                f"hypic:w,primer=true, an adapter's linktokens, or not at all (full), not with {spec!r}"
             )
         parameter, default, least = NUMBERS[name]
         count = given.get(parameter, default)
@@ -77,4 +79,7 @@ class LinkMethod:
             return cls(f"{name}:{count}", dummies=count)
         if name == "primed":
             return cls(f"{name}:{count}" if count else name, seam_tokens=count, primed=True)
-        return cls(f"{name}:{count}", seam_tokens=count, tail_tokens=count if name == "hypic" else None)
+        if name == "hypic":
+            written = f"{name}:{count},primer=true" if primer else f"{name}:{count}"
+            return cls(written, seam_tokens=count, tail_tokens=count, primed=primer)
+        return cls(f"{name}:{count}", seam_tokens=count)

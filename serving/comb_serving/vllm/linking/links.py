@@ -27,7 +27,7 @@ class RequestLink:
         length: of the prompt.
         layout: of the pool.
         key: of the document of a request that compiles it, which is its salt in the prefix cache.
-        interior: of that document, whose states are to be captured; None where there are none.
+        interior: of that document in its prompt, whose states are to be captured; None where there are none.
     """
 
     report: str
@@ -93,6 +93,8 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
         if len(spans) != 1 or sum(spans[0]) != link.length:
             raise ValueError("a document is compiled at the end of its own prompt")
         if started.states:
-            link.interior = interior(link.length, *layout.seams(started))
+            front, tokens = link.spans[0]
+            kept = interior(tokens, *layout.seams(started))
+            link.interior = kept and (front + kept[0], front + kept[1])
     _ = link.plan  # spans that don't fit are found here
     return link
