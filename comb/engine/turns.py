@@ -71,7 +71,7 @@ class TurnStart:
         stamp = id(method), method.fingerprint, identity_of(method.backbone).stamp
         keys, behind = tuple(segment.key for segment in question.segments), question.prompt.placed_behind
         reason = "" if before is None else _why_not(before, method, stamp, keys)
-        past, segments, rest = None, 0, method.decoder_prompt(question.prompt)
+        past, segments, rest = None, 0, question.prompt
         if before is not None and before.past is not None and not reason:
             read = _read_alike(before, keys, behind) if method.places_documents else None
             past, segments, rest, reason = _behind(

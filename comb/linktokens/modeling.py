@@ -45,7 +45,7 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
             config._attn_implementation = backbone.config._attn_implementation
         super().__init__(config)
         self.backbone = backbone.requires_grad_(False)
-        self.front = Front(config, config.hidden_size)
+        self.front = Front(config)
 
     @classmethod
     def from_backbone(
@@ -53,8 +53,6 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         name_or_model: str | Path | PreTrainedModel,
         *,
         num_link_tokens: int | None = None,
-        form: str = "keys_values",
-        kept: bool = False,
         token_ids: Sequence[int] | None = None,
         adapter_dtype: torch.dtype | None = None,
         revision: str | None = None,
@@ -65,7 +63,6 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         Args:
             name_or_model: Hub id, folder or registered name of a causal language model, or a loaded one.
             num_link_tokens: n, in front of every document; by default as many as `token_ids`, or 8.
-            form, kept: what is learned of them, and whether they stay in linked prompts; see `LinkTokensConfig`.
             token_ids: n tokens of the backbone that they start as, those in front of documents in its prompts, say; by
                 default its BOS token (or EOS, or 0).
             adapter_dtype: dtype of what is learned; the backbone's by default.
@@ -81,13 +78,12 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         except UnmovableError as reason:
             raise UnsupportedBackboneError(f"link tokens can't be put on this backbone: {reason}") from reason
         count = len(token_ids or ()) or 8 if num_link_tokens is None else num_link_tokens
+        with exclusive(backbone):
+            seen = key_values(backbone, [0])
+        shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in seen]
         config = LinkTokensConfig(
-            **of_backbone(name_or_model, backbone, revision), num_link_tokens=count, form=form, kept=kept
+            **of_backbone(name_or_model, backbone, revision), num_link_tokens=count, layer_shapes=shapes
         )
-        if form == "keys_values":
-            with exclusive(backbone):
-                seen = key_values(backbone, input_ids=torch.tensor([[0]], device=backbone.device))
-            config.layer_shapes = [[len(keys), keys.shape[-1], values.shape[-1]] for keys, values in seen]
         model = cls(config, backbone)
         model._place(adapter_dtype or floating(backbone.dtype)).eval()
         model.start_from([model.placeholder_id] * count if token_ids is None else token_ids)
@@ -120,12 +116,8 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
 
     @torch.no_grad()
     def link_front(self) -> FrontKeyValues:
-        """Keys [H, n, D] and values [H, n, E] of the link tokens per layer, cached at positions 0 to n - 1.
-
-        They are computed once for each state of the weights. The caller holds the backbone's lock.
-        """
-        name = f"keys and values on {weights_fingerprint(self.backbone)}"
-        found: FrontKeyValues = identity_of(self.front).fact(name, lambda: self.front(self.backbone))
+        """Keys [H, n, D] and values [H, n, E] of the link tokens per layer, at positions 0 to n - 1."""
+        found: FrontKeyValues = self.front(self.backbone.dtype)
         return found
 
     def forward(
@@ -139,8 +131,7 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
     ) -> Any:
         """The backbone's forward; with `segments`, over rows whose documents are linked behind their link tokens.
 
-        A document's tokens see their own link tokens and document, all other tokens everything in front of them that
-        linked prompts hold.
+        A document's tokens see the link tokens and their document, all other tokens everything in front of them.
         Positions are those of the linked prompt. It is what method ``linktokens`` computes, with gradients.
 
         Args:
@@ -162,8 +153,6 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         numbers = torch.arange(1, int(segments.max()) + 1, device=segments.device)
         count, n = len(numbers), self.num_link_tokens
         at = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
-        if self.config.kept:
-            at = at + n * segments.clamp_min(0).cummax(1).values
         inside = segments[:, None] == numbers[:, None]  # [B, documents, T]
         there = inside.any(-1)
         # where a document's link tokens stand: n places in front of it; anywhere in rows with fewer documents
@@ -172,7 +161,7 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         owners = numbers.expand_as(there).masked_fill(~there, PADDING).repeat_interleave(n, dim=1)
         keys, keys_at = torch.cat([owners, segments], dim=1), torch.cat([places, at], dim=1)
         cache = self._cache(places, count) if count else None
-        return self._run(input_ids, segments, at, keys, keys_at, cache, inner=0 if self.config.kept else count * n)
+        return self._run(input_ids, segments, at, keys, keys_at, cache, inner=count * n)
 
     def _run(
         self, input_ids: Tensor, rows: Tensor, at: Tensor, keys: Tensor, keys_at: Tensor, cache: DynamicCache | None,
@@ -200,7 +189,7 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         # of no matter how long a prompt
         rerotation = positions.rerotation(at, places.flatten(), 1, places.device)
         cache = DynamicCache()
-        for pair, rotations in zip(self.front(self.backbone), positions.layers, strict=True):
+        for pair, rotations in zip(self.front(self.backbone.dtype), positions.layers, strict=True):
             turned = (
                 rerotation.apply(tensor.repeat(1, rows * documents, 1), rotation)
                 for tensor, rotation in zip(pair, rotations, strict=True)
@@ -225,7 +214,7 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         return self.backbone.generate(*args, **kwargs)
 
     def _digest(self) -> str:
-        digest = hashlib.sha256(str(self.config.kept).encode())
+        digest = hashlib.sha256()
         for name, parameter in self.front.named_parameters():
             digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -8,21 +8,15 @@ from torch import nn
 
 from comb.linktokens.config import LinkTokensConfig
 from comb.linktokens.front import Front, FrontKeyValues
-from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb.model.weights import load_adapter, read_weights
 
 
-def published_front(name_or_path: str | Path, backbone: str | Path) -> FrontKeyValues:
+def published_front(name_or_path: str | Path) -> FrontKeyValues:
     """Keys [H, n, D] and values [H, n, E] per layer at positions 0 to n - 1, of an adapter's folder or Hub id.
-
-    They are its weights (``keys_values``), or what `backbone`, loaded for this, makes of them (``embeddings``).
 
     Raises:
         OSError, ValueError: if it can't be loaded, as `LinkTokensForCausalLM.from_pretrained` does.
     """
-    config = LinkTokensConfig.from_pretrained(name_or_path)
-    if config.form == "embeddings":
-        return LinkTokensForCausalLM.from_pretrained(name_or_path, backbone=backbone).link_front()
-    front = Front(config, config.hidden_size)
+    front = Front(LinkTokensConfig.from_pretrained(name_or_path))
     load_adapter(nn.ModuleDict({"front": front}), read_weights(name_or_path), name_or_path)
     return [(keys.data, values.data) for keys, values in zip(front.keys, front.values, strict=True)]

@@ -16,7 +16,6 @@ from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import cache_argument, takes_positions
 from comb.backbones.state_cache import StateCache, generating_behind
 from comb.cache.picache import PICache, content_key
-from comb.documents.document import Prompt
 from comb.linking.fork import fork_cache, repeat_rows
 from comb.methods.past_state import PastState
 from comb.waits import on_device
@@ -362,10 +361,6 @@ class Method(ABC):
         of a conversation's PICaches, the others those that `past` doesn't contain.
         """
         raise NotImplementedError(self.why_not_continue())
-
-    def decoder_prompt(self, prompt: Prompt) -> Prompt:
-        """`prompt` as the decoder gets it: methods may put tokens of their own to its documents."""
-        return prompt
 
     @property
     def batches(self) -> bool:

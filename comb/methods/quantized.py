@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from comb.cache.picache import PICache
 from comb.cache.quantization import QuantizedPICache, check_scheme, quantize_picache
-from comb.documents.document import Prompt
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.past_state import PastState
 
@@ -69,9 +68,6 @@ class Quantized(Method):
 
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
         return self.method.continue_row(past, self._dequantized(row))
-
-    def decoder_prompt(self, prompt: Prompt) -> Prompt:
-        return self.method.decoder_prompt(prompt)
 
     def _dequantized(self, row: LinkRequest) -> LinkRequest:
         return replace(row, picaches=[self._open(picache) for picache in row.picaches])

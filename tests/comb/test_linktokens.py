@@ -17,7 +17,6 @@ from comb.cli.doctor import check_methods
 from comb.cli.main import app
 from comb.engine.construction import make_method
 from comb.hub.push import plan_push
-from comb.linktokens.config import FORMS
 from comb.methods.base import DecodeState
 from comb.model.source import ModelSource
 from tests.helpers.byte_text import byte_tokenizer
@@ -31,11 +30,9 @@ DOCUMENTS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mistral", "deepseek_v3", "yarn", "gptj", "cohere2", "bloom")
 
 
-def adapter(family: str = "llama", form: str = "keys_values", **options: Any) -> LinkTokensForCausalLM:
+def adapter(family: str = "llama", **options: Any) -> LinkTokensForCausalLM:
     model = tiny(family, std=0.15)
-    return LinkTokensForCausalLM.from_backbone(
-        model, **{"num_link_tokens": 3, "token_ids": LINK, "form": form, **options}
-    )
+    return LinkTokensForCausalLM.from_backbone(model, **{"num_link_tokens": 3, "token_ids": LINK, **options})
 
 
 def link(model: Any, method: str, documents: list[list[int]], spec: str = "") -> DecodeState:
@@ -43,49 +40,35 @@ def link(model: Any, method: str, documents: list[list[int]], spec: str = "") ->
     return made.link(made.compile(documents), QUERY, head_ids=HEAD, gaps=GAPS)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_link_tokens_of_real_tokens_are_naive_over_documents_that_begin_with_them(family: str, form: str) -> None:
-    model = adapter(family, form)
-    found = link(adapter(family, form, kept=True), "linktokens", DOCUMENTS)
-    expected = link(model.backbone, "naive", [LINK + document for document in DOCUMENTS])
-    torch.testing.assert_close(found.answer_logits(ANSWER), expected.answer_logits(ANSWER), rtol=1e-5, atol=2e-5)
-    assert found.recomputed == (0,)
-    without = link(model.backbone, "naive", DOCUMENTS).answer_logits(ANSWER)
-    dropped = link(model, "linktokens", DOCUMENTS).answer_logits(ANSWER)
-    assert (found.answer_logits(ANSWER) - without).abs().max() > 1e-3
-    assert (dropped - without).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_document_behind_a_head_that_the_link_tokens_are_is_full_recompute(family: str, form: str) -> None:
-    model = adapter(family, form)
+def test_one_document_behind_a_head_that_the_link_tokens_are_is_full_recompute(family: str) -> None:
+    model = adapter(family)
     for head, same in ((LINK, True), (LINK[::-1], False)):
         found, full = (
             made.link(made.compile(DOCUMENTS[:1]), QUERY, head_ids=head).answer_logits(ANSWER)
             for made in (methods.create("linktokens", model), methods.create("full", model))
         )
         assert torch.allclose(found, full, rtol=1e-4, atol=2e-5) == same
+    without, behind = (link(model, name, DOCUMENTS).answer_logits(ANSWER) for name in ("naive", "linktokens"))
+    assert (behind - without).abs().max() > 1e-3
 
 
 def test_a_prompt_that_begins_with_a_document_gets_its_sink() -> None:
-    for kept, documents in ((False, [[11]]), (False, DOCUMENTS), (True, DOCUMENTS)):
-        model = adapter(kept=kept)
+    for documents in ([[11]], DOCUMENTS):
+        model = adapter()
         made = methods.create("linktokens", model)
         found = made.link(made.compile(documents), QUERY)
-        assert found.recomputed == (0 if kept else 1,)
+        assert found.recomputed == (1,)
         if documents == [[11]]:  # all of it was computed again
             full = methods.create("full", model)
             expected = full.link(full.compile(documents), QUERY).answer_logits(ANSWER)
             torch.testing.assert_close(found.answer_logits(ANSWER), expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
-def test_rows_in_training_are_what_is_linked(family: str, kept: bool) -> None:
+def test_rows_in_training_are_what_is_linked(family: str) -> None:
     """Several rows with other numbers of documents, padded; with gradients for what is learned alone."""
-    model = adapter(family, kept=kept)
+    model = adapter(family)
     documents = [DOCUMENTS, DOCUMENTS[:1]]
     prompts = [Prompt(tuple(HEAD), tuple(map(tuple, row)), tuple(QUERY)) for row in documents]
     longest = max(len(prompt.flat) for prompt in prompts) + len(ANSWER)
@@ -110,21 +93,20 @@ def test_rows_in_training_are_what_is_linked(family: str, kept: bool) -> None:
     assert all(float(gradient.abs().sum()) > 0 for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_the_doctor_finds_it_safe(kept: bool) -> None:
-    [verdict] = check_methods(adapter(kept=kept), ["linktokens"])
+def test_the_doctor_finds_it_safe() -> None:
+    [verdict] = check_methods(adapter(), ["linktokens"])
     assert verdict.checks
     assert verdict.passed
 
 
 def test_documents_in_any_order_and_in_eight_bits() -> None:
-    model = adapter(kept=True)
+    model = adapter()
     method = methods.create("linktokens", model)
     picaches = method.compile(DOCUMENTS)
     again = method.compile(DOCUMENTS[::-1])[::-1]
     for one, other in zip(picaches, again, strict=True):
         assert all(torch.equal(one.tensors()[name], tensor) for name, tensor in other.tensors().items())
-    assert [picache.num_tokens for picache in picaches] == [len(document) + 3 for document in DOCUMENTS]
+    assert [picache.num_tokens for picache in picaches] == list(map(len, DOCUMENTS))
     exact = link(model, "linktokens", DOCUMENTS).answer_logits(ANSWER)
     rounded = link(model, "linktokens", DOCUMENTS, ":quantize=int8").answer_logits(ANSWER)
     assert 0 < float((exact - rounded).abs().max()) < 0.1
@@ -140,12 +122,9 @@ def test_without_documents_it_is_the_backbone_to_the_bit() -> None:
     assert torch.equal(link(model, "full", DOCUMENTS).logits, link(plain, "full", DOCUMENTS).logits)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_adapter_is_a_folder_of_kilobytes(form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_is_a_folder_of_kilobytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny("llama", std=0.15).save_pretrained(tmp_path / "backbone")
-    model = LinkTokensForCausalLM.from_backbone(
-        str(tmp_path / "backbone"), num_link_tokens=3, token_ids=LINK, form=form
-    )
+    model = LinkTokensForCausalLM.from_backbone(str(tmp_path / "backbone"), num_link_tokens=3, token_ids=LINK)
     model.save_pretrained(tmp_path / "adapter")
     with caplog.at_level(logging.WARNING, logger="comb"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
@@ -208,9 +187,8 @@ def test_link_tokens_that_are_the_chat_templates_head_need_no_training() -> None
 def test_picaches_of_other_link_tokens_are_refused() -> None:
     model, other = adapter(), adapter(token_ids=[40, 41, 43])
     picaches = methods.create("linktokens", model).compile(DOCUMENTS)
-    for another in (other, adapter(kept=True)):
-        with pytest.raises(ValueError, match="compile the document again"):
-            methods.create("linktokens", another).link(picaches, QUERY)
+    with pytest.raises(ValueError, match="compile the document again"):
+        methods.create("linktokens", other).link(picaches, QUERY)
     before = model.fingerprint
     with torch.no_grad():
         model.front.values[1][0, 0, 0] += 1
@@ -228,8 +206,6 @@ def test_what_has_no_link_tokens_or_can_not_have_them() -> None:
         make_method("comb", adapter(), None, {}, PICacheStore(), "")
     with pytest.raises(UnsupportedBackboneError, match="adapter on a backbone already"):
         LinkTokensForCausalLM.from_backbone(adapter())
-    with pytest.raises(ValueError, match="form is embeddings or keys_values"):
-        adapter(form="words")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         adapter(num_link_tokens=0)
     with pytest.raises(ValueError, match="expected 3 tokens, one for each link token, got 2"):

@@ -11,7 +11,6 @@ import torch
 import transformers as tf
 
 from comb import LinkTokensForCausalLM
-from comb.linktokens.published import published_front
 from comb_serving import LLM
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
@@ -49,19 +48,18 @@ def adapter(backbone: Any, folder: Path, **options: Any) -> LinkTokensForCausalL
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "values", "form"),
+    ("kind", "values"),
     [
-        ("LlamaConfig", WIDE, "keys_values"),
-        ("LlamaConfig", WIDE, "embeddings"),
-        ("Qwen3Config", WIDE, "keys_values"),
-        ("Gemma3TextConfig", {**WIDE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
-         "keys_values"),
-        ("Glm4Config", WIDE, "keys_values"),  # rotates part of the channels, in pairs of neighbours
+        ("LlamaConfig", WIDE),
+        ("Qwen3Config", WIDE),
+        ("Gemma3TextConfig",
+         {**WIDE, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+        ("Glm4Config", WIDE),  # rotates part of the channels, in pairs of neighbours
     ],
-    ids=["llama", "embeddings", "qwen3", "gemma3", "glm4"],
+    ids=["llama", "qwen3", "gemma3", "glm4"],
 )  # fmt: skip
-def test_answers_are_those_of_the_library(kind: str, values: Any, form: str, tmp_path: Path) -> None:
-    model = adapter(plain_model(tmp_path / "plain", getattr(tf, kind)(**values)), tmp_path / "adapter", form=form)
+def test_answers_are_those_of_the_library(kind: str, values: Any, tmp_path: Path) -> None:
+    model = adapter(plain_model(tmp_path / "plain", getattr(tf, kind)(**values)), tmp_path / "adapter")
     with linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter") as linked:
         assert linked.layout.given
         found = linked.ask(ASKED)
@@ -139,17 +137,6 @@ def test_in_process_and_by_name(tmp_path: Path) -> None:
         found = [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
         assert found == pytest.approx(wanted, abs=1e-4)
     assert library.logs(prompt, "full", 8) != pytest.approx(expected, abs=1e-2)
-
-
-def test_embeddings_are_asked_on_the_backbone_that_is_served(tmp_path: Path) -> None:
-    """The adapter names a folder that isn't there any more."""
-    model = adapter(plain_llama(tmp_path / "plain"), tmp_path / "adapter", form="embeddings")
-    (tmp_path / "plain").rename(tmp_path / "moved")
-    with pytest.raises(OSError, match="could not be loaded"):
-        published_front(tmp_path / "adapter", tmp_path / "plain")
-    for pair, own in zip(published_front(tmp_path / "adapter", tmp_path / "moved"), model.link_front(), strict=True):
-        for one, other in zip(pair, own, strict=True):
-            torch.testing.assert_close(one, other)
 
 
 def test_another_backbone_is_refused(tmp_path: Path) -> None:

@@ -121,8 +121,6 @@ def test_link_tokens_are_started_on_their_backbone(
     write(backbone_revision="abc")
     assert "revision abc of 'nano': name a folder" in refusal("links", monkeypatch, capsys)
     assert serve("links", monkeypatch, "--backbone", "nano") == 0
-    write(kept=True)
-    assert "keeps its link tokens in front of documents" in refusal("links", monkeypatch, capsys)
     assert started == ["links"] * 2
 
 

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from comb import LinkTokensForCausalLM, PICEngine, methods
+from comb import LinkTokensForCausalLM, PICEngine
 from comb.backbones.primer import primer_ids
-from comb.linktokens.config import FORMS
 from comb_training.config import config_from_dict
 from comb_training.models import training_method
 from comb_training.train import run_training
@@ -21,13 +20,13 @@ from comb_training.trainer.trainer import CombTrainer
 from tests.helpers.training import TOKENIZER, backbone, examples, trainer
 
 
-def link_tokens(form: str = "keys_values", **sizes: Any) -> LinkTokensForCausalLM:
-    return LinkTokensForCausalLM.from_backbone(backbone(**sizes), num_link_tokens=4, form=form, token_ids=[5, 6, 7, 8])
+def link_tokens(**sizes: Any) -> LinkTokensForCausalLM:
+    return LinkTokensForCausalLM.from_backbone(backbone(**sizes), num_link_tokens=4, token_ids=[5, 6, 7, 8])
 
 
-def run(folder: Path, form: str = "keys_values", **config: Any) -> CombTrainer:
+def run(folder: Path, **config: Any) -> CombTrainer:
     settings = {"steps": 30, "learning_rate": 3e-2, "kl_weight": 1.0, "ce_weight": 0.0, "warmup": 0.0, "batch_size": 12}
-    model = link_tokens(form, initializer_range=0.3)  # so that documents matter
+    model = link_tokens(initializer_range=0.3)  # so that documents matter
     return trainer(model, folder, method="linktokens", **{**settings, **config})
 
 
@@ -37,9 +36,8 @@ def judged(model: Any, folder: Path) -> dict[str, float]:
     return judge.evaluate()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_divergence_falls_and_the_backbone_stays(form: str, tmp_path: Path) -> None:
-    training = run(tmp_path, form)
+def test_the_divergence_falls_and_the_backbone_stays(tmp_path: Path) -> None:
+    training = run(tmp_path)
     model = training.model
     before = {name: value.clone() for name, value in model.backbone.state_dict().items()}
     fingerprint, start = model.fingerprint, judged(model, tmp_path)
@@ -117,16 +115,6 @@ def test_fresh_link_tokens_start_as_the_passage(tmp_path: Path) -> None:
         assert started.fingerprint == LinkTokensForCausalLM.from_backbone(model, token_ids=ids).fingerprint
 
 
-def test_rows_are_as_long_as_linked_prompts() -> None:
-    model = link_tokens()
-    [example, *_] = examples()
-    method = training_method("linktokens")
-    made = methods.create("linktokens", link_tokens())
-    model.config.kept = True
-    made.model.config.kept = True
-    assert method.decoder_tokens(example, model) == len(made.decoder_prompt(example.prompt).flat) + len(example.target)
-
-
 def test_what_can_not_be_trained_is_refused() -> None:
     def load(**sections: Any) -> Any:
         return training_method("linktokens").load(
@@ -137,7 +125,5 @@ def test_what_can_not_be_trained_is_refused() -> None:
         load(train={"lora_rank": 4})
     with pytest.raises(ValueError, match="trains no encoder; use full, linktokens"):
         load(eval={"methods": ["comb"], "limit": 3})
-    with pytest.raises(ValueError, match="form is embeddings or keys_values"):
-        load(model={"options": {"form": "words"}})
     with pytest.raises(ValueError, match="does not support gradient checkpointing"):
         link_tokens().gradient_checkpointing_enable()

@@ -86,11 +86,6 @@ def _of_link_tokens(checkpoint: str, config: Mapping[str, Any], method: str | No
             f"{checkpoint!r} is an adapter of link tokens, which are its method: leave --method away, or serve the "
             f"plain model that it belongs to, {config.get('backbone_name_or_path')!r}"
         )
-    if config.get("kept"):
-        raise ValueError(
-            f"{checkpoint!r} keeps its link tokens in front of documents (kept: true), where no prompt of vLLM's has "
-            "room for them: ask it with `comb ask` or PICEngine, or train them with kept: false"
-        )
     if backbone is None:
         if config.get("backbone_revision") is not None:
             raise ValueError(

@@ -15,7 +15,6 @@ from comb.backbones.loading import resolve_name
 from comb.backbones.primer import primer_ids
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
-from comb_training.data.batches import TrainingExample
 from comb_training.models.adapter import AdapterTraining, trained_options
 from comb_training.models.loading import device_of, dtype_of, shaping_options
 from comb_training.models.method import training_methods
@@ -54,7 +53,3 @@ class LinkTokensTraining(RowTraining, AdapterTraining):
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "linked": False}
-
-    def decoder_tokens(self, example: TrainingExample, model: Any) -> int:
-        kept = len(example.segments) * int(model.num_link_tokens) if model.config.kept else 0
-        return super().decoder_tokens(example, model) + kept

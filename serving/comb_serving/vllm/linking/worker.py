@@ -59,7 +59,7 @@ class PoolWorker:
         )
         if link_tokens is not None:
             check_backbone(model, LinkTokensConfig.from_pretrained(link_tokens))
-            self.comb_pool.put_front(published_front(link_tokens, self.vllm_config.model_config.model), rank, ranks)
+            self.comb_pool.put_front(published_front(link_tokens), rank, ranks)
         disk_bytes = os.environ.get(DISK_BYTES)
         self.comb_pool.kept = kept_documents(
             host_bytes=int(os.environ.get(HOST_BYTES, "0")),
