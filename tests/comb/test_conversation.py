@@ -64,7 +64,7 @@ def with_encoder(family: str) -> Any:
 
 @functools.cache
 def with_link_tokens(family: str) -> Any:
-    return LinkTokensForCausalLM.from_backbone(model_of(family), num_link_tokens=3, token_ids=[40, 41, 42], kept=True)
+    return LinkTokensForCausalLM.from_backbone(model_of(family), num_link_tokens=3, token_ids=[40, 41, 42])
 
 
 def engine_of(family: str = "llama", method: str = "legolink:2", **options: Any) -> PICEngine:
