@@ -67,7 +67,10 @@ def serve(
         method = LinkMethod.parse(method).name
     start = check_start(checkpoint, method, backbone)
     if audit and start.method in (None, FULL):
-        raise ValueError("--audit compares what is linked in a plain model with full recompute: say --method too")
+        raise ValueError(
+            "--audit compares documents that a plain model's --method links (primed, legolink:16, ...) with full "
+            "recompute, and nothing is linked here"
+        )
     if start.method is not None:
         from comb_serving.vllm.linking.setup import linking_options
 

@@ -141,6 +141,8 @@ def test_plain_models_say_how_they_link(
         ("nano", ["--method", "naive", "--backbone", "nano"], "--backbone is for adapters"),
         ("nano", ["--method", "naive", "--comb-encoders", "2"], "--comb-encoders is for adapters"),
         ("nano", ["--method", "naive", "--comb-pool-dtype", "fp8"], "--comb-pool-dtype is for adapters"),
+        ("nano", ["--method", "full", "--audit", "0.1"], "nothing is linked here"),
+        ("adapter", ["--audit", "0.1"], "nothing is linked here"),
     ):
         assert message in refusal(checkpoint, monkeypatch, capsys, *options), options
     assert started == []
