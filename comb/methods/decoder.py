@@ -85,10 +85,12 @@ class Decoder(TakesPrimer):
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        with usable_with_model(self):
-            _ = self.support
         if self.primer:
             self.exact_for_one = False
+
+    def check_model(self) -> None:
+        with usable_with_model(self):
+            _ = self.support
 
     @property
     def support(self) -> LinkSupport:

@@ -82,17 +82,8 @@ class Hypic(TakesPrimer):
         for name, width in (("w", w), ("head", head), ("tail", tail)):
             if width is not None:
                 check_token_count(f"{self.name}:{name}", width)
-        if not is_hybrid(self.backbone):
-            with usable_with_model(self):
-                check_keys_cached(self.backbone)
-            raise ValueError(
-                f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention"
-                " layers: use method='attnlink' or 'legolink'"
-            )
         self.mode, self.compose, self.storage, self.packed = mode, compose, storage, packed
-        with usable_with_model(self):
-            kernel = self.support.kernel
-        seams = mode == "seam"
+        kernel, seams = self.support.kernel, mode == "seam"
         self.head = max(w if head is None else head, kernel - 1) if seams else 0
         self.tail = (w if tail is None else tail) if seams else 0
         if self.primer and not self.head:
@@ -100,6 +91,17 @@ class Hypic(TakesPrimer):
                 f"{self.name}:primer needs a seam at the start of each document (head of 1 or more, mode=seam): a "
                 "prompt that begins with one has no other beginning"
             )
+
+    def check_model(self) -> None:
+        with usable_with_model(self):
+            if is_hybrid(self.backbone):
+                _ = self.support
+                return
+            check_keys_cached(self.backbone)
+        raise ValueError(
+            f"method {self.name!r} is for hybrid models, and {type(self.backbone).__name__} has no linear-attention"
+            " layers: use method='attnlink' or 'legolink'"
+        )
 
     @property
     def support(self) -> HybridSupport:

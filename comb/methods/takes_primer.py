@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, ClassVar
@@ -23,7 +24,12 @@ class TakesPrimer(Method):
 
     def __init__(self, model: Any, *, primer: Primer | None = None, **parameters: Any) -> None:
         super().__init__(model, **parameters)
+        self.check_model()  # first: a model that can't be linked at all may have no tokenizer either
         self.primer = self._primer(self.default_primer if primer is None else primer)
+
+    @abstractmethod
+    def check_model(self) -> None:
+        """Raises ValueError for a model that this method can't link; the message says why."""
 
     def _primer(self, primer: Primer) -> tuple[int, ...]:
         if primer is False:
