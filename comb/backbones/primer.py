@@ -26,8 +26,10 @@ def primer_ids(primer: Primer, tokenizer: Any) -> list[int]:
     """Token ids of a primer, behind whatever the tokenizer begins a text with.
 
     Raises:
-        ValueError: for a file that can't be read or is empty.
+        ValueError: for a file that can't be read or is empty, or what is no primer.
     """
+    if not isinstance(primer, bool | Sequence):
+        raise ValueError(f"primer is true, a text file to compile documents behind, or token ids, got {primer!r}")
     if isinstance(primer, bool):
         text = PASSAGE if primer else ""
     elif isinstance(primer, str):

@@ -126,6 +126,9 @@ def test_errors_say_what_to_do(backbone: Any, tokenizer: Any, tmp_path: Path) ->
     for spec in ("legolink-0", "legolink-0:2"):
         with pytest.raises(ValueError, match="takes no primer"):
             primed(model, spec)
+    for wrong in (3, 0, 0.5):
+        with pytest.raises(ValueError, match="primer is true, a text file to compile documents behind, or token ids"):
+            primed(model, primer=wrong)
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     for primer, said in ((empty, r"empty\.txt is empty"), (tmp_path / "none.txt", "primer is true, or a text file")):
