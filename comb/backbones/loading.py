@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from comb.backbones.gguf import convert, gguf_file
+from comb.backbones.half_precision import warn_if_slow
 from comb.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,11 @@ def load_backbone(
         raise ValueError("this checkpoint doesn't name its backbone: pass one with backbone=...")
     kwargs.setdefault("dtype", "auto")
     try:
-        return AutoModelForCausalLM.from_pretrained(resolve_name(name_or_model), revision=revision, **kwargs)
+        model = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_model), revision=revision, **kwargs)
     except OSError as error:
         raise OSError(
             f"the backbone {str(name_or_model)!r} could not be loaded ({error}); "
             "pass another place to load it from with backbone=..."
         ) from error
+    warn_if_slow(model)
+    return model
