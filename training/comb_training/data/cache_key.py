@@ -13,7 +13,7 @@ from comb import documents
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.documents.document import PromptBuilder
 
-FORMAT = 3
+FORMAT = 4
 """Goes into every key: raise it when files get other bytes."""
 
 

@@ -13,15 +13,12 @@ out is trained on by the other.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
-
-import numpy as np
+from typing import Any
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Example, PromptBuilder
@@ -38,35 +35,6 @@ logger = logging.getLogger(__name__)
 def set_name(id: str | None) -> str:
     """The set of a mixture that an example is from, by its id: ``name/id``, or ``name@2/id`` in the second round."""
     return str(id).partition("/")[0].partition("@")[0]
-
-
-class MixedExamples(Sequence[TrainingExample]):
-    """Examples of several sets, each looked up when it is asked for.
-
-    Args:
-        parts: per set its name, its examples, and which of them as (place, round).
-    """
-
-    def __init__(self, parts: Sequence[tuple[str, Sequence[TrainingExample], Sequence[tuple[int, int]]]]) -> None:
-        self._parts = [(name, examples, np.array(drawn).reshape(-1, 2)) for name, examples, drawn in parts]
-        self._ends = list(itertools.accumulate(len(drawn) for _, _, drawn in self._parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    @overload
-    def __getitem__(self, index: int) -> TrainingExample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TrainingExample]: ...
-    def __getitem__(self, index: int | slice) -> TrainingExample | list[TrainingExample]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        part = bisect.bisect_right(self._ends, index)
-        name, examples, drawn = self._parts[part]
-        place, turn = map(int, drawn[index - self._ends[part]])  # counted from the part's end
-        example = examples[place]
-        return replace(example, id=f"{name}{f'@{turn + 1}' if turn else ''}/{example.id}")
 
 
 @dataclass(frozen=True)
@@ -96,10 +64,10 @@ class ConfiguredSide:
             counts.drop("none of its own: asked behind another question, in its row", asked - len(written))
         return written, counts
 
-    def tokens(self, source: Source) -> tuple[Sequence[TrainingExample], Counts]:
+    def tokens(self, source: Source) -> tuple[list[TrainingExample], Counts]:
         """The same as tokens, from the cache where it has them."""
 
-        def build() -> tuple[list[TrainingExample], dict[str, Any]]:
+        def build() -> token_cache.Tokenised:
             examples, counts = self.texts(source)
             longest = self.data.max_query_tokens
             return tokenize(examples, self.builder, counts, max_query_tokens=longest), counts.to_dict()
@@ -153,7 +121,7 @@ def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
 
 def read_tokenized(
     data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
-) -> tuple[Sequence[TrainingExample], Counts]:
+) -> tuple[list[TrainingExample], Counts]:
     """One side of the configured data as tokens, from the cache where it has them, and what happened to the rows.
 
     Each set is cached on its own and whole, so that other weights need no tokenising. Shares hold exactly: examples
@@ -167,13 +135,15 @@ def read_tokenized(
         return side.tokens(side.sets[0])
     found = {str(source.name): side.tokens(source) for source in side.sets}
     numbers = side.numbers({name: len(examples) for name, (examples, _) in found.items()})
-    parts = []
+    mixed = []
     for name, (examples, counts) in found.items():
         counts.drop("over the share of the mixture", max(0, len(examples) - numbers[name]))
         counts.repeated = max(0, numbers[name] - len(examples))
-        if numbers[name]:
-            parts.append((name, examples, draw(_blocks(examples), numbers[name], seed=data.seed, name=name)))
-    return MixedExamples(parts), Counts.of_sets({name: counts for name, (_, counts) in found.items()})
+        drawn = draw(_blocks(examples), numbers[name], seed=data.seed, name=name) if numbers[name] else ()
+        for place, turn in drawn:
+            example = examples[place]
+            mixed.append(replace(example, id=f"{name}{f'@{turn + 1}' if turn else ''}/{example.id}"))
+    return mixed, Counts.of_sets({name: counts for name, (_, counts) in found.items()})
 
 
 def read_examples(
