@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from comb_training.answers.vllm_engine import VllmEngine, vllm_installed
 from comb_training.data.batches import TrainingExample, tokenize
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.models import training_method
+from comb_training.trainer import distributed
 
 if TYPE_CHECKING:
     from comb_training.trainer.prepare import PreparedRun
@@ -87,11 +87,6 @@ def choose_engine(name: str) -> str:
     return name
 
 
-def share_of_environment(*, wait: bool) -> Share:
-    """The share of this process under ``torchrun``; everything without it."""
-    return Share(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), wait)
-
-
 def answer_prepared(
     run: PreparedRun,
     *,
@@ -136,7 +131,7 @@ def answer_prepared(
         text: str = asked.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    share = share_of_environment(wait=wait)
+    share = Share(distributed.rank(), distributed.world_size(), wait)
     answered = generate_answers(
         asked.examples,
         settings,

@@ -48,13 +48,12 @@ class VllmEngine:
         dtype: str,
         max_model_len: int,
         revision: str | None = None,
-        batch_size: int = BATCH_SIZE,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         import vllm
 
         self.name = f"vllm {vllm.__version__}"
-        self.batch_size = batch_size
+        self.batch_size = BATCH_SIZE
         arguments: dict[str, Any] = {
             "dtype": dtype,
             "revision": revision,

@@ -56,12 +56,9 @@ def load_hub_rows(path: str, dataset: str) -> Any:
 
 def _parse(path: str, dataset: str) -> tuple[str, dict[str, str]]:
     name, _, query = path.removeprefix(HUB).partition("?")
-    options = {}
-    for part in query.split("&") if query else ():
-        key, _, value = part.partition("=")
-        if key not in ("config", "split", "revision") or not value:
-            raise ValueError(f"dataset {dataset!r}: {path} has {part!r}; expected {HUB}org/name?config=...&split=...")
-        options[key] = unquote(value)
-    if not name.strip("/"):
-        raise ValueError(f"dataset {dataset!r}: {path} names no set; expected {HUB}org/name?config=...&split=...")
-    return name, options
+    parts = [part.partition("=") for part in query.split("&") if part]
+    wrong = ["".join(part) for part in parts if part[0] not in ("config", "split", "revision") or not part[2]]
+    if wrong or not name.strip("/"):
+        what = f"has {wrong[0]!r}" if wrong else "names no set"
+        raise ValueError(f"dataset {dataset!r}: {path} {what}; expected {HUB}org/name?config=...&split=...")
+    return name, {key: unquote(value) for key, _, value in parts}

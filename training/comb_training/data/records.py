@@ -6,12 +6,11 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import HUB, MissingDataError
 from comb.documents.document import Document, Example
 from comb_training.data.hub import load_hub_rows, on_hub
 
@@ -87,20 +86,15 @@ class DatasetRow:
         return value
 
 
-def read_records(path: str | Path | None, dataset: str, *, lines: bool = False) -> list[DatasetRow]:
+def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list[DatasetRow]:
     """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
 
     Args:
         lines: a file of any name has a row in each line.
 
     Raises:
-        ValueError: when there is no path, or something in the file isn't what it should be.
+        ValueError: when something in the file isn't what it should be.
     """
-    if path is None:
-        raise MissingDataError(
-            f"dataset {dataset!r} needs a path: its JSON or JSONL file (data.path=FILE, or --path FILE), "
-            f"or a set on the Hub ({HUB}org/name?split=train)"
-        )
     if on_hub(path):
         return [
             DatasetRow(
@@ -110,8 +104,15 @@ def read_records(path: str | Path | None, dataset: str, *, lines: bool = False) 
         ]
     path = Path(path)
     content = read_text(path, dataset)
-    lines = lines or path.name.removesuffix(".gz").endswith(".jsonl")
-    records = list(_lines(content, path) if lines else _list(content, path))
+    if lines or path.name.removesuffix(".gz").endswith(".jsonl"):
+        # not splitlines: JSON strings may hold U+2028 and the like
+        places = [(number, f"{path}:{number}", line) for number, line in enumerate(content.split("\n"), start=1)]
+        records = [DatasetRow(_parsed(line, where), where, number) for number, where, line in places if line.strip()]
+    else:
+        rows = _parsed(content, str(path))
+        if not isinstance(rows, list):
+            raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
+        records = [DatasetRow(row, f"{path}[{index}]", index) for index, row in enumerate(rows)]
     for record in records:
         if not isinstance(record.row, Mapping):
             raise ValueError(f"{record.where}: expected an object, got {type(record.row).__name__}")
@@ -139,21 +140,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _lines(content: str, path: Path) -> Iterator[DatasetRow]:
-    # not splitlines: JSON strings may hold U+2028 and the like
-    for number, line in enumerate(content.split("\n"), start=1):
-        if line.strip():
-            yield DatasetRow(_parsed(line, f"{path}:{number}"), f"{path}:{number}", number)
-
-
-def _list(content: str, path: Path) -> Iterator[DatasetRow]:
-    rows = _parsed(content, str(path))
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
-    for index, row in enumerate(rows):
-        yield DatasetRow(row, f"{path}[{index}]", index)
 
 
 def _parsed(text: str, where: str) -> Any:

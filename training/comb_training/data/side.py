@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from comb.documents.datasets import Counts, Dataset, MissingDataError, datasets
+from comb.documents.datasets import HUB, Counts, Dataset, MissingDataError, datasets
 from comb.documents.document import Example
 from comb_training.data.grouping import Split, seeded, split_groups
 from comb_training.data.records import DatasetRow, read_records
@@ -37,16 +37,12 @@ class DatasetSide:
     """
 
     name: str
-    path: str | Path | None
+    path: str | Path
     split: Split
     seed: int
     limit: int | None
     heldout_share: float
     counts: Counts = field(default_factory=Counts)
-
-    def missing(self, what: str) -> MissingDataError:
-        """The error of a dataset without a path, for `what` it reads."""
-        return MissingDataError(f"dataset {self.name!r} needs a path: {what}")
 
     def groups(self, names: Iterable[str]) -> set[str]:
         """Those of all groups that are on this side. Raises ValueError as `split_groups` does."""
@@ -124,6 +120,11 @@ def reader(
             heldout_share: float = heldout_share,
             **options: Any,
         ) -> Dataset:
+            if path is None:
+                raise MissingDataError(
+                    f"dataset {name!r} needs a path: its file or folder (data.path=FILE, or --path FILE), "
+                    f"or a set on the Hub ({HUB}org/name?split=train)"
+                )
             num_documents = options.get("num_documents")
             if num_documents is not None and num_documents < 1:
                 raise ValueError(f"num_documents must be at least 1, not {num_documents}")

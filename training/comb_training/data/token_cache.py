@@ -147,7 +147,7 @@ def write(path: Path, examples: Sequence[TrainingExample], counts: Mapping[str, 
 
 
 def read(path: Path) -> Tokenised:
-    """What `write` was given. Raises DamagedCacheError for a file that is something else, OSError when there is none."""
+    """What `write` was given. Raises DamagedCacheError for a file that isn't what was written, OSError without one."""
     try:
         with safe_open(path, framework="pt") as file:  # of numpy it makes copies
             checksum, told = json.loads(file.metadata()["comb"])

@@ -40,7 +40,7 @@ class RunLog:
         self._progress = progress
         self._bar: tqdm[Any]  # from `start` to `close`
         self._tokens = 0
-        self._since = self._started = self._progress_before = 0.0
+        self._since = 0.0
 
     def start(self, step: int) -> None:
         """Opens everything for a run that goes on from `step`."""
@@ -54,10 +54,10 @@ class RunLog:
                 init_kwargs={"wandb": {"name": self.config.run_name or self.config.output_dir}},
             )
         self._bar = tqdm(
-            total=1000, desc="training", bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}",
+            total=1000, initial=int(1000 * self.schedule.progress(step)), smoothing=0, desc="training",
+            bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}, {remaining} left",
             disable=not (self._progress and distributed.is_main()),
         )  # fmt: skip
-        self._started, self._progress_before = time.monotonic(), self.schedule.progress(step)
 
     def _keep_lines(self, step: int) -> None:
         """Of an earlier file, the records up to `step`."""
@@ -108,10 +108,6 @@ class RunLog:
         parts = [f"step {step}", f"loss {record['loss']:.3f} (first {first:.3f})"]
         if "tokens_per_second" in record:
             parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        done = self.schedule.progress(step)
-        if done > self._progress_before:
-            left = (time.monotonic() - self._started) * (1 - done) / (done - self._progress_before)
-            parts.append(f"{tqdm.format_interval(left)} left")
         return ", ".join(parts)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ fact) only; other tasks are read with their story alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -38,9 +38,8 @@ def read_babi(
     *,
     num_documents: int = 3,
     answer_style: Literal["word", "sentence"] = "word",
-    tasks: Sequence[int] = (1,),
 ) -> Iterable[Example]:
-    """Reads a bAbI task file, or a folder of them; held-out examples are whole stories.
+    """Reads a bAbI task file, or task 1 of a folder; held-out examples are whole stories.
 
     In a folder with ``*_train.txt`` and ``*_test.txt`` files these are the two sides of the split, as published;
     a single file is split by story.
@@ -49,16 +48,13 @@ def read_babi(
         num_documents: documents per question: the story and distractors.
         answer_style: ``sentence`` makes "Mary is in the office." of the answer to "Where is Mary?", for backbones
             that answer so; the bare word stays an accepted answer.
-        tasks: which tasks of a folder to read.
 
     Raises:
-        ValueError: if the path is missing or holds no bAbI text, or distractors are asked for beyond task 1.
+        ValueError: if the path holds no bAbI text, or distractors are asked for beyond task 1.
     """
-    if side.path is None:
-        raise side.missing("a bAbI text file, or a folder of them (data.path=en-10k)")
     if answer_style not in ("word", "sentence"):
         raise ValueError(f"answer_style is 'word' or 'sentence', not {answer_style!r}")
-    files, side.split = _files(Path(side.path), side.split, tasks)
+    files, side.split = _files(Path(side.path), side.split)
     stories = [story for file in files for story in _parse(file, side)]
     if not stories:
         raise ValueError(
@@ -79,12 +75,12 @@ def read_babi(
     )
 
 
-def _files(path: Path, split: Split, tasks: Sequence[int]) -> tuple[list[Path], Split]:
+def _files(path: Path, split: Split) -> tuple[list[Path], Split]:
     if path.is_file():
         return [path], split
-    files = sorted(file for task in tasks for file in path.glob(f"qa{task}_*.txt"))
+    files = sorted(path.glob("qa1_*.txt"))
     if not files:
-        raise ValueError(f"no bAbI file of tasks {list(tasks)} (qa{next(iter(tasks), 1)}_*.txt) in {path}")
+        raise ValueError(f"no bAbI file of task 1 (qa1_*.txt) in {path}")
     ending = {"train": "_train.txt", "heldout": "_test.txt"}.get(split)
     published = [file for file in files if file.name.endswith(("_train.txt", "_test.txt"))]
     if ending is None or len({file.name.rsplit("_", 1)[1] for file in published}) < 2:

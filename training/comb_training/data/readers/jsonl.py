@@ -27,8 +27,6 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
         ValueError: naming the line, if a line is not JSON or lacks a field; rows with an empty query, answer or
             document are dropped and counted.
     """
-    if side.path is None:
-        raise side.missing("a file with documents, query and answer in each line")
     records = read_records(side.path, "jsonl", lines=True)
     return side.examples(partial(_example, num_documents=num_documents), records)
 

@@ -70,8 +70,8 @@ def read_longbench(
     return side.examples(partial(_example, task=task, num_documents=num_documents, whole=whole, bare=bare), records)
 
 
-def _files(path: str | Path | None, task: str | None) -> Sequence[str | Path | None]:
-    if path is None or on_hub(path) or not Path(path).is_dir():
+def _files(path: str | Path, task: str | None) -> Sequence[str | Path]:
+    if on_hub(path) or not Path(path).is_dir():
         return [path]
     pattern = f"{task or '*'}.jsonl"
     files = sorted(Path(path).glob(pattern))

@@ -184,11 +184,9 @@ def _outputs(record: DatasetRow) -> list[str]:
 def _tasks(side: DatasetSide) -> list[InstructionTask]:
     v1 = side.name == "natural_instructions_v1"
     pattern = "subtask*.json" if v1 else "task*.json"
-    if side.path is None:
-        raise side.missing(f"a task file, or a folder of {pattern} (data.path=FOLDER)")
-    if on_hub(side.path) and v1:
-        raise ValueError(f"dataset {side.name!r} is read from its task files, not from the Hub ({side.path})")
     if on_hub(side.path):
+        if v1:
+            raise ValueError(f"dataset {side.name!r} is read from its task files, not from the Hub ({side.path})")
         return _hub_tasks(str(side.path), side.name)
     path = Path(side.path)
     files = sorted(path.glob(pattern)) if path.is_dir() else [path]

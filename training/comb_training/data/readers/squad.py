@@ -21,6 +21,9 @@ from comb_training.data.hub import on_hub
 from comb_training.data.records import DatasetRow, read_records
 from comb_training.data.side import DatasetSide, reader
 
+UNANSWERABLE = "unanswerable"
+"""The answer to a question that has none in its paragraph."""
+
 
 @reader("squad", hub_id={"v1": "rajpurkar/squad", "": "rajpurkar/squad_v2"})
 def read_squad(
@@ -29,23 +32,17 @@ def read_squad(
     num_documents: int = 4,
     same_article: int = 1,
     unanswerable: Literal["drop", "keep"] = "drop",
-    unanswerable_answer: str = "unanswerable",
 ) -> Iterable[Example]:
     """Reads an official SQuAD JSON file or the Hub's rows; held-out examples are whole articles.
 
     Args:
         num_documents: documents per question, the right paragraph included.
         same_article: how many of the distractors come from the same article (if it has as many).
-        unanswerable: what to do with SQuAD 2.0's impossible questions; kept ones have `unanswerable_answer` as answer.
+        unanswerable: what to do with SQuAD 2.0's impossible questions; kept ones have "unanswerable" as answer.
 
     Raises:
-        ValueError: if the path is missing, the file is not SQuAD JSON, or an option is out of range.
+        ValueError: if the file is not SQuAD JSON, or an option is out of range.
     """
-    if side.path is None:
-        raise side.missing(
-            "the official SQuAD JSON (data.path=train-v2.0.json), or "
-            "a set on the Hub (data.path=hf://rajpurkar/squad_v2?split=train)"
-        )
     if unanswerable not in ("drop", "keep"):
         raise ValueError(f"unanswerable is 'drop' or 'keep', not {unanswerable!r}")
     articles = _from_rows(read_records(side.path, "squad")) if on_hub(side.path) else _load(Path(side.path))
@@ -71,10 +68,9 @@ def read_squad(
             pools = [(paragraphs[title], same_article), (everything, num_documents)]
             documents = [right, *pick_distractors(rng, pools, exclude=[right], total=num_documents - 1)]
             rng.shuffle(documents)
-            substitute = unanswerable_answer if unanswerable == "keep" else None
-            found = [_example(question, tuple(documents), title, substitute) for question in questions]
-            block = [example for example in found if example is not None]
-            side.counts.drop("unanswerable question", len(found) - len(block))
+            asked = [question for question in questions if unanswerable == "keep" or _is_answered(question)]
+            side.counts.drop("unanswerable question", len(questions) - len(asked))
+            block = [_example(question, tuple(documents), title) for question in asked]
             if len(documents) < num_documents:
                 side.counts.truncate("fewer documents in the file than num_documents", len(block))
             blocks.append(block)
@@ -87,16 +83,14 @@ def _document(article: dict[str, Any], paragraph: dict[str, Any]) -> Document:
     return Document(paragraph["context"], title=article["title"])
 
 
-def _example(
-    row: dict[str, Any], documents: tuple[Document, ...], title: str, substitute: str | None
-) -> Example | None:
-    """The example of a question; None for an impossible one, unless it gets a substitute as answer."""
-    answers = tuple(dict.fromkeys(answer["text"] for answer in row.get("answers", ())))
-    if row.get("is_impossible") or not answers:
-        if substitute is None:
-            return None
-        answers = (substitute,)
+def _example(row: dict[str, Any], documents: tuple[Document, ...], title: str) -> Example:
+    texts = [answer["text"] for answer in row["answers"]] if _is_answered(row) else [UNANSWERABLE]
+    answers = tuple(dict.fromkeys(texts))
     return Example(documents, row["question"].strip(), answers[0], answers, id=row.get("id"), group=title)
+
+
+def _is_answered(row: dict[str, Any]) -> bool:
+    return bool(row.get("answers")) and not row.get("is_impossible")
 
 
 def _load(path: Path) -> list[dict[str, Any]]:
