@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Prompt, PromptBuilder, until_stop
-from comb_training.answers import generate, generate_answers, greedy
+from comb_training.answers import generate, generate_answers
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.data.batches import TrainingExample
 from tests.helpers.byte_text import byte_tokenizer
@@ -109,17 +109,6 @@ def test_drafts_are_taken_only_where_the_backbone_says_just_that(
     assert [e.target for e in answered] == said  # whatever the draft
     skipped = {examples[index].id for index in finished} if draft == "right" else set()
     assert {e.id for e in decoded} == {e.id for e in examples} - skipped
-
-
-def test_drafts_are_given_up_when_they_never_hold(
-    backbone: Any, examples: list[TrainingExample], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(greedy, "DRAFTS_TRIED", 4)
-    wrong = [example.with_target((63, 62, 1)) for example in examples]
-    engine = TransformersEngine(backbone, 0, (1,), 8)
-    for start in range(0, len(wrong), 4):
-        engine(wrong[start : start + 4])
-    assert engine.drafted == 4
 
 
 def test_documents_are_prefilled_once_per_group(

@@ -79,9 +79,18 @@ def test_the_command_answers_and_training_finds_the_answers(tmp_path: Path, monk
     assert asked == []
 
 
-def test_the_commands_mistakes_are_said(tmp_path: Path) -> None:
+def test_the_engine_is_chosen_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one of auto, transformers, vllm" in str(answers(tmp_path, "--engine", "tensorrt").exception)
     assert "the engine is transformers" in str(answers(tmp_path, "--engine", "transformers", "--vllm", "x=1").exception)
+    monkeypatch.setattr(prepared, "vllm_installed", lambda: False)
+    assert choose_engine("auto") == "transformers"
+    with pytest.raises(ValueError, match="vLLM is not installed"):
+        choose_engine("vllm")
+    monkeypatch.setattr(prepared, "vllm_installed", lambda: True)
+    assert choose_engine("auto") == "vllm"
+    assert engine_option("tensor-parallel-size=2") == ("tensor_parallel_size", 2)
+    with pytest.raises(ValueError, match="expected --vllm key=value"):
+        engine_option("enforce_eager")
 
 
 def test_under_torchrun_a_rank_answers_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,21 +138,6 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(resumed.examples) == 320
 
 
-def test_a_long_prompt_is_dropped_and_counted_not_replaced(tmp_path: Path) -> None:
-    everything = prepare(config(tmp_path))
-    lengths = sorted(len(example.prompt.flat) for example in everything.examples)
-    limit = lengths[len(lengths) // 2]
-    run = prepare(config(tmp_path, data={"max_prompt_tokens": limit}))
-    targets = answer_prepared(run, progress=False)
-    long = sum(length > limit for length in lengths)
-    assert long > 0
-    assert run.counts.dropped[f"prompt of more than {limit} tokens"] == long
-    assert [e.id for e in targets.examples] == [
-        e.id for e in everything.examples if len(e.prompt.flat) <= limit
-    ]  # fmt: skip
-    assert targets.answered.generated == len(targets.examples) == 24 - long
-
-
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that reads bytes."""
@@ -154,13 +148,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(LlamaConfig(**shape, **ids, max_position_embeddings=4096)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
-
-
-def test_a_teacher_that_is_the_backbone_gives_the_same_targets(tmp_path: Path) -> None:
-    own = answer_prepared(prepare(config(tmp_path / "own")), progress=False)
-    taught = answer_prepared(prepare(config(tmp_path / "taught", teacher=str(CHECKPOINT))), progress=False)
-    assert taught.examples == own.examples
-    assert taught.scores == own.scores
 
 
 def test_a_teacher_reads_the_same_text_and_its_answers_are_written_anew(
@@ -230,11 +217,6 @@ def test_a_teachers_long_prompts_are_dropped_by_its_own_tokens(tmp_path: Path, t
     assert run.counts.dropped[f"prompt of more than {longest} tokens"] == 24
 
 
-def test_a_teacher_needs_answers_on_policy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train.teacher answers only with train.answers=on_policy"):
-        config(tmp_path, teacher="nano", answers="gold")
-
-
 GIVEN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
@@ -245,27 +227,6 @@ def test_an_engine_of_a_rank_sees_no_torchrun_and_one_gpu(monkeypatch: pytest.Mo
         assert not GIVEN.keys() & os.environ.keys()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
     assert {name: os.environ[name] for name in GIVEN} == GIVEN
-
-
-def test_arguments_of_vllm_are_written_as_on_any_command_line() -> None:
-    assert engine_option("tensor-parallel-size=2") == ("tensor_parallel_size", 2)
-    with pytest.raises(ValueError, match="expected --vllm key=value"):
-        engine_option("enforce_eager")
-
-
-def test_the_engine_is_chosen_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "vllm_installed", lambda: False)
-    assert choose_engine("auto") == "transformers"
-    with pytest.raises(ValueError, match="vLLM is not installed"):
-        choose_engine("vllm")
-    monkeypatch.setattr(prepared, "vllm_installed", lambda: True)
-    assert (choose_engine("auto"), choose_engine("transformers")) == ("vllm", "transformers")
-
-
-def test_nothing_of_vllm_is_imported_before_it_is_needed() -> None:
-    code = "import sys, comb_training.answers; sys.exit('vllm' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
 @pytest.mark.vllm

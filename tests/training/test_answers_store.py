@@ -9,7 +9,6 @@ import resource
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,14 +16,7 @@ import pytest
 
 from comb.cache.atomic import write_temporary
 from comb.documents.document import Prompt
-from comb_training.answers import (
-    AnswerSettings,
-    AnswerStore,
-    Share,
-    StoredAnswer,
-    generate,
-    generate_answers,
-)
+from comb_training.answers import AnswerSettings, AnswerStore, Share, StoredAnswer, generate, generate_answers
 from comb_training.answers.store import METADATA
 from comb_training.data.batches import TrainingExample
 
@@ -157,17 +149,11 @@ def questions() -> list[TrainingExample]:
     ]
 
 
-def ask(engine: Echo, folder: Path, share: Share | None = None, **options: Any) -> generate.Answered:
+def ask(engine: Echo, folder: Path, share: Share | None = None) -> generate.Answered:
     return generate_answers(
-        questions(),
-        SETTINGS,
-        lambda: engine,
-        decode=lambda ids: f"text {ids[0]}",
-        folder=folder,
-        share=share or Share(),
-        progress=False,
-        **{"max_prompt_tokens": 9, **options},
-    )
+        questions(), SETTINGS, lambda: engine, decode=lambda ids: f"text {ids[0]}", max_prompt_tokens=9, folder=folder,
+        share=share or Share(), progress=False,
+    )  # fmt: skip
 
 
 def expected() -> list[StoredAnswer]:

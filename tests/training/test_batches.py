@@ -89,11 +89,6 @@ def test_collator_shares_equal_documents() -> None:
     assert (first.tolist(), first.dtype) == ([3, 4], torch.long)
 
 
-def test_collator_takes_rows_without_documents() -> None:
-    batch = Collator(0)([training_example([], "a"), training_example([[5]], "b")])
-    assert [len(row) for row in batch["documents"]] == [0, 1]
-
-
 def test_a_target_of_nothing_is_refused() -> None:
     item = training_example([[5]], "a")
     with pytest.raises(ValueError, match="NaN"):

@@ -73,6 +73,8 @@ def test_distractors_are_different_and_never_the_excluded_one() -> None:
 
 def test_squad_example(tmp_path: Path) -> None:
     dataset = read_dataset("squad", squad_file(tmp_path), num_documents=4, same_article=2)
+    assert (dataset.counts.read, dataset.counts.kept, len(dataset)) == (45, 30, 30)
+    assert dict(dataset.counts.dropped) == {"unanswerable question": 15}
     example = next(e for e in dataset if e.id == "1-2-a")
     assert example.query == "Who is 1-2?"
     assert (example.answer, example.answers) == ("Ann", ("Ann", "Ann B"))
@@ -81,54 +83,32 @@ def test_squad_example(tmp_path: Path) -> None:
     assert len(set(texts)) == 4
     assert sum("article 1" in str(text) for text in texts) == 3
     assert {d.title for d in example.documents} >= {"article 1"}
-
-
-def test_squad_counts_every_question(tmp_path: Path) -> None:
-    dataset = read_dataset("squad", squad_file(tmp_path))
-    assert dataset.counts.read == 45
-    assert dict(dataset.counts.dropped) == {"unanswerable question": 15}
-    assert dataset.counts.kept == len(dataset) == 30
     kept = read_dataset("squad", squad_file(tmp_path), unanswerable="keep")
     assert len(kept) == 45
     assert {e.answer for e in kept if e.query == "Why?"} == {"unanswerable"}
+    few = read_dataset("squad", squad_file(tmp_path), limit=7)
+    assert len(few) == few.counts.kept == 7
+    assert few.counts.dropped["over the limit"] == 23
+    alone = read_dataset("squad", squad_file(tmp_path, articles=1, paragraphs=2), num_documents=4)
+    assert alone.counts.truncated == {"fewer documents in the file than num_documents": 4}
 
 
-def test_squad_holds_out_whole_articles_and_keeps_their_texts_out_of_training(tmp_path: Path) -> None:
+def test_squad_sides_seeds_and_shared_documents(tmp_path: Path) -> None:
     path = squad_file(tmp_path)
     train, heldout = (read_dataset("squad", path, split=s, heldout_share=0.4) for s in ("train", "heldout"))
-    assert len(groups(heldout)) == 2
+    assert len(groups(heldout)) == 2  # whole articles
     assert not groups(train) & groups(heldout)
     texts = [{d.text for e in side for d in e.documents} for side in (train, heldout)]
     assert not texts[0] & texts[1]
-
-
-def test_squad_is_seeded_and_shuffles(tmp_path: Path) -> None:
-    path = squad_file(tmp_path)
-    assert read_dataset("squad", path, seed=1).examples == read_dataset("squad", path, seed=1).examples
-    assert read_dataset("squad", path, seed=1).examples != read_dataset("squad", path, seed=2).examples
-    places = set()
-    for example in read_dataset("squad", path):
-        own = example.group and next(d for d in example.documents if d.title == example.group)
-        places.add(example.documents.index(own))  # type: ignore[arg-type]  # every example has a group
-    assert len(places) > 1  # the right document does not always stand first
-
-
-def test_squad_questions_of_a_paragraph_share_their_documents(tmp_path: Path) -> None:
-    by_paragraph: dict[str, set[tuple[Document, ...]]] = {}
-    for example in read_dataset("squad", squad_file(tmp_path)):
+    dataset = read_dataset("squad", path, seed=1)
+    assert dataset.examples == read_dataset("squad", path, seed=1).examples
+    assert dataset.examples != read_dataset("squad", path, seed=2).examples
+    places, by_paragraph = set(), dict[str, set[tuple[Document, ...]]]()
+    for example in dataset:
         by_paragraph.setdefault(str(example.id)[:-2], set()).add(example.documents)
+        places.add([document.title for document in example.documents].index(example.group))
+    assert len(places) > 1  # the right document does not always stand first
     assert all(len(documents) == 1 for documents in by_paragraph.values())
-
-
-def test_squad_limit_is_counted(tmp_path: Path) -> None:
-    dataset = read_dataset("squad", squad_file(tmp_path), limit=7)
-    assert len(dataset) == dataset.counts.kept == 7
-    assert dataset.counts.dropped["over the limit"] == 23
-
-
-def test_squad_says_when_there_are_too_few_distractors(tmp_path: Path) -> None:
-    dataset = read_dataset("squad", squad_file(tmp_path, articles=1, paragraphs=2), num_documents=4)
-    assert dataset.counts.truncated == {"fewer documents in the file than num_documents": 4}
 
 
 @pytest.mark.skipif(not SQUAD.exists(), reason=f"needs the SQuAD sample at {SQUAD}")
@@ -168,6 +148,15 @@ def test_babi_keeps_a_story_in_one_document_up_to_the_question(tmp_path: Path) -
         ("Mary moved to the bathroom. John went to the hallway. Mary went to the office.", "Where is Mary?", "office"),
     ]
     assert len(groups(dataset)) == 3
+    example = read_dataset("babi", babi_file(tmp_path), answer_style="sentence")[0]
+    assert (example.answer, example.references) == (
+        "Mary is in the bathroom.",
+        ("Mary is in the bathroom.", "bathroom"),
+    )
+    path = babi_file(tmp_path)
+    path.write_text(STORIES + "no number here\n1 Where is Bob? \toffice\t1\n")
+    counts = read_dataset("babi", path, num_documents=1).counts
+    assert (counts.read, sum(counts.dropped.values())) == (6, 2)
 
 
 def test_babi_distractors_never_speak_of_whom_is_asked_for(tmp_path: Path) -> None:
@@ -175,31 +164,15 @@ def test_babi_distractors_never_speak_of_whom_is_asked_for(tmp_path: Path) -> No
         name = example.query.removeprefix("Where is ").removesuffix("?")
         assert sum(name in str(document.text) for document in example.documents) == 1
         assert len(example.documents) > 1
-
-
-def test_babi_sentence_answers_keep_the_word(tmp_path: Path) -> None:
-    example = read_dataset("babi", babi_file(tmp_path), answer_style="sentence")[0]
-    assert example.answer == "Mary is in the bathroom."
-    assert example.references == ("Mary is in the bathroom.", "bathroom")
-
-
-def test_babi_distractors_are_refused_beyond_task_1(tmp_path: Path) -> None:
-    path = babi_file(tmp_path, "qa2_two.txt")
+    path = babi_file(tmp_path, "qa2_two.txt")  # where they would contradict each other
     with pytest.raises(ValueError, match="beyond task 1"):
         read_dataset("babi", path, num_documents=2)
     assert len(read_dataset("babi", path, num_documents=1)) == 4
 
 
-def test_babi_counts_malformed_lines(tmp_path: Path) -> None:
-    path = tmp_path / "qa1_x.txt"
-    path.write_text(STORIES + "no number here\n1 Where is Bob? \toffice\t1\n")
-    dataset = read_dataset("babi", path, num_documents=1)
-    assert dataset.counts.read == 6
-    assert sum(dataset.counts.dropped.values()) == 2
-
-
 def test_babi_folder_uses_the_published_split(tmp_path: Path) -> None:
     babi_file(tmp_path, "qa1_single_train.txt")
+    babi_file(tmp_path, "qa2_two_train.txt")  # of another task
     (tmp_path / "qa1_single_test.txt").write_text("1 Ann went to the attic.\n2 Where is Ann? \tattic\t1\n")
     options = {"num_documents": 1}
     assert len(read_dataset("babi", tmp_path, split="train", **options)) == 4
@@ -234,6 +207,15 @@ def test_jsonl_fields(tmp_path: Path) -> None:
     assert second == Example((Document("three"),), "r?", "b", ("b", "c"), id="7", group="g")
     # a file stands for itself where a dataset's name is asked for
     assert read_dataset(str(path)).examples == (first, second)
+    rows = [{"documents": texts, "query": "q?", "answer": "a", "answers": ["b"]} for texts in (["A", "B"], ["B", "A"])]
+    first, second = read_dataset("jsonl", jsonl_file(tmp_path, *rows))
+    assert first.references == ("a", "b")  # the target is an accepted answer
+    assert first.group == second.group
+    rows = [{"documents": [f"text {i // 3}"], "query": f"q{i}", "answer": "a"} for i in range(30)]
+    path = jsonl_file(tmp_path, *rows)
+    train, heldout = (read_dataset("jsonl", path, split=s, heldout_share=0.3) for s in ("train", "heldout"))
+    assert (len(train), len(heldout)) == (21, 9)
+    assert not {e.documents for e in train} & {e.documents for e in heldout}
 
 
 def test_jsonl_drops_empty_rows_and_counts_them(tmp_path: Path) -> None:
@@ -264,26 +246,12 @@ def test_jsonl_names_the_line_that_is_wrong(tmp_path: Path, row: Any, message: s
         read_dataset("jsonl", jsonl_file(tmp_path, good, row))
 
 
-def test_jsonl_rows_over_the_same_documents_stay_on_one_side(tmp_path: Path) -> None:
-    rows = [{"documents": [f"text {i // 3}"], "query": f"q{i}", "answer": "a"} for i in range(30)]
-    path = jsonl_file(tmp_path, *rows)
-    train, heldout = (read_dataset("jsonl", path, split=s, heldout_share=0.3) for s in ("train", "heldout"))
-    assert (len(train), len(heldout)) == (21, 9)
-    assert not {e.documents for e in train} & {e.documents for e in heldout}
-
-
 def test_nano_is_generated_and_seeded() -> None:
     dataset = read_dataset("nano", split="train", seed=5, scenes=6, questions=4)
     assert dataset.examples == read_dataset("nano", split="train", seed=5, scenes=6, questions=4).examples
     assert dataset.examples != read_dataset("nano", split="heldout", seed=5, scenes=6, questions=4).examples
     assert {len(e.documents) for e in dataset} == {4, 5, 6, 7, 8}
-    by_group: dict[str | None, set[tuple[Document, ...]]] = {}
-    for example in dataset:
-        by_group.setdefault(example.group, set()).add(example.documents)
-    assert all(len(documents) == 1 for documents in by_group.values())
-
-
-def test_nano_options_are_checked() -> None:
+    assert len({(example.group, example.documents) for example in dataset}) == len(groups(dataset))
     with pytest.raises(ValueError, match="is generated and reads no file"):
         read_dataset("nano", Path(__file__))
     with pytest.raises(ValueError, match="train and heldout"):
@@ -302,9 +270,6 @@ def test_unknown_names_options_and_files_are_clear_errors(tmp_path: Path) -> Non
     for name in ("squad", "babi", "jsonl"):
         with pytest.raises(ValueError, match="needs a path"):
             read_dataset(name)
-
-
-def test_an_empty_dataset_is_an_error_that_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gives no example .*1 dropped: empty answer"):
         read_dataset("jsonl", jsonl_file(tmp_path, {"documents": ["x"], "query": "q", "answer": ""}))
 
@@ -358,22 +323,8 @@ def test_squad_refuses_other_files_and_rows(tmp_path: Path, content: str) -> Non
         read_dataset("squad", tmp_path / "s.json")
 
 
-def test_babi_folder_with_all_tasks_reads_the_first(tmp_path: Path) -> None:
-    babi_file(tmp_path, "qa1_single_train.txt")
-    babi_file(tmp_path, "qa2_two_train.txt")
-    alone = read_dataset("babi", tmp_path / "qa1_single_train.txt", num_documents=1)
-    assert len(read_dataset("babi", tmp_path, num_documents=1)) == len(alone)
-
-
 def test_jsonl_lines_end_at_newlines_only(tmp_path: Path) -> None:
     row = {"documents": ["one\u2028two\x85three"], "query": "q?", "answer": "a"}
     (tmp_path / "own.jsonl").write_text("\ufeff" + json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
     (example,) = read_dataset("jsonl", tmp_path / "own.jsonl")
     assert example.documents[0].text == "one\u2028two\x85three"
-
-
-def test_jsonl_target_is_an_accepted_answer_and_order_makes_no_new_group(tmp_path: Path) -> None:
-    rows = [{"documents": texts, "query": "q?", "answer": "a", "answers": ["b"]} for texts in (["A", "B"], ["B", "A"])]
-    first, second = read_dataset("jsonl", jsonl_file(tmp_path, *rows))
-    assert first.references == ("a", "b")
-    assert first.group == second.group

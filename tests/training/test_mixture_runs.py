@@ -13,7 +13,7 @@ from comb.documents.datasets import Dataset, datasets
 from comb.documents.document import PromptBuilder
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, DataConfig, config_from_dict
-from comb_training.data import mixture, token_cache
+from comb_training.data import mixture
 from comb_training.data.sources import Source
 from comb_training.nano import CHECKPOINT
 from comb_training.train import run_training
@@ -125,10 +125,3 @@ def test_a_branch_on_the_hub_is_read_anew(
     kept, _ = mixture.read_tokenized(pinned, builder, 64, split="train", limit=None)
     assert len(list((tmp_path / "cache").iterdir())) == 1
     assert kept == examples
-
-
-def test_tests_leave_the_users_cache_alone(tmp_path: Path) -> None:
-    run = prepare(config_from_dict(config(tmp_path, {"cache_dir": None}).to_dict()))
-    assert len(run.examples) == 24
-    assert list(token_cache.default_folder().glob("a-train-*.safetensors"))
-    assert Path.home() not in token_cache.default_folder().parents

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from comb.cache.atomic import write_temporary
 from comb.documents.document import Prompt, PromptBuilder
 from comb_training.config import DataConfig
 from comb_training.data import mixture
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.data.token_cache import DamagedCacheError, DocumentTokens, cached, default_folder, read, write
+from comb_training.data.token_cache import DamagedCacheError, DocumentTokens, cached, read, write
 from comb_training.data.token_statistics import TokenStatistics
 from comb_training.trainer.sampler import BatchSampler, Budget
 
@@ -194,18 +193,6 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     assert read(path)[0] == some()
 
 
-def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
-    def work(queue: Any) -> None:
-        write_temporary(tmp_path, b"half")
-        queue.put(None)
-
-    in_children(work, 1)
-    mine = write_temporary(tmp_path, b"another thread is at it")
-    assert len(list(tmp_path.iterdir())) == 2
-    written(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"x.safetensors", mine.name}
-
-
 def test_texts_that_are_no_unicode_are_kept(tmp_path: Path) -> None:
     odd = [replace(some()[0], references=("\ud800",))]
     found, _ = cached(tmp_path, "x", KEY, lambda: (odd, {}))
@@ -294,8 +281,3 @@ def test_other_weights_need_no_tokenising(tmp_path: Path, builder: PromptBuilder
     examples, _ = mixture.read_tokenized(other, builder, 64, split="train", limit=None)
     assert len(examples) == 8
     assert files(tmp_path) == 2
-
-
-def test_the_folder_is_in_the_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "comb" / "tokens"
