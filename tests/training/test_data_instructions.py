@@ -31,13 +31,8 @@ def task(name: str = "", count: int = 3, **fields: Any) -> dict[str, Any]:
 
 
 def subtask(**fields: Any) -> dict[str, Any]:
-    row = {
-        "Title": "t",
-        "Prompt": "Answer.",
-        "Definition": "A task.",
-        "Things to Avoid": "-",
-        "Emphasis & Caution": "Do",
-    }
+    row = {"Title": "t", "Prompt": "Answer.", "Definition": "A task."}
+    row |= {"Things to Avoid": "-", "Emphasis & Caution": "Do"}
     examples = {"Positive Examples": [{"input": "i", "output": "o", "reason": "r"}], "Negative Examples": []}
     return {**row, "Examples": examples, "Instances": [{"input": "x", "output": ["y", "z"]}], **fields}
 
@@ -66,10 +61,8 @@ def test_v2_instruction_and_examples_are_the_documents(write: Write) -> None:
     instruction, first, second = dataset[0].documents
     assert (instruction.title, instruction.text) == ("Task: quoref answer generation", "Do this.\nBe short.")
     assert first.text == "Input: shown 0\nOutput: shot 0"
-    assert (first.title, second.text) == (
-        "Example of the task: quoref answer generation",
-        "Input: shown 1\nOutput: shot 1",
-    )
+    assert first.title == "Example of the task: quoref answer generation"
+    assert second.text == "Input: shown 1\nOutput: shot 1"
     assert (dataset[0].query, dataset[0].answer, dataset[0].references) == ("in this0", "out 0", ("out 0", "other"))
     assert (dataset[0].id, dataset[0].group) == ("this-0", "task002_quoref_answer_generation")
     assert {example.documents for example in dataset} == {dataset[0].documents}
@@ -135,12 +128,8 @@ def test_tasks_or_instances_are_on_one_side(write: Write) -> None:
 
 
 def test_what_is_left_out_is_counted(write: Write) -> None:
-    rows = [
-        *instances(3),
-        {"input": " ", "output": ["x"]},
-        {"input": "i", "output": [" "]},
-        {"input": "shown 1", "output": "o"},
-    ]
+    odd = ((" ", ["x"]), ("i", [" "]), ("shown 1", "o"))
+    rows = [*instances(3), *({"input": given, "output": output} for given, output in odd)]
     broken = {"input": "no output", "output": ""}
     path = write(task1_a=task(Instances=rows, **{"Positive Examples": [broken, *shots(2)]}))
     dataset = read_dataset(V2, path, num_examples=3, max_instances_per_task=2)
@@ -165,20 +154,12 @@ def test_what_is_left_out_is_counted(write: Write) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            V2,
-            task(Instances=[{"input": 3, "output": ["x"]}]),
-            r"task1_a.json: Instances\[0\]: 'input' is a text, got '3'",
-        ),
+        (V2, task(Instances=[{"input": 3, "output": ["x"]}]), r"a.json: Instances\[0\]: 'input' is a text, got '3'"),
         (V2, task(Instances=[{"input": "i"}]), r"Instances\[0\]: 'output' is a list of str"),
         (V2, task(Instances=["x"]), r"task1_a.json: 'Instances' is a list of dict"),
         (V2, task(Definition=3), "'Definition' is a list of str"),
         (V2, task(Definition=[" "]), "task1_a.json: the task has no instruction"),
-        (
-            V2,
-            task(**{"Positive Examples": [{"input": "i", "output": 3}]}),
-            r"Positive Examples\[0\]: 'output' is a list",
-        ),
+        (V2, task(**{"Positive Examples": [{"input": "i", "output": 3}]}), r"Examples\[0\]: 'output' is a list"),
         (V1, subtask(Examples=[]), "'Examples' is an object with 'Positive Examples'"),
         (V1, subtask(Prompt=3), "'Prompt' is a text"),
     ],

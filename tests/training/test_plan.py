@@ -59,7 +59,7 @@ def test_recipes_with_the_real_sizes_of_their_backbones(name: str) -> None:
     assert f"{trained:.2f} B trained" in output
     assert "memory on each of 4 GPUs" in output
     assert "the Hub did not give its configuration" in output
-    assert "train-v2.0.json" in output  # what is missing
+    assert ("needs a path" if name.startswith("qwen") else "train-v2.0.json") in output  # what is missing
     assert ("linear layers count as softmax attention" in output) == (name == "qwen3.5-9b")
     assert max(map(len, result.output.splitlines())) <= 80
     assert not (ROOT / load_config(CONFIGS[name]).train.output_dir).exists()

@@ -177,9 +177,6 @@ def test_bad_batches_are_left_out_up_to_a_limit(tmp_path: Path, monkeypatch: pyt
     assert math.isnan(kept["loss"])
     assert kept["inputs"]["labels"].shape == kept["inputs"]["input_ids"].shape
     assert len(kept["inputs"]["documents"]) == 6
-
-
-def test_too_many_bad_batches_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(comb_model(gate=0.5), tmp_path, max_bad_steps=1, steps=4)
     scale_losses(monkeypatch, {1: math.nan, 3: math.nan})
     with pytest.raises(TrainingDivergedError, match=r"step 3 .*bad-batch-step-3-rank-0.pt"):
@@ -230,7 +227,9 @@ def test_the_share_of_the_divergence_that_is_closed_is_logged(tmp_path: Path) ->
     assert closed == pytest.approx(1 - kl / none)
 
 
-def test_schedule_warms_up_and_cools_down() -> None:
+def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:
+    lengths = [{"epochs": 2.0}, {"epochs": 0.5}, {"steps": 5, "epochs": 2.0}, {"steps": 500, "epochs": 1.0}]
+    assert [total_steps(TrainConfig(**length), 7) for length in lengths] == [14, 4, 5, 7]
     schedule = LearningRateSchedule(100, None, warmup=0.1, final=0.02)
     factors = [schedule(step) for step in range(101)]
     assert 0 < factors[0] <= 0.1
@@ -238,17 +237,11 @@ def test_schedule_warms_up_and_cools_down() -> None:
     assert max(factors) == factors[10] == pytest.approx(1.0)
     assert factors[100] == pytest.approx(0.02)
     assert all(earlier >= later for earlier, later in itertools.pairwise(factors[10:]))
-
-
-def test_schedule_follows_the_clock_when_that_is_ahead() -> None:
     schedule = LearningRateSchedule(10**9, 100.0, warmup=0.1, final=0.0)
-    schedule.used = 5.0
-    assert schedule(3) == pytest.approx(0.5)
-    schedule.used = 100.0
-    assert schedule(4) == pytest.approx(0.0)
-    by_steps = LearningRateSchedule(10, 100.0, warmup=0.0, final=0.0)
-    by_steps.used = 1.0
-    assert by_steps.progress(9) == pytest.approx(0.9)
+    for schedule.used, factor in ((5.0, 0.5), (100.0, 0.0)):
+        assert schedule(3) == pytest.approx(factor)
+    schedule.steps, schedule.used = 10, 1.0  # the steps are ahead
+    assert schedule.progress(9) == pytest.approx(0.9)
 
 
 def test_a_run_ends_when_its_seconds_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,11 +254,6 @@ def test_a_run_ends_when_its_seconds_are_used_up(tmp_path: Path, monkeypatch: py
     # it cooled down although nobody knew the number of steps
     assert rates[1] == pytest.approx(2e-3)
     assert rates[-1] < 0.1 * rates[1]
-
-
-def test_total_steps() -> None:
-    lengths = [{"epochs": 2.0}, {"epochs": 0.5}, {"steps": 5, "epochs": 2.0}, {"steps": 500, "epochs": 1.0}]
-    assert [total_steps(TrainConfig(**length), 7) for length in lengths] == [14, 4, 5, 7]
 
 
 def test_checkpoints_hold_the_trained_parameters_only(tmp_path: Path) -> None:
