@@ -43,9 +43,21 @@ class DatasetRow:
             raise ValueError(f"{self.where}: {name!r} is a list of {kind.__name__}, got {str(items)[:80]!r}")
         return items
 
+    def texts(self, name: str) -> list[str]:
+        """A field that holds one text or a list of them, stripped. Raises ValueError otherwise."""
+        texts = [self.text(name)] if isinstance(self.row.get(name), str) else self.items(name, str)
+        return [text.strip() for text in texts]
+
     def part(self, row: Mapping[str, Any]) -> DatasetRow:
         """An object inside of this row."""
         return DatasetRow(row, self.where, self.number, self.left_out)
+
+    def inside(self, name: str, key: str) -> DatasetRow:
+        """The object in a field, which has a `key`. Raises ValueError if there is something else."""
+        value = self.row.get(name)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self.where}: {name!r} is an object with {key!r}, got {str(value)[:80]!r}")
+        return self.part(value)
 
     def title(self) -> str | None:
         """The field ``title``, which may be missing or empty."""

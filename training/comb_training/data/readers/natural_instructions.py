@@ -15,13 +15,12 @@ Source of the set-up: COMB sec. 5.2 trains on both sets.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from comb.documents.datasets import Counts
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import content_group, draw
 from comb_training.data.hub import on_hub
@@ -41,7 +40,7 @@ class InstructionTask:
     name: str
     instruction: str
     examples: Sequence[DatasetRow]
-    instances: Sequence[DatasetRow]
+    instances: list[DatasetRow]
 
     @property
     def title(self) -> str:
@@ -92,9 +91,23 @@ def read_natural_instructions(
     tasks = [task for task in tasks if not here.isdisjoint(groups[task.name])]
     examples: list[Example] = []
     for task in tasks:
-        shown = _shown(task, num_examples, num_documents, side.counts)
-        documents = _documents(task, shown, tasks, num_documents, side)
-        found = list(_examples(task, groups[task.name], here, shown, documents, side.counts))
+        documents, shown = _documents(task, tasks, side, num_examples, num_documents)
+        found = []
+        for number, (record, group) in enumerate(zip(task.instances, groups[task.name], strict=True)):
+            if group not in here:
+                continue
+            side.counts.read += 1
+            given = _input(record)
+            among_others = len(documents) > 1 + len(shown)
+            query = QUERY_AMONG_OTHERS.format(task=task.title, input=given) if among_others and given else given
+            id = record.row.get("id") or f"{task.name}-{number}"
+            example = record.example(documents, query, _outputs(record), id=id, group=group)
+            if given in shown:
+                example = "instance that is one of its task's worked examples"
+            if isinstance(example, str):
+                side.counts.drop(example)
+            else:
+                found.append(example)
         if max_instances_per_task is not None and len(found) > max_instances_per_task:
             side.counts.drop("over max_instances_per_task", len(found) - max_instances_per_task)
             found = side.rng("instances", task.name).sample(found, max_instances_per_task)
@@ -102,72 +115,38 @@ def read_natural_instructions(
     return side.limited(examples)
 
 
-def _shown(
-    task: InstructionTask, num_examples: int, num_documents: int | None, counts: Counts
-) -> list[tuple[str, str]]:
-    """Input and output of the worked examples that become documents."""
+def _documents(
+    task: InstructionTask,
+    tasks: Sequence[InstructionTask],
+    side: DatasetSide,
+    num_examples: int,
+    num_documents: int | None,
+) -> tuple[tuple[Document, ...], list[str]]:
+    """The task's instruction, worked examples and other tasks' instructions; and the inputs of the worked examples."""
+    counts, title = side.counts, f"Example of the task: {task.title}"
     pairs = [(_input(record), next(iter(_outputs(record)), "")) for record in task.examples]
-    whole = [(given, output) for given, output in pairs if given and output]
+    whole = [pair for pair in pairs if all(pair)]
     counts.truncate("worked example without input or output left out", len(pairs) - len(whole))
     if len(whole) < num_examples:
         counts.truncate("task with fewer worked examples than num_examples")
-    kept = whole[:num_examples]
-    if num_documents is not None and len(kept) > num_documents - 1:
+    shown = whole[:num_examples]
+    if num_documents is not None and len(shown) > num_documents - 1:
         counts.truncate("task with more documents than num_documents")
-        kept = kept[: num_documents - 1]
-    return kept
-
-
-def _documents(
-    task: InstructionTask,
-    shown: Sequence[tuple[str, str]],
-    tasks: Sequence[InstructionTask],
-    num_documents: int | None,
-    side: DatasetSide,
-) -> tuple[Document, ...]:
-    title = f"Example of the task: {task.title}"
+        shown = shown[: num_documents - 1]
     documents = [task.document()]
     documents += [Document(SHOT.format(input=given, output=output), title=title) for given, output in shown]
-    if num_documents is None:
-        return tuple(documents)
-    rng = side.rng("task", task.name)
-    # neither the same instruction nor the same name twice: the query names the task
-    others = {other.title: other for other in tasks if other.instruction != task.instruction}
-    others.pop(task.title, None)
-    different = list({other.instruction: other for other in others.values()}.values())
-    drawn = draw(rng, different, num_documents - len(documents), lambda _: True)
-    documents += [other.document() for other in drawn]
-    if len(documents) < num_documents:
-        side.counts.truncate("task with fewer other tasks than num_documents needs")
-    rng.shuffle(documents)
-    return tuple(documents)
-
-
-def _examples(
-    task: InstructionTask,
-    groups: Sequence[str],
-    here: Collection[str],
-    shown: Sequence[tuple[str, str]],
-    documents: tuple[Document, ...],
-    counts: Counts,
-) -> Iterator[Example]:
-    """The examples of a task's instances whose groups are `here`."""
-    known = {given for given, _ in shown}
-    among_others = len(documents) > 1 + len(shown)
-    for number, (record, group) in enumerate(zip(task.instances, groups, strict=True)):
-        if group not in here:
-            continue
-        counts.read += 1
-        given = _input(record)
-        query = QUERY_AMONG_OTHERS.format(task=task.title, input=given) if among_others and given else given
-        id = record.row.get("id") or f"{task.name}-{number}"
-        found = record.example(documents, query, _outputs(record), id=id, group=group)
-        if given in known:
-            counts.drop("instance that is one of its task's worked examples")
-        elif isinstance(found, str):
-            counts.drop(found)
-        else:
-            yield found
+    if num_documents is not None:
+        rng = side.rng("task", task.name)
+        # neither the same instruction nor the same name twice: the query names the task
+        others = {other.title: other for other in tasks if other.instruction != task.instruction}
+        others.pop(task.title, None)
+        different = list({other.instruction: other for other in others.values()}.values())
+        drawn = draw(rng, different, num_documents - len(documents), lambda _: True)
+        documents += [other.document() for other in drawn]
+        if len(documents) < num_documents:
+            counts.truncate("task with fewer other tasks than num_documents needs")
+        rng.shuffle(documents)
+    return tuple(documents), [given for given, _ in shown]
 
 
 def _input(record: DatasetRow) -> str:
@@ -176,51 +155,41 @@ def _input(record: DatasetRow) -> str:
 
 def _outputs(record: DatasetRow) -> list[str]:
     """The accepted outputs: a list, or a text in the Hub's rows and in worked examples."""
-    name = next((name for name in ("output", "targets") if record.row.get(name) is not None), "output")
-    outputs = [record.text(name)] if isinstance(record.row.get(name), str) else record.items(name, str)
-    return [output.strip() for output in outputs]
+    return record.texts("targets" if record.row.get("output") is None and "targets" in record.row else "output")
 
 
 def _tasks(side: DatasetSide) -> list[InstructionTask]:
     v1 = side.name == "natural_instructions_v1"
-    pattern = "subtask*.json" if v1 else "task*.json"
     if on_hub(side.path):
         if v1:
             raise ValueError(f"dataset {side.name!r} is read from its task files, not from the Hub ({side.path})")
         return _hub_tasks(str(side.path), side.name)
-    path = Path(side.path)
+    path, pattern = Path(side.path), "subtask*.json" if v1 else "task*.json"
     files = sorted(path.glob(pattern)) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"dataset {side.name!r}: there is no {pattern} in {path}")
-    return [(_task_v1 if v1 else _task_v2)(read_object(file, side.name)) for file in files]
+    return [_task(read_object(file, side.name), v1=v1) for file in files]
 
 
-def _task_v1(record: DatasetRow) -> InstructionTask:
-    parts = [(name, record.text(name).strip()) for name in V1_PARTS if record.row.get(name) is not None]
-    instruction = "\n".join(f"{name}: {text}" for name, text in parts if text not in ("", "-"))
-    examples = record.row.get("Examples")
-    if not isinstance(examples, dict):
-        raise ValueError(
-            f"{record.where}: 'Examples' is an object with 'Positive Examples', got {str(examples)[:80]!r}"
-        )
-    return _task(record, instruction, record.part(examples))
-
-
-def _task_v2(record: DatasetRow) -> InstructionTask:
-    definition = record.row.get("Definition")
-    texts = [definition] if isinstance(definition, str) else record.items("Definition", str)
-    return _task(record, "\n".join(text.strip() for text in texts), record)
-
-
-def _task(record: DatasetRow, instruction: str, examples: DatasetRow) -> InstructionTask:
+def _task(record: DatasetRow, *, v1: bool) -> InstructionTask:
+    """The task of a file."""
+    examples = record
+    if v1:
+        parts = [(name, record.text(name).strip()) for name in V1_PARTS if record.row.get(name) is not None]
+        texts = [f"{name}: {text}" for name, text in parts if text not in ("", "-")]
+        examples = record.inside("Examples", "Positive Examples")
+    else:
+        texts = record.texts("Definition")
     name = Path(record.where).name.removesuffix(".gz").removesuffix(".json")
-    _check_instruction(record, instruction)
-    return InstructionTask(name, instruction, _parts(examples, "Positive Examples"), _parts(record, "Instances"))
+    shown, instances = _parts(examples, "Positive Examples"), _parts(record, "Instances")
+    return InstructionTask(name, _instruction(record, texts), shown, instances)
 
 
-def _check_instruction(record: DatasetRow, instruction: str) -> None:
+def _instruction(record: DatasetRow, texts: Iterable[str]) -> str:
+    instruction = "\n".join(texts)
     if not instruction.strip():
         raise ValueError(f"{record.where}: the task has no instruction")
+    return instruction
 
 
 def _parts(record: DatasetRow, name: str) -> list[DatasetRow]:
@@ -230,9 +199,8 @@ def _parts(record: DatasetRow, name: str) -> list[DatasetRow]:
 
 
 def _hub_tasks(path: str, dataset: str) -> list[InstructionTask]:
-    tasks: dict[str, tuple[str, list[DatasetRow]]] = {}
+    tasks: dict[str, InstructionTask] = {}
     for record in read_records(path, dataset):
-        definition = record.text("definition").strip()
-        _check_instruction(record, definition)
-        tasks.setdefault(record.text("task_name"), (definition, []))[1].append(record)
-    return [InstructionTask(name, definition, (), records) for name, (definition, records) in tasks.items()]
+        name, instruction = record.text("task_name"), _instruction(record, [record.text("definition").strip()])
+        tasks.setdefault(name, InstructionTask(name, instruction, (), [])).instances.append(record)
+    return list(tasks.values())

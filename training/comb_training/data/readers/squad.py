@@ -50,7 +50,8 @@ def read_squad(
     articles = [article for article in articles if article["title"] in here]
     paragraphs: dict[str, list[Document]] = {}  # articles may share a title
     for article in articles:
-        own = [_document(article, paragraph) for paragraph in article["paragraphs"] if paragraph["context"].strip()]
+        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
+        own = [Document(text, title=article["title"]) for text in texts if text.strip()]
         paragraphs.setdefault(article["title"], []).extend(own)
     everything = list(chain.from_iterable(paragraphs.values()))
 
@@ -63,7 +64,7 @@ def read_squad(
             if not paragraph["context"].strip():
                 side.counts.drop("empty paragraph", len(questions))
                 continue
-            right = _document(article, paragraph)
+            right = Document(paragraph["context"], title=title)
             rng = side.rng(title, number)
             pools = [(paragraphs[title], same_article), (everything, num_documents)]
             documents = [right, *pick_distractors(rng, pools, exclude=[right], total=num_documents - 1)]
@@ -77,10 +78,6 @@ def read_squad(
     if side.limit is not None:
         side.rng("limit").shuffle(blocks)
     return side.first(list(chain.from_iterable(blocks)))
-
-
-def _document(article: dict[str, Any], paragraph: dict[str, Any]) -> Document:
-    return Document(paragraph["context"], title=article["title"])
 
 
 def _example(row: dict[str, Any], documents: tuple[Document, ...], title: str) -> Example:
@@ -115,10 +112,7 @@ def _from_rows(records: list[DatasetRow]) -> list[dict[str, Any]]:
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for record in records:
         title, context, question = (record.text(name) for name in ("title", "context", "question"))
-        answers = record.row.get("answers")
-        if not isinstance(answers, dict):
-            raise ValueError(f"{record.where}: 'answers' is an object with 'text', got {str(answers)[:80]!r}")
-        texts = [{"text": text} for text in record.part(answers).items("text", str)]
+        texts = [{"text": text} for text in record.inside("answers", "text").items("text", str)]
         row = {"id": record.row.get("id"), "question": question, "answers": texts}
         articles.setdefault(title, {}).setdefault(context, []).append(row)
     return [

@@ -3,7 +3,7 @@
 Rows ``{id, query, answer, candidates, supports}``.
 
 document: one of ``supports``; query: ``query`` with the underscores of its relation as spaces ("participant_of juan
-rossell" is asked as "participant of juan rossell"), and the candidates behind it if wanted; answer: ``answer``.
+rossell" is asked as "participant of juan rossell"); answer: ``answer``.
 """
 
 from __future__ import annotations
@@ -14,23 +14,14 @@ from comb_training.data.side import row_reader
 
 
 @row_reader("wikihop")
-def read_wikihop(
-    record: DatasetRow, *, num_documents: int | None = None, with_candidates: bool = False
-) -> Example | str:
+def read_wikihop(record: DatasetRow, *, num_documents: int | None = None) -> Example | str:
     """The example of a row.
 
     Args:
         num_documents: keep only the first so many documents (counted); None keeps all, up to some sixty.
-        with_candidates: name the candidates in the query.
     """
     documents = record.documents(((None, text) for text in record.items("supports", str)), num_documents)
     relation, _, subject = record.text("query", "question").strip().partition(" ")
     query = f"{relation.replace('_', ' ')} {subject}".strip()
-    answer = record.text("answer")
-    if with_candidates:
-        candidates = record.items("candidates", str)
-        if answer not in candidates:
-            return "answer is not among the candidates"
-        query += f"? One of: {', '.join(candidates)}"
     # questions about one subject share supports
-    return record.example(documents, query, [answer], group=subject or query)
+    return record.example(documents, query, [record.text("answer")], group=subject or query)
