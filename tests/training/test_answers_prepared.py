@@ -5,10 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,36 +102,6 @@ def test_under_torchrun_a_rank_answers_its_share(tmp_path: Path, monkeypatch: py
     assert 0 < generated[0] < 24
     monkeypatch.delenv("WORLD_SIZE")
     assert "24 found, 0 generated" in answers(tmp_path, "--engine", "transformers").words
-
-
-@pytest.mark.slow
-def test_a_killed_command_goes_on_where_it_was(tmp_path: Path) -> None:
-    content = settings(tmp_path / "out", limit=320)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(content))
-    code = "import sys, typer; from comb_training.cli.answers import answers; sys.argv[0] = 'comb'; typer.run(answers)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", code, str(path), "--engine", "transformers"]
-    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    folder = tmp_path / "out" / "answers"
-    deadline = time.monotonic() + 120
-    while len(list(folder.glob("part-*.parquet"))) < 3:
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    before = {part: part.read_bytes() for part in folder.glob("part-*.parquet")}
-    found = 8 * len(before)  # every part is whole
-    assert 24 <= found < 320
-    again = answers(tmp_path, "--engine", "transformers", content=content)
-    assert f"answers: {found} found, {320 - found} generated" in again.words
-    assert {part: part.read_bytes() for part in before} == before
-    resumed = answer_prepared(prepare(config_from_dict(content)), progress=False)
-    unbroken = answer_prepared(prepare(config(tmp_path / "unbroken", limit=320)), progress=False)
-    assert resumed.answered.generated == 0
-    assert resumed.examples == unbroken.examples
-    assert len(resumed.examples) == 320
 
 
 @pytest.fixture(scope="module")

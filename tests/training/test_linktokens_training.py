@@ -70,14 +70,6 @@ def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "checkpoint-3" / "model.safetensors")) == set(weights)
 
 
-def test_the_loss_does_not_depend_on_the_split_into_batches(tmp_path: Path) -> None:
-    whole = run(tmp_path / "a", steps=1)
-    whole.train()
-    parts = run(tmp_path / "b", steps=1, batch_size=4, gradient_accumulation_steps=3)
-    parts.train()
-    assert parts.losses[0][1] == pytest.approx(whole.losses[0][1], rel=1e-5)
-
-
 def test_the_whole_run_from_a_configuration(tmp_path: Path) -> None:
     settings = config_from_dict(
         {

@@ -8,7 +8,6 @@ import pytest
 
 from comb import Prompt
 from comb_training.data.batches import TrainingExample
-from comb_training.plan.buckets import bucket_rows
 from comb_training.trainer.sampler import BatchSampler, Budget, row_length
 
 
@@ -111,14 +110,3 @@ def test_what_does_not_fit_is_said() -> None:
         BatchSampler([example(0, ((1,) * 4,), 5)], Budget(4, None, 6))
     with pytest.raises(ValueError, match=r"3 examples are too few"):
         BatchSampler(examples(3), Budget(4), ranks=2, accumulation=2)
-
-
-def test_the_bucket_table_adds_up() -> None:
-    rows = examples()
-    sampler = BatchSampler(rows, Budget(8, 60, 120))
-    table = bucket_rows(sampler, rows, buckets=4)
-    assert sum(int(row["batches"]) for row in table) == len(sampler)
-    assert sum(int(row["batches"]) * float(row["rows"]) for row in table) == pytest.approx(60, rel=0.05)
-    assert all(int(row["document tokens"].split()[-1]) <= 60 for row in table)
-    assert all(int(row["query tokens"]) <= 120 for row in table)
-    assert all(0 <= float(row["padding"].rstrip("%")) < 100 for row in table)
