@@ -23,7 +23,7 @@ from comb.backbones.fingerprint import backbone_fingerprint
 from comb.documents.datasets import Counts
 from comb.documents.document import stopping_tokens
 from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
-from comb_training.data.batches import TrainingExample
+from comb_training.data.batches import TrainingExample, by_documents
 
 logger = logging.getLogger(__name__)
 
@@ -189,14 +189,9 @@ def _key(identity: str, example: TrainingExample) -> str:
 
 def _share(asked: Mapping[str, TrainingExample], share: Share) -> Mapping[str, TrainingExample]:
     """The questions of this rank: every `ranks`-th set of documents, so that no prefill is shared between ranks."""
-    if share.ranks == 1:
-        return asked
-    numbers: dict[tuple[tuple[int, ...], ...], int] = {}
-    return {
-        key: example
-        for key, example in asked.items()
-        if numbers.setdefault(example.segments, len(numbers)) % share.ranks == share.rank
-    }
+    keys = list(asked)
+    groups = by_documents(asked.values())[share.rank :: share.ranks]
+    return {keys[place]: asked[keys[place]] for group in groups for place in group}
 
 
 def _await_others(store: AnswerStore, wanted: Mapping[str, TrainingExample]) -> None:
@@ -218,10 +213,8 @@ def _await_others(store: AnswerStore, wanted: Mapping[str, TrainingExample]) -> 
 
 def _batches(examples: Mapping[str, TrainingExample], batch_size: int) -> Iterator[list[str]]:
     """Keys in batches: questions over the same documents together, prompts of like length together."""
-    groups: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-    for key, example in examples.items():
-        groups.setdefault(example.segments, []).append(key)
-    ordered = sorted(groups.values(), key=lambda keys: len(examples[keys[0]].prompt.flat))
-    flat = [key for keys in ordered for key in keys]
+    keys = list(examples)
+    groups = sorted(by_documents(examples.values()), key=lambda group: len(examples[keys[group[0]]].prompt.flat))
+    flat = [keys[place] for group in groups for place in group]
     for start in range(0, len(flat), batch_size):
         yield flat[start : start + batch_size]

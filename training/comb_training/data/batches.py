@@ -144,6 +144,14 @@ def tokenize(
     return tokenized
 
 
+def by_documents(examples: Iterable[TrainingExample]) -> list[list[int]]:
+    """Places of the examples, those over the same documents together."""
+    groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for place, example in enumerate(examples):
+        groups.setdefault(example.segments, []).append(place)
+    return list(groups.values())
+
+
 @dataclass
 class Collator:
     """Pads rows on the right and gives equal documents of a batch the same tensor.

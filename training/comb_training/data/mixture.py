@@ -13,9 +13,8 @@ out is trained on by the other.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from comb.documents.document import Example, PromptBuilder
 from comb.documents.splitting import Splitter, create
 from comb_training.config import DataConfig
 from comb_training.data import cache_key, token_cache
-from comb_training.data.batches import TrainingExample, fit_documents, join_questions, tokenize
+from comb_training.data.batches import TrainingExample, by_documents, fit_documents, join_questions, tokenize
 from comb_training.data.shares import draw, epoch_numbers, heldout_numbers
 from comb_training.data.sources import Source, sources
 
@@ -139,7 +138,7 @@ def read_tokenized(
     for name, (examples, counts) in found.items():
         counts.drop("over the share of the mixture", max(0, len(examples) - numbers[name]))
         counts.repeated = max(0, numbers[name] - len(examples))
-        drawn = draw(_blocks(examples), numbers[name], seed=data.seed, name=name) if numbers[name] else ()
+        drawn = draw(by_documents(examples), numbers[name], seed=data.seed, name=name) if numbers[name] else ()
         for place, turn in drawn:
             example = examples[place]
             mixed.append(replace(example, id=f"{name}{f'@{turn + 1}' if turn else ''}/{example.id}"))
@@ -172,27 +171,16 @@ def read_examples(
     ], counts
 
 
-def _blocks(examples: Sequence[TrainingExample]) -> list[list[int]]:
-    """Places of the examples, those over the same documents together."""
-    found: dict[Any, list[int]] = {}
-    for index, example in enumerate(examples):
-        found.setdefault(example.segments, []).append(index)
-    return list(found.values())
-
-
 def _unique(examples: Sequence[Example]) -> list[Example]:
     """The examples with ids of which no two are the same; files repeat theirs, or have none."""
-    taken = {example.id for example in examples}
-    seen: set[str | None] = set()
-    numbers: dict[str, Iterator[int]] = {}
+    given, taken = {example.id for example in examples}, set[str]()
     renamed = []
     for place, example in enumerate(examples):
-        id = example.id
-        if id is None or id in seen:
-            base = f"row{place}" if id is None else id
-            others = (f"{base}#{number}" for number in numbers.setdefault(base, itertools.count(2)))
-            id = next(name for name in itertools.chain([base], others) if name not in taken)
-            taken.add(id)
-        seen.add(id)
-        renamed.append(example if id == example.id else replace(example, id=id))
+        id = f"row{place}" if example.id is None else example.id
+        if id in taken:
+            id = f"{id}#{place}"
+        while id in taken or (id != example.id and id in given):
+            id += "#"
+        taken.add(id)
+        renamed.append(replace(example, id=id))
     return renamed

@@ -104,6 +104,8 @@ def reader(
 ) -> Callable[[SideReader], SideReader]:
     """Decorator: registers a function from a `DatasetSide`, and options of its own, to examples as a dataset's reader.
 
+    Readers raise ValueError for a missing path, a malformed file or row, naming it, and options out of range.
+
     Args:
         hub_id: as for `datasets.register`.
         heldout_share: the default.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comb.backbones.loading import resolve_name
 from comb_training.config import Config
-from comb_training.models.loading import dtype_of
+from comb_training.models.loading import dtype_of, shaping_options
 from comb_training.models.method import TrainingMethod
 
 
@@ -21,11 +21,14 @@ class AdapterTraining(TrainingMethod):
 
     measures_closed = True
 
-    def continued(self, config: Config, options: Mapping[str, Any]) -> Any:
-        """The adapter of `model.init_from` on its backbone, ready to be trained on."""
+    def continued(self, config: Config) -> Any:
+        """The adapter of `model.init_from` on its backbone, ready to be trained on. Raises ValueError for options that
+        would shape another one."""
         assert config.model.init_from is not None
+        if shaping := sorted(shaping_options(self.adapter, config.model.options).keys() - {"adapter_dtype"}):
+            raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
         model = self.adapter.from_pretrained(
-            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **options
+            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **trained_options(config)
         )
         model.requires_grad_(True).backbone.requires_grad_(False)
         return model

@@ -36,11 +36,7 @@ class CombTraining(AdapterTraining):
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
         if config.model.init_from is None:
             return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
-        options = trained_options(config)
-        shaping = sorted(shaping_options(CombForCausalLM, config.model.options).keys() - {"adapter_dtype"})
-        if shaping:
-            raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
-        return _with_lora(self.continued(config, options), config)
+        return _with_lora(self.continued(config), config)
 
     def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
         options = trained_options(config)

@@ -16,7 +16,7 @@ from comb.backbones.primer import primer_ids
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
 from comb_training.models.adapter import AdapterTraining, trained_options
-from comb_training.models.loading import device_of, dtype_of, shaping_options
+from comb_training.models.loading import device_of, dtype_of
 from comb_training.models.method import training_methods
 from comb_training.models.rows import RowTraining
 
@@ -38,15 +38,12 @@ class LinkTokensTraining(RowTraining, AdapterTraining):
         """Fresh link tokens on the configured backbone, or those of `model.init_from`."""
         if config.train.lora_rank is not None:
             raise ValueError("train.lora_rank: link tokens are no layers; leave it out with train.method=linktokens")
-        options = trained_options(config)
         if config.model.init_from is None:
-            dtype = dtype_of(config.model.dtype)
+            dtype, options = dtype_of(config.model.dtype), trained_options(config)
             start = starting_tokens(config.model.backbone, options.pop("num_link_tokens", None))
             model = LinkTokensForCausalLM.from_backbone(config.model.backbone, dtype=dtype, token_ids=start, **options)
         else:
-            if shaping := sorted(shaping_options(LinkTokensForCausalLM, config.model.options)):
-                raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
-            model = self.continued(config, options)
+            model = self.continued(config)
         loaded: LinkTokensForCausalLM = model.to(device_of(config))
         loaded.trainable_support()
         return loaded

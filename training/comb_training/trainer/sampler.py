@@ -13,7 +13,7 @@ import torch
 from torch import Generator
 
 from comb_training.config import TrainConfig
-from comb_training.data.batches import TrainingExample
+from comb_training.data.batches import TrainingExample, by_documents
 from comb_training.models import training_method
 from comb_training.trainer import distributed
 
@@ -102,10 +102,7 @@ class BatchSampler:
             )
         self.budget = budget
         self._examples = examples
-        groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        for index, example in enumerate(examples):
-            groups.setdefault(example.segments, []).append(index)
-        self._groups = list(groups.values())
+        self._groups = by_documents(examples)
         self._seed = seed
         self._together = together
         self._ranks = ranks

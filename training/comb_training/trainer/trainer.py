@@ -290,8 +290,8 @@ class CombTrainer:
             raise ValueError(f"{folder} is no checkpoint that this version can resume from ({error!r})") from error
 
     def _load(self, folder: Path) -> None:
-        check_names(self.model, folder)
         if self.sharded:
+            check_names(self.model, folder)
             load_engine(self._wrapped, folder)
         else:
             load_trainable(self.model, folder)

@@ -48,9 +48,6 @@ def read_babi(
         num_documents: documents per question: the story and distractors.
         answer_style: ``sentence`` makes "Mary is in the office." of the answer to "Where is Mary?", for backbones
             that answer so; the bare word stays an accepted answer.
-
-    Raises:
-        ValueError: if the path holds no bAbI text, or distractors are asked for beyond task 1.
     """
     if answer_style not in ("word", "sentence"):
         raise ValueError(f"answer_style is 'word' or 'sentence', not {answer_style!r}")

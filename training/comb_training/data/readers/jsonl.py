@@ -22,10 +22,6 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
 
     Args:
         num_documents: keep only the first so many documents of a row (counted); None keeps all.
-
-    Raises:
-        ValueError: naming the line, if a line is not JSON or lacks a field; rows with an empty query, answer or
-            document are dropped and counted.
     """
     records = read_records(side.path, "jsonl", lines=True)
     return side.examples(partial(_example, num_documents=num_documents), records)

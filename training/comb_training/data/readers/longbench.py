@@ -60,9 +60,6 @@ def read_longbench(
         whole: the context as one document, for a splitter to cut (EPIC cuts SAMSum into 512 tokens).
         bare: the row's ``input`` without a word of the reader's, and passages with their numbers, for a prompt that has
             the instruction (``prompts`` of a template in `comb.evaluation.sets`).
-
-    Raises:
-        ValueError: for a missing path, an unknown task, or a malformed row, naming it.
     """
     if task is not None and task.removesuffix("_e") not in TASKS:
         raise ValueError(f"LongBench has no task {task!r}; it has: {', '.join(TASKS)}")

@@ -70,9 +70,6 @@ def read_natural_instructions(
         num_examples: positive examples shown, each in a document of its own.
         max_instances_per_task: at most so many of a task, drawn with the seed.
         group_by: what the split never cuts: a task, or an instance, with others of the same input.
-
-    Raises:
-        ValueError: for a missing path, a malformed file, naming it and the instance, or an option out of range.
     """
     if num_examples < 0 or (max_instances_per_task is not None and max_instances_per_task < 1):
         raise ValueError(

@@ -27,9 +27,6 @@ def read_nq_open(side: DatasetSide, *, num_documents: int = 10, gold_position: i
     Args:
         num_documents: documents per question, the gold one among them.
         gold_position: where the gold passage stands, from 0; None draws it with the seed.
-
-    Raises:
-        ValueError: for a missing path, a malformed row, naming it, or a position that isn't there.
     """
     if gold_position is not None and not 0 <= gold_position < num_documents:
         raise ValueError(f"expected 0 <= gold_position < num_documents, got {gold_position}, {num_documents}")

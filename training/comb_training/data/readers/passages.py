@@ -43,9 +43,6 @@ def read_passages(
         questions: over the same passages.
         tasks: which of ``copy`` and ``continue`` are asked, in turn.
         passages: examples at most are made of these many groups of passages.
-
-    Raises:
-        ValueError: for a missing path, a malformed row, naming it, or lengths that leave no room for an answer.
     """
     if not tasks or not set(tasks) <= set(TASKS):
         raise ValueError(f"tasks are of {', '.join(TASKS)}, not {list(tasks)}")

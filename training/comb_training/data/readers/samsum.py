@@ -30,9 +30,6 @@ def read_samsum(side: DatasetSide, *, num_documents: int = 4) -> Iterable[Exampl
 
     Args:
         num_documents: solved examples in front of each dialogue.
-
-    Raises:
-        ValueError: for a missing path or a malformed row, naming it.
     """
     rows = side.rows(_row)
     shots = {row.group: row.documents[0] for row in rows}

@@ -39,9 +39,6 @@ def read_squad(
         num_documents: documents per question, the right paragraph included.
         same_article: how many of the distractors come from the same article (if it has as many).
         unanswerable: what to do with SQuAD 2.0's impossible questions; kept ones have "unanswerable" as answer.
-
-    Raises:
-        ValueError: if the file is not SQuAD JSON, or an option is out of range.
     """
     if unanswerable not in ("drop", "keep"):
         raise ValueError(f"unanswerable is 'drop' or 'keep', not {unanswerable!r}")

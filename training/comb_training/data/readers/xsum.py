@@ -29,9 +29,6 @@ def read_xsum(side: DatasetSide, *, num_documents: int = 1) -> Iterable[Example]
 
     Args:
         num_documents: documents per summary: its article, and others of the same side of the split.
-
-    Raises:
-        ValueError: for a missing path or a malformed row, naming it.
     """
     rows = side.rows(_row)
     # one article for each opening, so that a query means one of its documents
