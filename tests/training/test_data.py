@@ -267,9 +267,11 @@ def test_unknown_names_options_and_files_are_clear_errors(tmp_path: Path) -> Non
         read_dataset("squad", squad_file(tmp_path), num_docs=3)
     with pytest.raises(ValueError, match="there is no file or folder"):
         read_dataset("squad", tmp_path / "absent.json")
-    for name in ("squad", "babi", "jsonl"):
-        with pytest.raises(ValueError, match="needs a path"):
+    for name in ("squad", "wikihop"):
+        with pytest.raises(ValueError, match=f"'{name}' needs a path"):
             read_dataset(name)
+        with pytest.raises(ValueError, match="num_documents must be at least 1, not 0"):
+            read_dataset(name, squad_file(tmp_path), num_documents=0)
     with pytest.raises(ValueError, match=r"gives no example .*1 dropped: empty answer"):
         read_dataset("jsonl", jsonl_file(tmp_path, {"documents": ["x"], "query": "q", "answer": ""}))
 

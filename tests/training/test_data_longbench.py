@@ -66,27 +66,19 @@ def test_bare_rows_have_no_words_of_the_reader(write_rows: WriteRows) -> None:
         read_dataset("longbench", write_rows(row("hotpotqa", context, input="")), bare=True)
 
 
-def test_every_other_context_is_one_document(write_rows: WriteRows) -> None:
-    marked = {name for name, task in TASKS.items() if task.mark is not None}
+def test_every_task_has_documents_and_a_query(write_rows: WriteRows) -> None:
     assert len(TASKS) == 21
-    for name in set(TASKS) - marked:
-        dataset = read_dataset("longbench", write_rows(row(name, "  Passage 1:\na\nPassage 2:\nb {input}\n")))
-        assert texts(dataset[0]) == ["  Passage 1:\na\nPassage 2:\nb {input}\n"]
-        assert not dataset.counts.truncated
-    for name in marked:
-        dataset = read_dataset("longbench", write_rows(row(name, "plain text")))
-        assert texts(dataset[0]) == ["plain text"]
-        assert dataset.counts.truncated == {"context without its task's marks, kept as one document": 1}
-
-
-def test_queries(write_rows: WriteRows) -> None:
+    plain = "  Passage 1:\na\nPassage 2:\nb {input}\n"
     for name, task in TASKS.items():
-        dataset = read_dataset(
-            "longbench", write_rows(row(name, "c", input="what {input} is"), row(name, "d", input=""))
-        )
+        context = plain if task.mark is None else "no mark"
+        rows = row(name, context, input="what {input} is"), row(name, context, input="")
+        dataset = read_dataset("longbench", write_rows(*rows))
+        assert texts(dataset[0]) == [context]  # as one document
         asks = "{input}" in task.query
         assert ("what {input} is" in dataset[0].query) == asks
         assert dataset.counts.dropped == ({"empty query": 1} if asks else {})
+        kept = {"context without its task's marks, kept as one document": len(dataset)}
+        assert dataset.counts.truncated == ({} if task.mark is None else kept)
 
 
 def test_tasks_of_a_file_and_of_a_folder(write_rows: WriteRows, tmp_path: Path) -> None:

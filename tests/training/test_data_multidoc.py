@@ -89,15 +89,6 @@ def test_wikihop(write_rows: WriteRows) -> None:
     assert cut.counts.truncated == {"row with more documents than num_documents": 10}
 
 
-@pytest.mark.parametrize("name", ["wikihop", "musique", "hotpotqa", "2wikimultihopqa", "samsum", "nq_open", "xsum"])
-def test_paths_and_options_are_checked(write_rows: WriteRows, name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' needs a path"):
-        read_dataset(name)
-    for number in (0, -1):
-        with pytest.raises(ValueError, match="num_documents must be at least 1"):
-            read_dataset(name, write_rows(WIKIHOP), num_documents=number)
-
-
 def test_samsum_shows_other_rows_of_the_same_side(write_rows: WriteRows) -> None:
     path = write_rows(*map(dialogue, range(10)))
     for split in ("train", "heldout"):

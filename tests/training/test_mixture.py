@@ -198,9 +198,6 @@ def test_a_splitter_cuts_where_the_limit_would_truncate(builder: PromptBuilder) 
     }
     assert not counts.truncated
     assert counts.kept == 2
-
-
-def test_a_splitter_for_more_than_the_encoder_takes_is_refused(builder: PromptBuilder) -> None:
     with pytest.raises(ValueError, match=r"segments of up to 128 tokens, but documents may have 64 .*paragraphs:64"):
         fit_documents([], builder, 64, Counts(), create("paragraphs:128"))
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from comb_training.nano import CHECKPOINT, Question, Scene, World
 from comb_training.nano import lexicon as lex
-from comb_training.nano.world import KINDS, pairs
+from comb_training.nano.world import pairs
 from scripts.nano.evaluate import exact_match
 from scripts.nano.initialise import build_model
 from scripts.nano.packing import encode, pack
@@ -54,19 +54,12 @@ def test_heldout_names_never_occur_in_training_text() -> None:
     assert not [name for name in movers if re.search(rf"\b{name} (moved|went|journeyed|travelled)", told)]
 
 
-def test_documents_are_single_lines_and_every_kind_is_asked() -> None:
-    for scene in scenes("heldout"):
-        assert all(text and text == text.strip() and "\n" not in text for text in scene.documents)
-        assert len({(q.query, q.answer) for q in scene.questions}) == len(scene.questions)
-    assert all(every(kind) for kind in KINDS)
-
-
 @pytest.mark.parametrize("kind", ["person", "company", "two_document"])
 def test_supporting_documents_hold_the_answer(kind: str) -> None:
+    assert every(kind)
     for scene, question in every(kind):
         text = " ".join(scene.documents[index] for index in question.supporting)
-        answer_words = question.answer.replace(".", "").split()
-        value = answer_words[-1]
+        value = question.answer.replace(".", "").split()[-1]
         assert re.search(rf"\b{value}\b", text), (question, text)
         assert len(question.supporting) == question.hops == (2 if kind == "two_document" else 1)
 

@@ -52,6 +52,12 @@ def is_kept(examples: Any) -> bool:
 def test_examples_come_back_equal(tmp_path: Path) -> None:
     examples, found = some(), written(tmp_path)
     assert found == examples
+    segment = found[0].segments[1]
+    assert isinstance(segment, DocumentTokens)
+    assert (len(segment), segment[0], segment[1:3], list(segment)) == (4, 1, (2, 3), [1, 2, 3, 4])
+    assert segment == (1, 2, 3, 4)
+    assert segment not in ((1, 2, 3), [1, 2, 3, 4])
+    assert torch.tensor(segment).tolist() == [1, 2, 3, 4]
     assert read(tmp_path / "x.safetensors")[1] == {"read": 12}
     assert [hash(example) for example in found] == [hash(example) for example in examples]
     # what is mapped outlives its file
@@ -59,20 +65,6 @@ def test_examples_come_back_equal(tmp_path: Path) -> None:
     assert found == examples
     (tmp_path / "x.safetensors").unlink()
     assert found == examples
-
-
-def test_segments_behave_as_tuples(tmp_path: Path) -> None:
-    segment = written(tmp_path)[0].segments[1]
-    assert isinstance(segment, DocumentTokens)
-    assert (len(segment), segment[0], segment[1:3], list(segment)) == (4, 1, (2, 3), [1, 2, 3, 4])
-    assert segment == (1, 2, 3, 4)
-    assert segment != (1, 2, 3)
-    assert segment != [1, 2, 3, 4]
-    assert {segment: 1}[(1, 2, 3, 4)] == 1
-    assert torch.tensor(segment).tolist() == [1, 2, 3, 4]
-    other = read(tmp_path / "x.safetensors")[0][0].segments[1]
-    assert other is not segment
-    assert other == segment
 
 
 def test_batches_and_statistics_are_the_same_from_disk(tmp_path: Path) -> None:
