@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Prompt, PromptBuilder, until_stop
-from comb_training.answers import generate, generate_answers
+from comb_training.answers import generate
 from comb_training.answers.greedy import TransformersEngine
 from comb_training.data.batches import TrainingExample
 from tests.helpers.byte_text import byte_tokenizer
@@ -33,7 +33,7 @@ def answer_on_policy(
     """The examples with the model's own answers as targets; counted as a run does."""
     limit = generate.prompt_limit(model, max_new_tokens, max_prompt_tokens)
     with tempfile.TemporaryDirectory() as elsewhere:
-        answers = generate_answers(
+        answers = generate.generate_answers(
             examples,
             generate.settings_of(model, stops, max_new_tokens),
             lambda: TransformersEngine(model, 0, stops, max_new_tokens, batch_size=batch_size),

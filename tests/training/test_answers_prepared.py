@@ -15,9 +15,9 @@ import torch
 import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from comb_training.answers import StoredAnswer, answer_prepared, choose_engine, generate, prepared, vllm_engine
+from comb_training.answers import answer_prepared, choose_engine, generate, prepared, vllm_engine
 from comb_training.answers.greedy import TransformersEngine
-from comb_training.answers.store import METADATA
+from comb_training.answers.store import METADATA, StoredAnswer
 from comb_training.cli.answers import engine_option
 from comb_training.config import Config, config_from_dict
 from comb_training.data.batches import TrainingExample

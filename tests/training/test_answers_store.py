@@ -16,8 +16,9 @@ import pytest
 
 from comb.cache.atomic import write_temporary
 from comb.documents.document import Prompt
-from comb_training.answers import AnswerSettings, AnswerStore, Share, StoredAnswer, generate, generate_answers
-from comb_training.answers.store import METADATA
+from comb_training.answers import generate
+from comb_training.answers.generate import Share, generate_answers
+from comb_training.answers.store import METADATA, AnswerSettings, AnswerStore, StoredAnswer
 from comb_training.data.batches import TrainingExample
 
 SETTINGS = AnswerSettings("model", "weights", "float32", 8, (1,))

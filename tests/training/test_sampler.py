@@ -60,12 +60,12 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 
 
 def test_questions_over_the_same_documents_stand_together() -> None:
-    rows = [example(index, ((3 + index % 5,),), 2) for index in range(40)]
-    order = flat(BatchSampler(rows, Budget(40), seed=1, together=4).batches(0))
+    rows = [example(index, ((3 + index % 5,),), 2) for index in range(80)]
+    order = flat(BatchSampler(rows, Budget(80), seed=1).batches(0))
     documents = [rows[index].segments for index in order]
-    blocks = [documents[start : start + 4] for start in range(0, 40, 4)]
+    blocks = [documents[start : start + 8] for start in range(0, 80, 8)]
     assert all(len(set(block)) == 1 for block in blocks)
-    assert len(set(documents[:12])) > 1  # eight questions of a group come in two blocks, apart
+    assert len(set(documents[:24])) > 1  # sixteen questions of a group come in two blocks, apart
 
 
 def padding(batches: list[list[int]], rows: list[TrainingExample]) -> float:

@@ -5,17 +5,6 @@ sec. 5). Another model may answer in its place (`train.teacher`). `comb answers`
 which generates what is missing. A `PreparedRun` enters `answer_prepared`, its examples leave with answers: `Targets`.
 """
 
-from comb_training.answers.generate import Share, generate_answers
 from comb_training.answers.prepared import Targets, answer_prepared, choose_engine
-from comb_training.answers.store import AnswerSettings, AnswerStore, StoredAnswer
 
-__all__ = [
-    "AnswerSettings",
-    "AnswerStore",
-    "Share",
-    "StoredAnswer",
-    "Targets",
-    "answer_prepared",
-    "choose_engine",
-    "generate_answers",
-]
+__all__ = ["Targets", "answer_prepared", "choose_engine"]

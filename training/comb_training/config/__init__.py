@@ -4,13 +4,11 @@ YAML, nested values and ``section.key=value`` enter; a frozen `Config` leaves. A
 key and what was expected. `Config.to_dict` is what training.json holds.
 """
 
-from comb_training.config.data import MIXTURE, DataConfig, MixtureEntry
+from comb_training.config.data import DataConfig, MixtureEntry
 from comb_training.config.read import config_from_dict, load_config, override
-from comb_training.config.sections import Config, EvalConfig, ModelConfig
-from comb_training.config.stage import StageConfig
+from comb_training.config.sections import Config, ModelConfig
 from comb_training.config.train import TrainConfig
 
 __all__ = [
-    "MIXTURE", "Config", "DataConfig", "EvalConfig", "MixtureEntry", "ModelConfig", "StageConfig", "TrainConfig",
-    "config_from_dict", "load_config", "override",
+    "Config", "DataConfig", "MixtureEntry", "ModelConfig", "TrainConfig", "config_from_dict", "load_config", "override",
 ]  # fmt: skip

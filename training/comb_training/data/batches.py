@@ -24,6 +24,8 @@ from comb.documents.document import Document, Example, Prompt, PromptBuilder
 from comb.documents.splitting import Splitter, split_document
 
 IGNORED = -100  # what Hugging Face losses skip
+TOGETHER = 8
+"""Examples over the same documents at most that are drawn, and put into a batch, together."""
 
 
 @dataclass(frozen=True)

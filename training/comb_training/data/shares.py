@@ -7,10 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from comb_training.data.batches import TOGETHER
 from comb_training.data.grouping import seeded
-
-TOGETHER = 8
-"""Examples over the same documents that are drawn together: as many as `BatchSampler` puts into one batch."""
 
 
 def apportion(weights: Mapping[str, float], total: int) -> dict[str, int]:

@@ -26,8 +26,8 @@ def heldout_losses(
     batches: Sequence[Sequence[TrainingExample]],
     collate: Callable[[Sequence[TrainingExample]], dict[str, Any]],
     accelerator: Accelerator,
-    ask_teacher: Callable[[dict[str, Tensor]], Teacher] | None = None,
-    leave_out: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    ask_teacher: Callable[[dict[str, Tensor]], Teacher] | None,
+    leave_out: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> dict[str, float]:
     """Mean loss per target token of examples that are not trained on (``eval_loss``). Collective.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Generator
 
 from comb_training.config import TrainConfig
-from comb_training.data.batches import TrainingExample, by_documents
+from comb_training.data.batches import TOGETHER, TrainingExample, by_documents
 from comb_training.models import training_method
 from comb_training.trainer import distributed
 
@@ -70,7 +70,7 @@ def row_length(example: TrainingExample) -> int:
 class BatchSampler:
     """Batches of example indices within a `Budget`; every example comes once per epoch (but see `left_out`).
 
-    - Questions over the same documents stand together (at most `together` of them), so that documents are encoded once.
+    - Questions over the same documents stand together (at most `TOGETHER` of them), so that documents are encoded once.
     - With token budgets, examples of like length share a batch (sorted within windows of `WINDOW` batches).
     - There is the same number of batches in every epoch, a multiple of `ranks` * `accumulation`: large batches are
       halved until it is. Rank r takes batches r, r + ranks, ... (accelerate does that); those that run at the same time
@@ -87,12 +87,9 @@ class BatchSampler:
         budget: Budget,
         *,
         seed: int = 0,
-        together: int = 8,
         ranks: int = 1,
         accumulation: int = 1,
     ) -> None:
-        if together < 1:
-            raise ValueError(f"together must be at least 1, not {together}")
         for example in examples:
             budget.check(example)
         if len(examples) < ranks * accumulation:
@@ -104,7 +101,6 @@ class BatchSampler:
         self._examples = examples
         self._groups = by_documents(examples)
         self._seed = seed
-        self._together = together
         self._ranks = ranks
         self._unit = ranks * accumulation
         batches = len(self._pack(self._generator(0)))
@@ -153,10 +149,10 @@ class BatchSampler:
         blocks = []
         for group in self._groups:
             order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
-            blocks += [order[start : start + self._together] for start in range(0, len(order), self._together)]
+            blocks += [order[start : start + TOGETHER] for start in range(0, len(order), TOGETHER)]
         blocks = [blocks[place] for place in torch.randperm(len(blocks), generator=generator).tolist()]
         if self.budget.buckets:
-            size = max(1, WINDOW * self.budget.rows // self._together)
+            size = max(1, WINDOW * self.budget.rows // TOGETHER)
             windows = [blocks[start : start + size] for start in range(0, len(blocks), size)]
             blocks = [block for window in windows for block in sorted(window, key=self._longest)]
         batches: list[list[int]] = [[]]
