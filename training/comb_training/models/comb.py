@@ -62,7 +62,10 @@ class CombTraining(AdapterTraining):
         """
         count = config.model.measured_cross_layers
         if count is not None:
-            layers = _measured(model, examples, count) if resume is None else _saved_layers(resume)
+            if resume is None:
+                layers = _measured(model, examples, count)
+            else:
+                layers = CombConfig.from_pretrained(resume).cross_attention_layers
             named, revision = model.config.backbone_name_or_path, model.config.backbone_revision
             model = self._fresh(config, model.backbone, layers)
             model.config.backbone_name_or_path, model.config.backbone_revision = named, revision
@@ -105,11 +108,6 @@ def _measured(model: CombForCausalLM, examples: Sequence[TrainingExample], count
     logger.info("cross blocks before layers %s (nats lost without: %s; without all: %.3f)", layers, lost,
                 placement.without)  # fmt: skip
     return layers
-
-
-def _saved_layers(resume: str | Path) -> list[int] | None:
-    settings: CombConfig = CombConfig.from_pretrained(resume)
-    return settings.cross_attention_layers
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:

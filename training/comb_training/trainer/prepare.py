@@ -18,8 +18,6 @@ from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.loading import set_threads
-from comb_training.trainer.sampler import batch_sampler
-from comb_training.trainer.schedule import total_steps
 
 
 @dataclass
@@ -42,11 +40,6 @@ class PreparedRun:
         """Parameter counts: trainable, and all."""
         trainable, total = self.model.num_trainable_parameters()
         return {"trainable": trainable, "all": total}
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps at most."""
-        return total_steps(self.config.train, batch_sampler(self.examples, self.config.train).steps_per_epoch)
 
 
 def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:

@@ -29,17 +29,12 @@ def read_hotpotqa(record: DatasetRow, *, num_documents: int | None = None) -> Ex
 
 def _paragraphs(record: DatasetRow) -> list[tuple[str, str]]:
     context: Any = record.row.get("context")
-    if isinstance(context, dict):
-        titles, sentences = context.get("title"), context.get("sentences")
-        pairs = (
-            list(zip(titles, sentences, strict=True))
-            if isinstance(titles, list) and isinstance(sentences, list) and len(titles) == len(sentences)
-            else None
-        )
-    else:
-        pairs = context if isinstance(context, list) else None
-    if pairs is None or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"{record.where}: 'context' is a list of [title, [sentence, ...]], got {str(context)[:80]!r}")
+    try:
+        rows = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
+        pairs = [(title, sentences) for title, sentences in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        got = str(context)[:80]
+        raise ValueError(f"{record.where}: 'context' is a list of [title, [sentence, ...]], got {got!r}") from error
     found = []
     for title, sentences in pairs:
         if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):

@@ -11,10 +11,9 @@ learned is to read documents as the backbone reads them in its prompt.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from random import Random
 
 from comb.documents.document import Document, Example
-from comb_training.data.records import DatasetRow, read_records
+from comb_training.data.records import read_records
 from comb_training.data.side import DatasetSide, reader
 
 TASKS = ("copy", "continue")
@@ -54,54 +53,30 @@ def read_passages(
         if len(split) < words + answer_words:
             side.counts.noted[f"texts of fewer than {words + answer_words} words, left out"] += 1
         else:
-            texts.setdefault(_group(record), []).append(split)
+            group = str(record.row.get("id") or record.row.get("title") or record.number)
+            texts.setdefault(group, []).append(split)
     if not texts:
         raise ValueError(f"{side.path} has no text of at least {words + answer_words} words")
     here = sorted(side.groups(texts))
     wanted = passages if side.limit is None else min(passages, -(-side.limit // questions))
-    lengths = (words, answer_words)
-    made = [
-        example
-        for number in range(wanted)
-        for example in _examples(
-            side.rng("passages", number), here, texts, number, num_documents, lengths, questions, tasks
-        )
-    ]
+    made: list[Example] = []
+    for number in range(wanted):
+        rng, places = side.rng("passages", number), []
+        for _ in range(rng.randint(1, num_documents)):
+            group = rng.choice(here)
+            text = rng.choice(texts[group])  # chapters of a book, say
+            length = rng.randint(words // 2, words)
+            places.append((group, text, rng.randrange(len(text) - length - answer_words + 1), length))
+        documents = tuple(Document(" ".join(text[start : start + length])) for _, text, start, length in places)
+        for turn in range(questions):
+            _, text, start, length = rng.choice(places)
+            if tasks[(number + turn) % len(tasks)] == "copy":
+                begin = start + rng.randrange(length - QUOTED_WORDS - answer_words + 1)
+                query, answer = COPY, begin + QUOTED_WORDS
+            else:
+                begin, query, answer = start, CONTINUE, start + length
+            query = query.format(quoted=" ".join(text[begin : begin + QUOTED_WORDS]))
+            said = " ".join(text[answer : answer + answer_words])
+            made.append(Example(documents, query, said, id=f"{number}-{turn}", group=places[0][0]))
     side.counts.read = len(made)
     return side.first(made)
-
-
-def _group(record: DatasetRow) -> str:
-    return str(record.row.get("id") or record.row.get("title") or record.number)
-
-
-def _examples(
-    rng: Random,
-    groups: Sequence[str],
-    texts: dict[str, list[list[str]]],
-    number: int,
-    num_documents: int,
-    lengths: tuple[int, int],
-    questions: int,
-    tasks: Sequence[str],
-) -> list[Example]:
-    words, answer_words = lengths
-    places = []
-    for _ in range(rng.randint(1, num_documents)):
-        group = rng.choice(groups)
-        text = rng.choice(texts[group])  # chapters of a book, say
-        length = rng.randint(words // 2, words)
-        places.append((group, text, rng.randrange(len(text) - length - answer_words + 1), length))
-    documents = tuple(Document(" ".join(text[start : start + length])) for _, text, start, length in places)
-    made = []
-    for turn in range(questions):
-        _, source, start, length = rng.choice(places)
-        if tasks[(number + turn) % len(tasks)] == "copy":
-            begin = start + rng.randrange(length - QUOTED_WORDS - answer_words + 1)
-            query, answer = COPY, begin + QUOTED_WORDS
-        else:
-            begin, query, answer = start, CONTINUE, start + length
-        quoted = " ".join(source[begin : begin + QUOTED_WORDS])
-        said = " ".join(source[answer : answer + answer_words])
-        made.append(Example(documents, query.format(quoted=quoted), said, id=f"{number}-{turn}", group=places[0][0]))
-    return made
