@@ -23,8 +23,7 @@ from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preproc
 from comb_serving.api.response import report
 from comb_serving.api.routes import CHAT, COMPLETIONS, DOCUMENTS
 from comb_serving.config.instance import instance_folder, read_secret
-from comb_serving.config.options import INSTANCE_DIR, POOL_BLOCK, POOL_BYTES, POOL_DTYPE, POOL_DTYPES, ServeOptions
-from comb_serving.config.sizes import parse_pool_size
+from comb_serving.config.options import INSTANCE_DIR, ServeOptions
 from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
 from comb_serving.encoding.local import LocalEncoders
 from comb_serving.encoding.worker import load
@@ -56,7 +55,6 @@ class LLM:
         pool_block: tokens per block.
         pool_dtype: "auto", documents as they are computed, or "fp8", in about half the bytes.
         backbone, encoder_device, host_bytes, disk_path, disk_bytes: as `ServeOptions`.
-        root: where the pool's folder is made; shared memory by default.
         engine: options of `vllm.LLM`.
 
     Raises:
@@ -82,7 +80,6 @@ class LLM:
         host_bytes: int = 0,
         disk_path: str | None = None,
         disk_bytes: int | None = None,
-        root: Path | None = None,
         **engine: Any,
     ) -> None:
         import vllm
@@ -105,35 +102,32 @@ class LLM:
             encoder=encoder,
             encoder_device=encoder_device,
             ranks=int(engine.get("tensor_parallel_size", 1)),
+            pool_bytes=str(pool_bytes),
+            pool_block=pool_block,
+            pool_dtype=pool_dtype,
             host_bytes=host_bytes,
             disk_path=disk_path,
             disk_bytes=disk_bytes,
         )
-        if pool_dtype not in POOL_DTYPES:
-            raise ValueError(f"pool_dtype is {' or '.join(POOL_DTYPES)}, not {pool_dtype!r}")
         if INSTANCE_DIR in os.environ:
             raise RuntimeError(f"{INSTANCE_DIR} is set: close() the other engine of this process first")
         with ExitStack() as stack:
             manager = None
-            folder = stack.enter_context(instance_folder(root))
+            folder = stack.enter_context(instance_folder())
             self._secret = read_secret(folder)
-            variables = {INSTANCE_DIR: str(folder)}
-            if self.options.has_pool:
-                variables[POOL_BYTES] = parse_pool_size(str(pool_bytes))
-                variables |= {POOL_BLOCK: str(pool_block), POOL_DTYPE: pool_dtype}
-                if method is not None:
-                    variables |= self.options.tiers()
-                    ours = linking_options(method, str(checkpoint), start.link_tokens)
-                    for name in engine.keys() & ours.keys():
-                        raise ValueError(f"{name} can't be given with method: linking documents needs its own")
-                    engine |= ours
+            if self.options.has_pool and method is not None:
+                ours = linking_options(method, str(checkpoint), start.link_tokens)
+                for name in engine.keys() & ours.keys():
+                    raise ValueError(f"{name} can't be given with method: linking documents needs its own")
+                engine |= ours
+            variables = self.options.pool_environment(folder)
             os.environ.update(variables)  # vLLM's worker, here or in a process of its own, looks for them
             stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
             self.llm = vllm.LLM(resolve_name(self.options.model), **engine)
             stack.callback(self._end_engine)
             if self.options.has_pool and method is not None:
                 layout = LinkingLayout.read(folder)
-                ask = self._ask_workers if self.options.tiers() else None
+                ask = self._ask_workers if self.options.has_tiers else None
                 self._compiler = LocalCompiler(layout, LinkMethod.parse(method), self._secret, self._compile, ask)
                 manager = PICManager(layout, self._compiler)
                 self._reports = ReportReceiver(folder)

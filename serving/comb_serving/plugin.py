@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from comb_serving.config.sizes import parse_bytes, parse_pool_size, parse_share
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from comb_serving.config.sizes import parse_bytes, parse_share
 
 
 def serve(
@@ -52,7 +49,7 @@ def serve(
 
     All other options are vLLM's.
     """
-    from comb_serving.config.options import POOL_DTYPES, ServeOptions
+    from comb_serving.config.options import ServeOptions
     from comb_serving.config.tenants import key_hash
     from comb_serving.launch.launcher import launch
     from comb_serving.launch.preflight import check_plain_options, check_start
@@ -60,8 +57,6 @@ def serve(
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
-    if comb_pool_dtype not in POOL_DTYPES:
-        raise ValueError(f"--comb-pool-dtype is {' or '.join(POOL_DTYPES)}, not {comb_pool_dtype!r}")
     engine: dict[str, Any] = {}
     if method is not None:
         method = LinkMethod.parse(method).name
@@ -91,6 +86,9 @@ def serve(
         encoder=encoder == "on",
         encoders=comb_encoders,
         encoder_device=comb_encoder_device,
+        pool_bytes=comb_pool_bytes,
+        pool_block=comb_pool_block,
+        pool_dtype=comb_pool_dtype,
         host_bytes=parse_bytes(comb_host_bytes),
         disk_path=None if comb_disk is None else str(comb_disk.resolve()),
         disk_bytes=None if comb_disk_bytes is None else parse_bytes(comb_disk_bytes),
@@ -102,16 +100,11 @@ def serve(
         log_format=comb_log_format,
         admin_hash=key_hash(comb_admin_key) if comb_admin_key else None,
     )
-    ready: Callable[[str], None] = lambda address: typer.echo(f"comb: ready at {address}")  # noqa: E731
-    status = launch(
-        options,
-        context.args,
-        pool_bytes=parse_pool_size(comb_pool_bytes),
-        pool_block=comb_pool_block,
-        pool_dtype=comb_pool_dtype,
-        engine=engine,
-        on_ready=ready,
-    )
+
+    def ready(address: str) -> None:
+        typer.echo(f"comb: ready at {address}")
+
+    status = launch(options, context.args, engine=engine, on_ready=ready)
     raise typer.Exit(status if status >= 0 else 128 - status)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from comb_serving.config.instance import LOCK, PREFIX, instance_folder, note_segments, remove_abandoned
-from comb_serving.config.options import ServeOptions
+from comb_serving.config.options import OPTIONS, ServeOptions
 from comb_serving.config.sizes import parse_bytes, parse_pool_size, parse_share
 from comb_serving.launch.launcher import launch, read_flags, tokenizer_flags
 from tests.helpers.processes import wait_for, wait_until_gone
@@ -35,7 +35,7 @@ LAUNCH = """
 import sys, pathlib
 from comb_serving.launch.launcher import launch
 from comb_serving.config.options import ServeOptions
-sys.exit(launch(ServeOptions("adapter"), ["--port", "1"], pool_bytes=99, root=pathlib.Path(sys.argv[1]),
+sys.exit(launch(ServeOptions("adapter"), ["--port", "1"], root=pathlib.Path(sys.argv[1]),
     server=[sys.executable, "-c", sys.argv[2]]))
 """
 
@@ -60,7 +60,8 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     code, seen = program(tmp_path, "sys.exit(3)")
     arguments = ["--max-model-len", "64", "-tp", "2", "--api-key", "k"]
     server = [sys.executable, "-c", code]
-    status = launch(ServeOptions("adapter"), arguments, pool_bytes=4096, pool_dtype="fp8", root=root, server=server)
+    options = ServeOptions("adapter", pool_bytes="4096", pool_dtype="fp8")
+    status = launch(options, arguments, root=root, server=server)
     assert status == 3
     found = told(seen)
     assert found["argv"][:2] == ["--model", "adapter"]
@@ -90,8 +91,8 @@ def test_an_adapter_without_a_tokenizer_has_its_backbones(tmp_path: Path) -> Non
 def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, seen = program(tmp_path, "sys.exit(0)")
     engine = {"kv_transfer_config": {"kv_role": "kv_both"}, "scheduler_cls": "a.B", "no_such": True, "other": False}
-    options = ServeOptions("nano", method="naive")
-    launch(options, [], pool_bytes=9, engine=engine, root=tmp_path, server=[sys.executable, "-c", code])
+    options = ServeOptions("nano", method="naive", pool_bytes="9")
+    launch(options, [], engine=engine, root=tmp_path, server=[sys.executable, "-c", code])
     argv = told(seen)["argv"]
     assert argv[2:4] == ["--served-model-name", "nano"]
     assert argv[4:10] == [
@@ -102,7 +103,7 @@ def test_a_plain_model_brings_its_arguments_and_keeps_its_name(tmp_path: Path, m
     seen.unlink()
     full = ServeOptions("nano", method="full")
     named = ["--served-model-name", "mine"]
-    launch(full, named, pool_bytes=9, root=tmp_path, server=[sys.executable, "-c", code])
+    launch(full, named, root=tmp_path, server=[sys.executable, "-c", code])
     assert told(seen)["argv"][2:4] == named
     assert not {"COMB_POOL_BYTES", "VLLM_CPU_NUM_OF_RESERVED_CPU"} & told(seen)["environment"].keys()
     for name in ("kv-transfer-config", "scheduler_cls", "worker-cls", "tokenizer", "revision"):
@@ -210,7 +211,6 @@ def test_a_healthy_server_is_reported(tmp_path: Path, host: str, shown: str, tls
     status = launch(
         ServeOptions("adapter"),
         ["--host", host, "--port", str(port), *options],
-        pool_bytes=1,
         root=tmp_path / "root",
         server=["timeout", "30", sys.executable, "-c", code],
         on_ready=ready,
@@ -263,7 +263,7 @@ def test_a_share_is_a_share_and_pins_are_divided_among_keys() -> None:
 
 def test_options_survive_the_environment() -> None:
     options = ServeOptions("a", key_hashes=("x",), host_bytes=3)
-    assert ServeOptions.from_json(options.to_json()) == options
+    assert ServeOptions.from_environment({OPTIONS: options.to_json()}) == options
     with pytest.raises(ValueError, match="comb serve"):
         ServeOptions.from_environment({})
     with pytest.raises(ValueError, match="encoders"):

@@ -77,4 +77,4 @@ async def test_a_server_without_an_encoder_cannot_get_one() -> None:
 
 def test_an_admin_key_that_clients_have_is_refused() -> None:
     with pytest.raises(ValueError, match="one of the API keys"):
-        launch(ServeOptions("a", admin_hash=ADMIN), ["--api-key", "user", "admin"], pool_bytes=1)
+        launch(ServeOptions("a", admin_hash=ADMIN), ["--api-key", "user", "admin"])

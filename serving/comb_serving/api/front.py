@@ -114,12 +114,12 @@ def manager_of(options: ServeOptions, folder: Path, secret: bytes) -> PICManager
     try:
         if options.method is None:
             layout = PoolLayout(**json.loads(manifest_of(pool_path(folder, 0)).read_text()))
-            encoders = EncoderProcesses(dict(os.environ), count=options.encoders, start_seconds=options.start_seconds)
+            encoders = EncoderProcesses(dict(os.environ), count=options.encoders)
             encoders.start()
         else:
             layout = LinkingLayout.read(folder)
             method = LinkMethod.parse(options.method)
-            encoders = EngineCompiler(layout, method, secret, keeps=bool(options.tiers()))
+            encoders = EngineCompiler(layout, method, secret, keeps=options.has_tiers)
     except FileNotFoundError as error:
         made_of = "an adapter" if options.method is None else "a plain model that vLLM can link documents in"
         raise ValueError(f"vLLM has made no pool in {folder}: does {options.checkpoint} hold {made_of}?") from error

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from comb_serving.config.sizes import parse_pool_size
+
 INSTANCE_DIR = "COMB_INSTANCE_DIR"
 POOL_BYTES, POOL_BLOCK, POOL_DTYPE = "COMB_POOL_BYTES", "COMB_POOL_BLOCK", "COMB_POOL_DTYPE"
 POOL_DTYPES = ("auto", "fp8")
 HOST_BYTES, DISK_PATH, DISK_BYTES = "COMB_HOST_BYTES", "COMB_DISK_PATH", "COMB_DISK_BYTES"  # of a plain model's pool
 POOL_MEMORY = "COMB_POOL_MEMORY"
+POOL = {POOL_BYTES, POOL_BLOCK, POOL_DTYPE}
 OPTIONS = "COMB_SERVE_OPTIONS"
 ADMIN_KEY = "COMB_ADMIN_KEY"
 
@@ -31,6 +34,9 @@ class ServeOptions:
         encoders: encoder processes.
         encoder_device: where they compute: auto, cpu, cuda, ...
         ranks: tensor-parallel size of the decoder, one pool each.
+        pool_bytes: of all pools together, such as ``8GiB``; or a share such as ``25%`` of the memory they are made in.
+        pool_block: tokens per block.
+        pool_dtype: in which documents are kept.
         host_bytes: per encoder process (of a plain model: of all ranks together), of PICaches kept in memory for
             documents that have left the pool.
         disk_path: folder where they are kept beyond restarts; None: no such tier.
@@ -44,7 +50,6 @@ class ServeOptions:
         log_format: text or json.
         audit: share of a plain model's requests with documents that are also answered by full recompute.
         wait_seconds: longest wait of a request for room in the pool.
-        start_seconds: longest wait for pools and encoders at start.
     """
 
     checkpoint: str
@@ -54,6 +59,9 @@ class ServeOptions:
     encoders: int = 1
     encoder_device: str = "auto"
     ranks: int = 1
+    pool_bytes: str = "1GiB"
+    pool_block: int = 16
+    pool_dtype: str = "auto"
     host_bytes: int = 0
     disk_path: str | None = None
     disk_bytes: int | None = None
@@ -66,7 +74,6 @@ class ServeOptions:
     log_format: str = "text"
     audit: float = 0.0
     wait_seconds: float = 10.0
-    start_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):
@@ -77,8 +84,10 @@ class ServeOptions:
                 raise ValueError(f"{name} is a share of the pool, above 0 and at most 1, not {getattr(self, name)}")
         if not 0 <= self.audit <= 1:
             raise ValueError(f"audit is a share of requests, 0 to 1, not {self.audit}")
-        if self.log_format not in ("text", "json"):
-            raise ValueError(f"log_format is text or json, not {self.log_format!r}")
+        for name, known in (("log_format", ("text", "json")), ("pool_dtype", POOL_DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {' or '.join(known)}, not {getattr(self, name)!r}")
+        parse_pool_size(self.pool_bytes)
         if not 0 <= self.wait_seconds < math.inf:
             raise ValueError(f"wait_seconds is a number of seconds, >= 0, not {self.wait_seconds}")
         if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
@@ -99,30 +108,38 @@ class ServeOptions:
         """Of the pool that one tenant may pin: by default nobody can leave the others without room."""
         return self.tenant_pinned_share or 1 / max(1, len(self.key_hashes))
 
-    def tiers(self) -> dict[str, str]:
-        """Environment of the workers that keep a plain model's documents beyond the pool; empty where none are kept."""
-        given = {HOST_BYTES: self.host_bytes or None, DISK_PATH: self.disk_path, DISK_BYTES: self.disk_bytes}
-        return {name: str(value) for name, value in given.items() if value is not None}
+    @property
+    def has_tiers(self) -> bool:
+        """Whether documents are kept beyond the pool."""
+        return self.host_bytes > 0 or self.disk_path is not None
+
+    def pool_environment(self, folder: Path) -> dict[str, str]:
+        """What vLLM's workers look for: where to make which pool, and what a plain model keeps beyond it."""
+        found = {INSTANCE_DIR: str(folder)}
+        if not self.has_pool:
+            return found
+        found |= {POOL_BYTES: parse_pool_size(self.pool_bytes), POOL_BLOCK: str(self.pool_block)}
+        found[POOL_DTYPE] = self.pool_dtype
+        if self.method is not None:
+            tiers = {HOST_BYTES: self.host_bytes or None, DISK_PATH: self.disk_path, DISK_BYTES: self.disk_bytes}
+            found |= {name: str(value) for name, value in tiers.items() if value is not None}
+        return found
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ServeOptions:
-        values = json.loads(text)
-        return cls(**{**values, "key_hashes": tuple(values["key_hashes"])})
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ServeOptions:
         """The options that `comb serve` has put into the environment. Raises ValueError outside of one."""
         if OPTIONS not in environment:
             raise ValueError(f"{OPTIONS} is not set: encoders and middleware are started by `comb serve`")
-        return cls.from_json(environment[OPTIONS])
+        values = json.loads(environment[OPTIONS])
+        return cls(**{**values, "key_hashes": tuple(values["key_hashes"])})
 
 
-def instance_dir(environment: Mapping[str, str] = os.environ) -> Path:
+def instance_dir() -> Path:
     """The folder of this instance's pools."""
-    return Path(environment[INSTANCE_DIR])
+    return Path(os.environ[INSTANCE_DIR])
 
 
 def pool_path(folder: Path, rank: int) -> Path:

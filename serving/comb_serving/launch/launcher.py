@@ -28,11 +28,8 @@ from comb.backbones.loading import backbone_beside, resolve_name
 from comb_serving.config.instance import READY, instance_folder, note_segments
 from comb_serving.config.options import (
     ADMIN_KEY,
-    INSTANCE_DIR,
     OPTIONS,
-    POOL_BLOCK,
-    POOL_BYTES,
-    POOL_DTYPE,
+    POOL,
     ServeOptions,
 )
 from comb_serving.config.tenants import key_hash
@@ -60,6 +57,9 @@ _REFUSED_PLAIN = {
     "tokenizer": "the front makes prompts with the tokenizer in the model's own folder",
     "revision": "serve a folder that holds it (hf download --revision ... --local-dir ...)",
 }
+# Of the environment. Answers that vLLM keeps could be read by whoever knows or guesses their names; there is one API
+# server, and with Prometheus' folder vLLM would show what is in its files, and not our counters.
+_DROPPED = {ADMIN_KEY, "VLLM_ENABLE_RESPONSES_API_STORE", "PROMETHEUS_MULTIPROC_DIR", *POOL}
 _ONLY_ONE = ("api-server-count", "data-parallel-size", "pipeline-parallel-size")
 
 
@@ -145,9 +145,6 @@ def launch(
     options: ServeOptions,
     arguments: Sequence[str] = (),
     *,
-    pool_bytes: int | str,
-    pool_block: int = 16,
-    pool_dtype: str = "auto",
     engine: Mapping[str, Any] | None = None,
     root: Path | None = None,
     server: Sequence[str] = SERVER,
@@ -157,8 +154,6 @@ def launch(
 
     Args:
         arguments: of vLLM's server.
-        pool_bytes: of all pools together; or a share such as ``25%`` of the memory in which they are made.
-        pool_dtype: in which documents are kept, "auto" or "fp8".
         engine: arguments of vLLM's engine that linking in a plain model needs.
         root: where the instance's folder is made; shared memory by default.
         server: the command, for tests.
@@ -169,7 +164,7 @@ def launch(
         raise ValueError("the admin key is one of the API keys: choose another, or every client may switch it")
     options = replace(options, ranks=flags.ranks, key_hashes=flags.key_hashes)
     with instance_folder(root) as folder:
-        environment = _environment(options, folder, pool_bytes, pool_block, pool_dtype)
+        environment = _environment(options, folder)
         model = resolve_name(options.model)
         # clients know a registered model by its name, not by the folder where it lies
         names = [] if flags.named or model == options.checkpoint else ["--served-model-name", options.checkpoint]
@@ -208,24 +203,12 @@ def as_flags(engine: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _environment(
-    options: ServeOptions, folder: Path, pool_bytes: int | str, pool_block: int, dtype: str
-) -> dict[str, str]:
-    environment = {**os.environ, OPTIONS: options.to_json()}
-    environment[INSTANCE_DIR] = str(folder)
-    pool = {POOL_BYTES: str(pool_bytes), POOL_BLOCK: str(pool_block), POOL_DTYPE: dtype}
-    if options.has_pool:
-        environment |= {**pool, **(options.tiers() if options.method is not None else {})}
-    else:  # the worker makes no pool then
-        environment = {name: value for name, value in environment.items() if name not in pool}
+def _environment(options: ServeOptions, folder: Path) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    environment |= {OPTIONS: options.to_json(), **options.pool_environment(folder)}
     if options.has_pool and options.method is not None:
         # on a CPU vLLM leaves another core per rank to a connector's threads, and comb's has none
         environment.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(options.ranks))
-    environment.pop(ADMIN_KEY, None)
-    # answers that vLLM keeps could be read by whoever knows or guesses their names
-    environment.pop("VLLM_ENABLE_RESPONSES_API_STORE", None)
-    # there is one API server; with this folder vLLM would show what is in its files, and not our counters
-    environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
     allowed = environment.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         environment["VLLM_PLUGINS"] = ",".join([*filter(None, allowed.split(",")), PLUGIN])
