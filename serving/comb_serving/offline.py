@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api import documents as documents_api
-from comb_serving.api.choice import choice_of
+from comb_serving.api.choice import MethodChoice
 from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, placing_of, tokenizer_of
 from comb_serving.api.response import report
@@ -139,7 +139,7 @@ class LLM:
                 manager = PICManager(worker.pools[0].layout, LocalEncoders(worker))
             builder = PromptBuilder(tokenizer_of(self.options))
             self.preprocessor = Preprocessor(
-                builder, manager, choice_of(self.options), placing=placing_of(self.options)
+                builder, manager, MethodChoice(self.options), placing=placing_of(self.options)
             )
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
@@ -333,7 +333,7 @@ class LLM:
         errors = {i: error for i, error in zip(linked, found, strict=True) if isinstance(error, BaseException)}
         grave = {index: error for index, error in errors.items() if not isinstance(error, PoolFullError)}
         for index, error in (grave or ({} if leases else errors)).items():
-            if not (self.preprocessor.choice.in_prompt and isinstance(error, NO_PLACE)):
+            if not (self.preprocessor.choice.plain and isinstance(error, NO_PLACE)):
                 for lease in filter(None, leases.values()):
                     lease.release()
                 raise error

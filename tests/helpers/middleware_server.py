@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from comb.documents.document import Document, PromptBuilder
-from comb_serving.api.choice import choice_of
+from comb_serving.api.choice import MethodChoice
 from comb_serving.api.front import ServerFront
 from comb_serving.api.middleware import CombMiddleware
 from comb_serving.api.preprocessor import Preprocessor
@@ -41,12 +41,23 @@ class Server:
                 layout, self.encoders, wait_seconds=known.wait_seconds, held_share=known.tenant_share,
                 pinned_share=known.pinned_share,
             )  # fmt: skip
-        preprocessor = Preprocessor(BUILDER, self.manager, choice_of(known), 3)
+        preprocessor = Preprocessor(BUILDER, self.manager, MethodChoice(known), 3)
         front = ServerFront(known, SECRET, preprocessor, processes, reports)
-        self.app = CombMiddleware(self.echo, options=known, front=front)
+        self.app = CombMiddleware(self.echo, front=front)
 
     def client(self, key: str | None = None) -> Client:
         return Client(self.app, key)
+
+    def sample(self, name: str, encoders: Any = None, **labels: str) -> float | None:
+        """A value of /metrics; needs prometheus_client, which comes with vLLM."""
+        from prometheus_client import CollectorRegistry
+
+        from comb_serving.api.metrics import CombCollector
+
+        registry = CollectorRegistry()
+        registry.register(CombCollector(self.app.front().preprocessor, encoders, self.app.options))
+        value: float | None = registry.get_sample_value(f"comb:{name}", labels)
+        return value
 
     def check_idle(self) -> None:
         assert self.manager.references == self.manager.waiting == 0

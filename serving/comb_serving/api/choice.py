@@ -6,7 +6,6 @@ A server has either an adapter, whose encoder is on or off, or a plain model, wh
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from typing import Any
 
 from comb_serving.api.errors import RequestError
@@ -19,31 +18,29 @@ ENCODER = LinkMethod("comb")  # an adapter's: documents are encoded, and stand b
 INLINED = LinkMethod(FULL)
 
 
-class MethodChoice(ABC):
+class MethodChoice:
     """What a server was started with, and what it links with now: requests that ask for nothing get that.
 
-    Args:
+    Attributes:
+        plain: whether the server has a plain model; documents stand in its prompts also where they are linked.
         started: `INLINED` where there is no pool: then nothing can be linked.
     """
 
-    in_prompt: bool
-    """Whether documents stand in the prompt also where they are linked."""
-
-    def __init__(self, started: LinkMethod) -> None:
-        self.started = self.current = started
-
-    @abstractmethod
-    def read(self, asked: dict[str, Any], param: str) -> LinkMethod:
-        """What a body asks for. Raises RequestError (400) for what such a server doesn't have."""
-
-    @abstractmethod
-    def about(self, method: LinkMethod) -> dict[str, Any]:
-        """A method as answers and logs say it."""
+    def __init__(self, options: ServeOptions) -> None:
+        self.plain = options.method is not None
+        self.started = ENCODER if options.encoder else INLINED
+        if options.method is not None:
+            self.started = LinkMethod.parse(options.method)
+        self.current = self.started
 
     @property
     def switchable(self) -> bool:
         """Whether something can be linked at all."""
         return not self.started.full
+
+    def about(self, method: LinkMethod) -> dict[str, Any]:
+        """A method as answers and logs say it: ``{"encoder": true}`` or ``{"method": "legolink:16"}``."""
+        return {"method": method.name} if self.plain else {"encoder": not method.full}
 
     def of_request(self, asked: Any) -> LinkMethod:
         """The method of a request with this `comb`; while linking is switched off, none can switch it on for itself."""
@@ -51,73 +48,41 @@ class MethodChoice(ABC):
             return self.current
         if not isinstance(asked, dict):
             raise RequestError(400, f"comb is an object, not {str(asked)[:80]}", param="comb")
-        wanted = self.read(asked, "comb")
+        wanted = self._read(asked, "comb")
         return self.current if self.current.full else wanted
 
     def switch(self, asked: dict[str, Any]) -> None:
         """Changes what requests get from now on. Raises RequestError: 400, or 409 where there is no pool."""
-        wanted = self.read(asked, next(iter(self.about(INLINED))))
+        wanted = self._read(asked, "method" if self.plain else "encoder")
         if not wanted.full and not self.switchable:
             raise RequestError(409, "the server was started with nothing linked, so it has no pool for documents")
         if self.current != wanted:
             logger.warning("switched to %s", self.about(wanted))
         self.current = wanted
 
+    def _read(self, asked: dict[str, Any], param: str) -> LinkMethod:
+        """What a body asks for. Raises RequestError (400) for what such a server doesn't have."""
 
-class EncoderChoice(MethodChoice):
-    """Of an adapter: on or off."""
+        def refusal(message: str) -> RequestError:
+            return RequestError(400, message, param=param)
 
-    in_prompt = False
-
-    def read(self, asked: dict[str, Any], param: str) -> LinkMethod:
-        """``{"encoder": true}``."""
-        if "method" in asked:
-            raise RequestError(
-                400, 'this server has an adapter, which is the method: choose with {"encoder": false}', param=param
-            )
-        if set(asked) != {"encoder"} or not isinstance(asked["encoder"], bool):
-            found = str(asked)[:80]
-            raise RequestError(400, f'expected {{"encoder": true}} or {{"encoder": false}}, not {found}', param=param)
-        return ENCODER if asked["encoder"] else INLINED
-
-    def about(self, method: LinkMethod) -> dict[str, Any]:
-        """``{"encoder": true}``."""
-        return {"encoder": not method.full}
-
-
-class LinkChoice(MethodChoice):
-    """Of a plain model: all methods that share the documents which the server's own method compiles."""
-
-    in_prompt = True
-
-    def read(self, asked: dict[str, Any], param: str) -> LinkMethod:
-        """``{"method": "legolink:16"}``."""
+        if not self.plain:
+            if "method" in asked:
+                raise refusal('this server has an adapter, which is the method: choose with {"encoder": false}')
+            if set(asked) != {"encoder"} or not isinstance(asked["encoder"], bool):
+                raise refusal(f'expected {{"encoder": true}} or {{"encoder": false}}, not {str(asked)[:80]}')
+            return ENCODER if asked["encoder"] else INLINED
         if "encoder" in asked:
-            raise RequestError(
-                400, 'this server has a plain model and no encoder: choose with {"method": "full"}', param=param
-            )
+            raise refusal('this server has a plain model and no encoder: choose with {"method": "full"}')
         if set(asked) != {"method"} or not isinstance(asked["method"], str):
-            raise RequestError(400, f'expected {{"method": "legolink:16"}}, not {str(asked)[:80]}', param=param)
+            raise refusal(f'expected {{"method": "legolink:16"}}, not {str(asked)[:80]}')
         try:
             method = LinkMethod.parse(asked["method"])
         except ValueError as error:
-            raise RequestError(400, str(error), param=param) from error
+            raise refusal(str(error)) from error
         if self.switchable and not method.full and method.compiled != self.started.compiled:
             alike = {"alone": "naive, legolink:k", "primed": "primed:k"}.get(self.started.compiled, self.started.name)
-            raise RequestError(
-                400,
-                f"{method.name} wants documents compiled in another way than those here: ask for {alike} or full",
-                param=param,
+            raise refusal(
+                f"{method.name} wants documents compiled in another way than those here: ask for {alike} or full"
             )
         return method
-
-    def about(self, method: LinkMethod) -> dict[str, Any]:
-        """``{"method": "legolink:16"}``."""
-        return {"method": method.name}
-
-
-def choice_of(options: ServeOptions) -> MethodChoice:
-    """What a server with these options has."""
-    if options.method is not None:
-        return LinkChoice(LinkMethod.parse(options.method))
-    return EncoderChoice(ENCODER if options.encoder else INLINED)

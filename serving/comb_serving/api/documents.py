@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -79,8 +78,3 @@ def _find(preprocessor: Preprocessor, tenant: str, name: str) -> KeyedSegment:
 def _describe(preprocessor: Preprocessor, segment: KeyedSegment) -> dict[str, Any]:
     cached = preprocessor.manager is not None and preprocessor.manager.lookup(segment.key)
     return {"id": segment.id, "object": "document", "tokens": len(segment.token_ids), "cached": cached}
-
-
-def dump(body: dict[str, Any]) -> bytes:
-    """JSON bytes; ids may hold lone surrogates, which stay escaped."""
-    return json.dumps(body).encode()

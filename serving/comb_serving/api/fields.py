@@ -24,16 +24,11 @@ _NOT_WITH_DOCUMENTS = [
 # places of documents, and of caches of other engines
 _RESERVED_FOR_US = (KEY, "kv_transfer_params", "ec_transfer_params")
 # of apply_chat_template itself: not for a request to set
-TEMPLATE_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
-TEMPLATE_RESERVED |= {
-    "max_length",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-}
-TEMPLATE_RESERVED |= {"tokenizer_kwargs", "tools", "truncation"}
+TEMPLATE_RESERVED = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
+    "truncation",
+}  # fmt: skip
 
 
 def check_reserved(body: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from comb.documents.document import PromptBuilder
 from comb_serving.api.audit import Audit
-from comb_serving.api.choice import choice_of
+from comb_serving.api.choice import MethodChoice
 from comb_serving.api.linking_check import check_linking
 from comb_serving.api.preprocessor import Preprocessor, placing_of, tokenizer_of
 from comb_serving.api.self_check import check_engine
@@ -49,6 +49,10 @@ class ServerFront:
     @classmethod
     def start(cls, options: ServeOptions, secret: bytes) -> ServerFront:
         """What the options ask for; shown on /metrics. Raises ValueError if vLLM's worker has made no pool."""
+        from prometheus_client import REGISTRY  # comes with vLLM
+
+        from comb_serving.api.metrics import CombCollector
+
         configure(options.log_format, "front")
         manager = encoders = reports = None
         if options.has_pool:
@@ -58,19 +62,11 @@ class ServerFront:
             reports = None if options.method is None else ReportReceiver(folder)
         builder = PromptBuilder(tokenizer_of(options))
         preprocessor = Preprocessor(
-            builder, manager, choice_of(options), options.max_documents, placing=placing_of(options)
+            builder, manager, MethodChoice(options), options.max_documents, placing=placing_of(options)
         )
         audit = Audit(options.audit, preprocessor, secret) if options.audit else None
-        front = cls(options, secret, preprocessor, encoders, reports, audit)
-        front._show_metrics()
-        return front
-
-    def _show_metrics(self) -> None:
-        from prometheus_client import REGISTRY  # comes with vLLM
-
-        from comb_serving.api.metrics import CombCollector
-
-        REGISTRY.register(CombCollector(self.preprocessor, self.encoders, self.options))
+        REGISTRY.register(CombCollector(preprocessor, encoders, options))
+        return cls(options, secret, preprocessor, encoders, reports, audit)
 
     async def check(self, engine: Any) -> None:
         """Waits for encoders, and has documents read on the way that requests take. Raises if they aren't."""
@@ -83,6 +79,7 @@ class ServerFront:
             except EncoderError:  # said in the log; tried again there
                 await asyncio.sleep(1)
         if isinstance(self.encoders, EngineCompiler):
+            assert self.reports is not None
             self.encoders.client = engine
             await check_linking(self.preprocessor, engine, self.secret, self.reports)
         else:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 from comb.documents.catalog import KeyedSegment
 from comb_serving.api.preprocessor import PreprocessedRequest, Preprocessor
-from comb_serving.api.self_check import TENANT, likely
+from comb_serving.api.self_check import TENANT, distance, likely
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import ReportReceiver, name_of
-from comb_serving.manager.leases import Lease
 from comb_serving.pool.capability import KEY
 
 _DOCUMENT, _QUERY = 20, 8  # tokens
@@ -28,7 +26,7 @@ BOUNDS = {"float32": 1e-3}  # of log-probabilities; rows of other lengths are su
 BOUND = 0.25  # in half precision
 
 
-async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, reports: ReportReceiver | None) -> None:
+async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, reports: ReportReceiver) -> None:
     """Asks vLLM's engine with documents linked and without.
 
     Raises:
@@ -36,7 +34,6 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
     """
     manager, method, draw = preprocessor.manager, preprocessor.choice.started, random.Random(0)
     assert manager is not None
-    assert reports is not None
     known = await manager.encoders.identity()
     size = min(len(preprocessor.builder.tokenizer), known.vocab_size)
     layout = manager.layout
@@ -54,11 +51,21 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
     documents = [tuple(draw.randrange(size) for _ in range(length)) for length in lengths]
     prompt = [*front, *documents[0], *documents[1], *(draw.randrange(size) for _ in range(_QUERY))]
     keys = await preprocessor.keys(documents, TENANT, True)
-    segments = [KeyedSegment("self-check", ids, key) for ids, key in zip(documents, keys, strict=True)]
+    segments = tuple(KeyedSegment("self-check", ids, key) for ids, key in zip(documents, keys, strict=True))
+    spans = ((len(front), lengths[0]), (len(front) + lengths[0], lengths[1]))
     lease = await preprocessor.acquire(segments, TENANT)
 
     async def linked(method: LinkMethod, tokens: int) -> dict[int, float]:
-        return await _linked(engine, prompt, len(front), segments, lease, method, secret, reports, tokens)
+        """Log-probabilities; raises RuntimeError unless `tokens` tokens came from the pool."""
+        salt = secrets.token_hex(16)
+        request = PreprocessedRequest({"cache_salt": salt}, method, {}, segments, (prompt,), (spans,))
+        token = request.signed(lease, "", secret)
+        found = await likely(engine, prompt, salt, {KEY: token})
+        report = reports.take(name_of(token))
+        if report is None or report.linked_tokens != tokens:
+            said = "nothing" if report is None else f"{report.linked_tokens}"
+            raise RuntimeError(f"{method.name}: {tokens} tokens must come from the pool, the engine says {said}")
+        return found
 
     unlike_plain = method.dummies or method.trained  # plain vLLM computes nothing that stands behind such fronts
     try:
@@ -71,7 +78,7 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
                 exact, loaded = LinkMethod.parse(f"legolink:{lengths[1]}"), lengths[0]
             found = await linked(exact, loaded)
             plain, again = [await likely(engine, prompt, secrets.token_hex(16), None) for _ in range(2)]
-            error, noise = _distance(found, plain), _distance(again, plain)
+            error, noise = distance(found, plain), distance(again, plain)
             if error > max(BOUNDS.get(known.dtype, BOUND), 10 * noise):
                 raise RuntimeError(
                     f"linked documents change log-probabilities by {error:.2g} where they must change nothing (two "
@@ -84,32 +91,3 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
         lease.release()
     for key in keys:
         manager.remove(key)
-
-
-async def _linked(
-    engine: Any,
-    prompt: list[int],
-    start: int,
-    segments: Sequence[KeyedSegment],
-    lease: Lease,
-    method: LinkMethod,
-    secret: bytes,
-    reports: ReportReceiver,
-    tokens: int,
-) -> dict[int, float]:
-    """Log-probabilities; raises RuntimeError unless `tokens` tokens came from the pool."""
-    salt, sizes = secrets.token_hex(16), [len(segment.token_ids) for segment in segments]
-    spans = ((start, sizes[0]), (start + sizes[0], sizes[1]))
-    request = PreprocessedRequest({"cache_salt": salt}, method, {}, tuple(segments), (prompt,), (spans,))
-    token = request.signed(lease, "", secret)
-    found = await likely(engine, prompt, salt, {KEY: token})
-    report = reports.take(name_of(token))
-    if report is None or report.linked_tokens != tokens:
-        said = "nothing" if report is None else f"{report.linked_tokens}"
-        raise RuntimeError(f"{method.name}: {tokens} tokens must come from the pool, the engine says {said}")
-    return found
-
-
-def _distance(one: dict[int, float], other: dict[int, float]) -> float:
-    shared = one.keys() & other.keys()
-    return max((abs(one[token] - other[token]) for token in shared), default=float("inf"))

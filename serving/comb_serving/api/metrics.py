@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -32,8 +32,11 @@ class CombCollector:
     def collect(self) -> Iterator[Metric]:
         """All series."""
         counters, manager = self.preprocessor.counters, self.preprocessor.manager
-        yield _by_state("documents", "documents of requests and ways into the pool", counters.documents)
-        yield _by_state("document_tokens", "tokens of these documents", counters.tokens)
+        for name, text, counted in (
+            ("documents", "documents of requests and ways into the pool", counters.documents),
+            ("document_tokens", "tokens of these documents", counters.tokens),
+        ):
+            yield _labelled(CounterMetricFamily, name, text, ["state"], {(state,): counted[state] for state in STATES})
         plain = self.options.method is not None
         if plain:
             yield from self._methods()
@@ -53,42 +56,33 @@ class CombCollector:
         yield _counter("requests_refused", "requests refused for lack of room in the pool", counters.refused)
         yield _gauge("pool_documents", "documents in the pool", len(manager.pool.entries))
         yield _gauge("references", "references of requests under way to documents", manager.references)
-        waiting = GaugeMetricFamily(f"{PREFIX}requests_waiting", "requests waiting for documents", labels=["reason"])
-        waiting.add_metric(["encoding"], manager.waiting)
-        waiting.add_metric(["room"], len(manager.queue))
-        yield waiting
-        blocks = GaugeMetricFamily(f"{PREFIX}pool_blocks", "blocks of the pool, per rank", labels=["state"])
-        for state, count in manager.blocks_by_state().items():
-            blocks.add_metric([state], count)
-        yield blocks
-        tenants = GaugeMetricFamily(f"{PREFIX}tenant_blocks", "blocks by tenant, per rank", labels=["tenant", "state"])
-        for tenant in sorted({*manager.owners.copy().values()}):
-            for state, count in zip(("held", "pinned"), manager.blocks_of(tenant), strict=True):
-                tenants.add_metric([tenant[:8], state], count)
-        yield tenants
+        waiting = {("encoding",): manager.waiting, ("room",): len(manager.queue)}
+        yield _labelled(GaugeMetricFamily, "requests_waiting", "requests waiting for documents", ["reason"], waiting)
+        blocks = {(state,): count for state, count in manager.blocks_by_state().items()}
+        yield _labelled(GaugeMetricFamily, "pool_blocks", "blocks of the pool, per rank", ["state"], blocks)
+        tenants = {
+            (tenant[:8], state): count
+            for tenant in sorted({*manager.owners.copy().values()})
+            for state, count in zip(("held", "pinned"), manager.blocks_of(tenant), strict=True)
+        }
+        yield _labelled(GaugeMetricFamily, "tenant_blocks", "blocks by tenant, per rank", ["tenant", "state"], tenants)
         yield from self._bytes()
         if self.encoders is not None and not isinstance(self.encoders, EngineCompiler):
             yield _gauge("encoder_queue_documents", "documents that encoders have yet to answer", self.encoders.waiting)
             yield _counter("encoder_restarts", "encoder processes that ended", self.encoders.restarts)
 
     def _methods(self) -> Iterator[Metric]:
-        current = GaugeMetricFamily(f"{PREFIX}method", "1 for the method of requests that name none", labels=["method"])
-        current.add_metric([self.preprocessor.choice.current.name], 1)
-        yield current
-        counters = self.preprocessor.counters
-        for name, text, label, counted in (
-            ("prompt_tokens", "of prompts with linked documents, by origin", "origin", counters.prompt_tokens),
-            (
-                "audit_tokens",
-                "of audited answers, before and after they part from full recompute",
-                "as",
-                counters.audits,
-            ),
-        ):
-            tokens = CounterMetricFamily(PREFIX + name, text, labels=["method", label])
-            for labels, count in sorted(counted.copy().items()):
-                tokens.add_metric(labels, count)
-            yield tokens
+        counters, current = self.preprocessor.counters, self.preprocessor.choice.current.name
+        text = "1 for the method of requests that name none"
+        yield _labelled(GaugeMetricFamily, "method", text, ["method"], {(current,): 1})
+        origins, parts = (
+            dict(sorted(counters.prompt_tokens.copy().items())),
+            dict(sorted(counters.audits.copy().items())),
+        )
+        text = "of prompts with linked documents, by origin"
+        yield _labelled(CounterMetricFamily, "prompt_tokens", text, ["method", "origin"], origins)
+        text = "of audited answers, before and after they part from full recompute"
+        yield _labelled(CounterMetricFamily, "audit_tokens", text, ["method", "as"], parts)
 
     def _bytes(self) -> Iterator[Metric]:
         manager, options = self.preprocessor.manager, self.options
@@ -104,17 +98,14 @@ class CombCollector:
             ("pool_used_bytes", "bytes of documents, by tier, of all ranks", used),
             ("pool_bytes", "size of each tier; none for an unbounded one", sizes),
         ):
-            family = GaugeMetricFamily(PREFIX + name, text, labels=["tier"])
-            for tier, value in values.items():
-                if value is not None:
-                    family.add_metric([tier], value)
-            yield family
+            known = {(tier,): value for tier, value in values.items() if value is not None}
+            yield _labelled(GaugeMetricFamily, name, text, ["tier"], known)
 
 
-def _by_state(name: str, text: str, values: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, text, labels=["state"])
-    for state in STATES:
-        family.add_metric([state], values[state])
+def _labelled(kind: Any, name: str, text: str, labels: list[str], values: Mapping[Any, int]) -> Metric:
+    family: Metric = kind(PREFIX + name, text, labels=labels)
+    for given, value in values.items():
+        family.add_metric(given, value)
     return family
 
 

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -57,19 +56,12 @@ class CombMiddleware:
 
     Args:
         app: vLLM's server.
-        options: of `comb serve`; from the environment by default.
-        front: for tests; made from the options and the instance's folder by default.
+        front: for tests; made from the environment's options and the instance's folder by default.
     """
 
-    def __init__(
-        self,
-        app: App,
-        *,
-        options: ServeOptions | None = None,
-        front: ServerFront | None = None,
-    ) -> None:
+    def __init__(self, app: App, *, front: ServerFront | None = None) -> None:
         self.app, self._front = app, front
-        self.options = ServeOptions.from_environment() if options is None else options
+        self.options = ServeOptions.from_environment() if front is None else front.options
         self.secret = read_secret(instance_dir()) if front is None else front.secret
         self._ending: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
@@ -180,11 +172,8 @@ class CombMiddleware:
             switch.check_api_key(self.options, authorization)
         raw = await read_body(receive, self.options.max_body_bytes)
         if path == routes.SWITCH:
-            await send_json(
-                send,
-                200,
-                json.dumps(switch.answer(self.front().preprocessor, method, raw, tenant_of(authorization))).encode(),
-            )
+            state = switch.answer(self.front().preprocessor, method, raw, tenant_of(authorization))
+            await send_json(send, 200, json.dumps(state).encode())
             return
         connection, entry.tenant = Connection(receive), tenant_of(authorization)
         try:
@@ -210,7 +199,7 @@ class CombMiddleware:
         body = parse_object(raw) if scope["method"] == "POST" else {}
         work = documents_api.answer(self.front().preprocessor, scope["method"], path_of(scope), body, tenant)
         status, found = await connection.unless_left(work)
-        await send_json(send, status, documents_api.dump(found))
+        await send_json(send, status, json.dumps(found).encode())  # ids may hold lone surrogates, which stay escaped
 
     async def _generation(
         self, scope: Scope, connection: Connection, send: Send, raw: bytes, entry: RequestLogEntry
@@ -233,7 +222,7 @@ class CombMiddleware:
                         preprocessor.acquire(prepared.segments, entry.tenant)
                     )
                 except NO_PLACE as error:
-                    if not preprocessor.choice.in_prompt:
+                    if not preprocessor.choice.plain:
                         raise
                     logger.info("request %s is computed whole: %s", entry.id, error)
                     prepared = entry.prepared = preprocessor.inlined(prepared)
@@ -298,12 +287,10 @@ def _engine_of(scope: Scope) -> Any:
 async def _release_after(lease: Lease, engine: Any) -> None:
     """Releases when the engine core has answered twice: it reads messages between steps, so the abort came first."""
     try:
-        start = time.monotonic()
         with contextlib.suppress(Exception):
             async with asyncio.timeout(DRAIN_SECONDS):
                 await engine.is_sleeping()
                 await engine.is_sleeping()
-        logger.debug("an aborted request left the engine after %.3f s", time.monotonic() - start)
     finally:
         lease.release()
 
@@ -311,10 +298,9 @@ async def _release_after(lease: Lease, engine: Any) -> None:
 def _as_request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, PoolFullError | TenantQuotaError):
-        return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_S)
-    if isinstance(error, PoolPinnedError):
-        return RequestError(429, str(error), param="documents", retry_after=RETRY_AFTER_PINNED_S)
+    if isinstance(error, PoolFullError | TenantQuotaError | PoolPinnedError):
+        after = RETRY_AFTER_PINNED_S if isinstance(error, PoolPinnedError) else RETRY_AFTER_S
+        return RequestError(429, str(error), param="documents", retry_after=after)
     if isinstance(error, EncoderError):
         return RequestError(503, f"the documents could not be encoded: {error}", param="documents", retry_after=10)
     if isinstance(error, ValueError):

@@ -182,7 +182,7 @@ class Preprocessor:
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
         front = ""
-        if self.choice.in_prompt:
+        if self.choice.plain:
             body = salted(body, tenant)
         else:
             front = salted(body, tenant).get("cache_salt") or ""
@@ -301,7 +301,7 @@ class Preprocessor:
         return Prompt(tuple(prompt[:starts]), tuple(documents), tuple(prompt[starts:]))
 
     def _in_prompt(self, request: PreprocessedRequest) -> bool:
-        return self.choice.in_prompt or request.method.full
+        return self.choice.plain or request.method.full
 
     def _with_prompts(self, request: PreprocessedRequest, built: Sequence[Prompt]) -> PreprocessedRequest:
         if not self._in_prompt(request):

@@ -52,7 +52,7 @@ async def check_engine(preprocessor: Preprocessor, engine: Any, secret: bytes, c
         lease.release()
     manager.remove(key)
     plain, again = [await likely(engine, prompt, secrets.token_hex(16), None) for _ in range(2)]
-    effect, noise = _distance(read, plain), _distance(again, plain)
+    effect, noise = distance(read, plain), distance(again, plain)
     if effect > 10 * noise:
         return
     if _closed(checkpoint):
@@ -70,10 +70,9 @@ async def likely(engine: Any, prompt: list[int], salt: str, extra: dict[str, Any
     return {token: found.logprob for token, found in answer.logprobs[0].items()}
 
 
-def _distance(one: dict[int, float], other: dict[int, float]) -> float:
-    if one.keys() != other.keys():
-        return float("inf") if not one.keys() & other.keys() else 1.0
-    return max(abs(one[token] - other[token]) for token in one)
+def distance(one: dict[int, float], other: dict[int, float]) -> float:
+    """The largest difference in log-probability of tokens that are likely in both; infinite without any."""
+    return max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=float("inf"))
 
 
 def _closed(checkpoint: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
 def parse_bytes(text: str) -> int:
@@ -17,7 +18,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_share(text: str) -> float:
     """A share such as ``25%``, as a number above 0 and at most 1. Raises ValueError for anything else."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)
+    found = _SHARE.fullmatch(text)
     if found is None or not 0 < float(found[1]) <= 100:
         raise ValueError(f"a share is above 0% and at most 100%, not {text!r}")
     return float(found[1]) / 100
@@ -25,7 +26,7 @@ def parse_share(text: str) -> float:
 
 def parse_pool_size(text: str) -> str:
     """A size in bytes, or a share such as ``25%``, which only who makes the pool can work out. Raises ValueError."""
-    share = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text)
+    share = _SHARE.fullmatch(text)
     if share is None:
         try:
             return str(parse_bytes(text))

@@ -26,12 +26,7 @@ from typing import Any
 
 from comb.backbones.loading import backbone_beside, resolve_name
 from comb_serving.config.instance import READY, instance_folder, note_segments
-from comb_serving.config.options import (
-    ADMIN_KEY,
-    OPTIONS,
-    POOL,
-    ServeOptions,
-)
+from comb_serving.config.options import ADMIN_KEY, OPTIONS, POOL, ServeOptions
 from comb_serving.config.tenants import key_hash
 
 logger = logging.getLogger(__name__)
