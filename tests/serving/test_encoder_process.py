@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
 import queue
-import signal
 import socket
 import subprocess
 import tempfile
@@ -116,34 +113,6 @@ async def test_the_pool_holds_what_encode_gives_bit_for_bit(
         with pytest.raises(ValueError, match="split it"):
             await manager.keys([(5,) * 10**6], "")
         lease.release()
-        manager.check_integrity()
-
-
-@pytest.mark.slow
-async def test_killing_encoders_under_load_ends_every_waiter_right(
-    nano_adapter: Path, adapter: CombForCausalLM, folder: Path
-) -> None:
-    (pool,) = make_pools(adapter, folder)
-    async with running(nano_adapter, folder, pool) as (manager, encoders):
-        everything = await wanted(manager, range(16))
-        await asyncio.sleep(0)
-        await until(lambda: all(encoder.writer is not None for encoder in encoders.watched))
-        for encoder in encoders.watched:  # stopped, so that the documents are under way when they die
-            os.kill(encoder.process.pid, signal.SIGSTOP)
-        pairs = list(itertools.pairwise(everything))
-        tasks = [asyncio.create_task(manager.acquire(pair)) for pair in pairs]
-        await until(lambda: encoders.waiting >= len(everything))
-        assert manager.waiting == len(tasks)
-        pool.tensor.fill_(float("nan"))
-        for encoder in encoders.watched:
-            os.kill(encoder.process.pid, signal.SIGKILL)
-        leases = await asyncio.gather(*tasks)
-        assert encoders.restarts == 1
-        for lease, pair in zip(leases, pairs, strict=True):
-            for handle, one in zip(lease.handles, pair, strict=True):
-                check_content(adapter, pool, handle, one.token_ids)
-            lease.release()
-        assert manager.references == manager.waiting == encoders.waiting == 0
         manager.check_integrity()
 
 

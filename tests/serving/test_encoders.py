@@ -130,20 +130,6 @@ async def test_encoders_that_no_longer_start_are_a_fault_until_one_does(
     await encoders.stop()
 
 
-async def test_an_encoder_that_starts_after_all_is_used(folder: Path) -> None:
-    wait = f"import os, sys; os.path.exists({str(folder / 'ready')!r}) or sys.exit(1)"
-    command = [sys.executable, "-c", f"{wait}\n{PROGRAM}", str(folder)]
-    encoders = EncoderProcesses(dict(os.environ), command=command, start_seconds=30)
-    encoders.start()
-    with pytest.raises(EncoderError, match="at their start"):
-        await encoders.identity()
-    (folder / "ready").touch()
-    await until(lambda: encoders.watched[0].writer is not None)
-    assert (await encoders.identity()).fingerprint == "same"
-    assert (await encoders.submit("0" * 64, [1], PoolHandle(1, (0,)))).tier == "encoded"
-    await encoders.stop()
-
-
 async def test_nothing_runs_after_the_end(folder: Path) -> None:
     encoders = start(folder)
     await encoders.identity()

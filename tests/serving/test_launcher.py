@@ -235,26 +235,24 @@ def test_flags_that_cannot_be_served_are_refused() -> None:
         read_flags(["--port", "many"], {})
 
 
-def test_sizes() -> None:
-    sizes = [parse_bytes(text) for text in ("512MiB", "8GB", "17", "1.5 KiB", "2g", "1TB", "1TiB")]
-    assert sizes == [512 * 2**20, 8 * 10**9, 17, 1536, 2 * 10**9, 10**12, 2**40]
-    for wrong in ("", "big", "-1", "1 XB"):
-        with pytest.raises(ValueError, match="512MiB"):
-            parse_bytes(wrong)
+@pytest.mark.parametrize(
+    ("parse", "good", "wrong", "message"),
+    [
+        (parse_bytes, {"512MiB": 512 * 2**20, "8GB": 8 * 10**9, "17": 17, "1.5 KiB": 1536, "2g": 2 * 10**9,
+                       "1TB": 10**12, "1TiB": 2**40}, ["", "big", "-1", "1 XB"], "512MiB"),
+        (parse_pool_size, {"1KiB": "1024", "25%": "25%", " 12.5 % ": "12.5%"}, ["0%", "100%", "-3%", "a%", "%", "big"],
+         "between 0% and 100%|like 25%"),
+        (parse_share, {"100%": 1.0, " 12.5 %": 0.125}, ["0%", "101%", "-3%", "1", "big"], "above 0% and at most 100%"),
+    ],
+)  # fmt: skip
+def test_sizes_and_shares(parse: Any, good: dict[str, Any], wrong: list[str], message: str) -> None:
+    assert {text: parse(text) for text in good} == good
+    for text in wrong:
+        with pytest.raises(ValueError, match=message):
+            parse(text)
 
 
-def test_the_pool_takes_bytes_or_a_share() -> None:
-    assert [parse_pool_size(text) for text in ("1KiB", "25%", " 12.5 % ")] == ["1024", "25%", "12.5%"]
-    for wrong in ("0%", "100%", "-3%", "a%", "%", "big"):
-        with pytest.raises(ValueError, match=r"between 0% and 100%|like 25%"):
-            parse_pool_size(wrong)
-
-
-def test_a_share_is_a_share_and_pins_are_divided_among_keys() -> None:
-    assert [parse_share(text) for text in ("100%", " 12.5 %")] == [1.0, 0.125]
-    for wrong in ("0%", "101%", "-3%", "1", "big"):
-        with pytest.raises(ValueError, match="a share is above 0% and at most 100%"):
-            parse_share(wrong)
+def test_pins_are_divided_among_keys() -> None:
     assert [ServeOptions("a", key_hashes=keys).pinned_share for keys in ((), ("x",), ("x", "y"))] == [1, 1, 0.5]
     assert ServeOptions("a", key_hashes=("x", "y"), tenant_pinned_share=0.9).pinned_share == 0.9
     with pytest.raises(ValueError, match="tenant_share is a share of the pool"):

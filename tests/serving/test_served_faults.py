@@ -14,19 +14,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.library import Library
+from tests.helpers.processes import wait_for
 from tests.helpers.served import QUESTION, TEXTS, Served, logprobs, states
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 KILLS, CLIENTS, TOKENS = 4, 5, 4
 LONG = {"model": "nano", "messages": QUESTION, "stream": True, "max_tokens": 400, "ignore_eos": True}
-
-
-def wait_for(condition: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it doesn't come to pass"
-        time.sleep(0.02)
 
 
 def kill_now_and_then(

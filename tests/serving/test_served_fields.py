@@ -1,7 +1,8 @@
 """Two thousand requests of two tenants with any fields that vLLM describes: each answer is over its own documents.
 
 What is looked at is the answer: the log-probability of its first token, which vLLM reports before it samples, is the
-library's over these documents, whatever else was asked for; where there is none, it is an error that says why.
+library's over these documents, whatever else was asked for; where there is none, it is an error that says why. Where
+nothing else is asked for, the whole answer is the library's greedy one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ SENT: dict[str, dict[str, Any]] = {
     RESPONSES: {"max_output_tokens": 3, "include": ["message.output_text.logprobs"]},
     MESSAGES: {"max_tokens": 3},
 }
+GREEDY = {"temperature": 0, "ignore_eos": True}
 # what says what is asked, and of whom; answers without these can't be looked at
 KEPT = {"messages", "prompt", "input", "model", "documents", "stream", "cache_salt", "instructions", "system"}
 KEPT |= {"logprobs", "return_token_ids", "include", "max_tokens", "max_output_tokens", "max_completion_tokens"}
@@ -70,7 +72,13 @@ class Case:
     status: int = 0
     text: str = ""
     found: list[tuple[str | int, float]] = field(default_factory=list)  # first tokens, and how likely they were
+    answer: tuple[list[int], list[float]] = ([], [])
     cached: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the whole answer is known."""
+        return not self.extra and self.path in (CHAT, COMPLETIONS)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -78,6 +86,7 @@ class Case:
         turn = [{"role": "user", "content": text}]
         asked = {COMPLETIONS: {"prompt": text}, RESPONSES: {"input": text}}.get(self.path, {"messages": turn})
         body = {"model": "nano", **asked, **SENT.get(self.path, {}), "stream": self.stream, **self.extra}
+        body |= GREEDY if self.greedy else {}
         if self.names:
             body["documents"] = [PARTS[name] for name in self.names]
         return body if self.encoder else {**body, "comb": {"encoder": False}}
@@ -154,6 +163,7 @@ def read(case: Case) -> None:
         parts = [part for item in payloads[0]["output"] for part in item.get("content") or ()]
         logs = [one for part in parts for one in part.get("logprobs") or ()]
         first = {0: ([one["token"] for one in logs], [one["logprob"] for one in logs])}
+    case.answer = first.get(0, ([], []))
     case.found = [(ids[0], logs[0]) for ids, logs in first.values() if ids and logs]
 
 
@@ -219,6 +229,11 @@ def test_every_answer_is_over_its_own_documents(served: Served, nano_adapter: Pa
         assert not case.cached or case.prompt in asked, case
         texts = [PARTS[name] for name in case.names]
         way = {"chat": case.path != COMPLETIONS, "encoder": case.encoder}
+        if case.greedy:
+            ids, logs = library.answer(QUESTIONS[case.question], texts, **way)
+            assert case.answer[0] == ids, case
+            assert case.answer[1] == pytest.approx(logs, abs=1e-4), case
+            seen["greedy"] += 1
         likely = library.first_token(QUESTIONS[case.question], texts, **way)
         for token, logprob in case.found:
             ids = [token] if isinstance(token, int) else spelled.get(token, [])
@@ -230,6 +245,7 @@ def test_every_answer_is_over_its_own_documents(served: Served, nano_adapter: Pa
     print(f"{dict(seen)}, longest look at /health {max(waits):.2f} s")
     assert not wrong, wrong
     assert seen["read"] > 0.3 * REQUESTS
+    assert seen["greedy"] > 0.1 * REQUESTS
     assert seen["refused"] < 0.5 * REQUESTS
     assert sorted(waits)[-2] < 2.0
     # the control: over other documents tokens are not as likely; cross blocks know no order
