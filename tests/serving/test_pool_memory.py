@@ -62,19 +62,6 @@ def test_fp8_takes_its_bytes_and_is_near(tmp_path: Path) -> None:
         PoolLayout(1, 1, 1, 1, stored="fp4")
 
 
-def test_blocks_in_fp8_hold_all_there_is_to_know(tmp_path: Path) -> None:
-    """Copied to other slots, data and scales alike, a document is what it was; without its scales it isn't."""
-    pool = SharedPool.create(tmp_path / "pool", FP8)
-    keys, values = (torch.randn(2, 2, 8, 3, 20) * 5).unbind()
-    pool.write(PoolHandle(8, (0, 1)), keys, values)
-    assert pool.scales is not None
-    target = pool.slots(PoolHandle(8, (4, 2)))
-    pool.tensor.view(torch.uint8)[:, :, target] = pool.tensor.view(torch.uint8)[:, :, :8]
-    assert not torch.equal(pool.read(0, [PoolHandle(8, (4, 2))])[1], pool.read(0, [PoolHandle(8, (0, 1))])[1])
-    pool.scales[:, :, target] = pool.scales[:, :, :8]
-    assert torch.equal(pool.read(0, [PoolHandle(8, (4, 2))])[1], pool.read(0, [PoolHandle(8, (0, 1))])[1])
-
-
 def test_attention_over_an_fp8_pool_is_near(tmp_path: Path) -> None:
     keys, values = torch.randn(2, 2, 11, 3, 20).unbind()
     query, handle = torch.randn(5, 6, 20), PoolHandle(11, (5, 0, 2))

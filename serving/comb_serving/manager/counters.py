@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 
 from comb_serving.encoding.protocol import MADE
 from comb_serving.linking.reports import LinkReport
@@ -28,11 +29,7 @@ class Histogram:
     @property
     def buckets(self) -> list[tuple[str, int]]:
         """(upper bound, observations up to it), as Prometheus wants them."""
-        at, found = 0, []
-        for bound, count in zip((*map(str, BOUNDS), "+Inf"), list(self.counts), strict=True):
-            at += count
-            found.append((bound, at))
-        return found
+        return list(zip((*map(str, BOUNDS), "+Inf"), accumulate(list(self.counts)), strict=True))
 
 
 @dataclass
