@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from comb.linking.cache import ScatterCache, Span
+from comb.linking.cache import ScatterCache
 from comb.methods import register
-from comb.methods.checks import check_share
-from comb.methods.decoder import Decoder, PromptLayout
+from comb.methods.decoder import Looking, PromptLayout
 from comb.waits import on_device
 
 
 @register("cacheblend")
-class CacheBlend(Decoder):
+class CacheBlend(Looking):
     """Recomputes the `ratio` of document tokens whose cached keys and values are furthest from the right ones.
 
     1. All tokens behind the first segment go through the first `layers` layers, and as far as the keys and values of
@@ -37,30 +35,16 @@ class CacheBlend(Decoder):
     never sees a later one.
     """
 
-    positional = ("ratio",)
-
-    def __init__(self, model: Any, *, ratio: float = 0.15, layers: int = 1, **parameters: Any) -> None:
+    def __init__(self, model: Any, *, layers: int = 1, **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        check_share("cacheblend:ratio", ratio)
         depth = len(self.support.positions.layers)
         if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < depth:
             raise ValueError(
                 f"cacheblend:layers is at least 1 and less than the model's {depth} layers, got {layers!r}"
             )
-        self.ratio = float(ratio)
         self.layers = layers
 
-    def recomputes_nothing(self, spans: Sequence[Span]) -> bool:
-        # the first token of a prompt is never wrong, so a single one can't deviate
-        return not any(not span.first for span in spans)
-
-    def choose(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
-        if self.recomputes_nothing(layout.spans):
-            return []
-        with layout.times.timed("select"):
-            return self._most_deviant(layout, cache)
-
-    def _most_deviant(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
+    def look(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         spans = layout.spans
         rows = range(spans[0].end if spans[0].first else layout.start, layout.end)
         if not rows:  # all but the last token, which is left for `generate`

@@ -1,12 +1,13 @@
 """What all training-free methods share: segments compile to the decoder's keys and values, and one pass links them.
 
-A method of this family is a choice of document tokens to recompute: it overrides `Decoder.select`, or `Decoder.choose`
+A method of this family is a choice of document tokens to recompute: it overrides `Decoder.select`, or is a `Looking`
 where it has to look into the cache.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from comb.linking.masks import masked_attention
 from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.support import LinkSupport, find_support
 from comb.methods.base import DecodeState, LinkRequest
-from comb.methods.checks import own_picache, usable_with_model
+from comb.methods.checks import check_share, own_picache, usable_with_model
 from comb.methods.continuation import continue_tokens
 from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
@@ -148,10 +149,6 @@ class Decoder(TakesPrimer):
             return "its rotary embedding changes all keys with the length of the prompt"
         return ""
 
-    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
-        """`link_row` behind `past`, whose keys and values are copied; nothing in there is computed again."""
-        return self.link_row(row, past)
-
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         """One pass over gaps, query and the selected document tokens, into the cached head and the re-rotated rest.
 
@@ -160,9 +157,7 @@ class Decoder(TakesPrimer):
         """
         fingerprint = self.fingerprint
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
-        documents = sum(picache.num_tokens for picache in picaches)
-        others = (0 if past is None else len(past.token_ids)) + sum(map(len, row.fresh))
-        self.check_prompt(documents, others)
+        self.check_row(row, past)
         with exclusive(self.backbone), counted_passes() as passed:
             past, head_tokens, row = behind_head(self, row, past)
             state = self._linked(row, picaches, past)
@@ -261,6 +256,33 @@ class Decoder(TakesPrimer):
             device=self.backbone.get_input_embeddings().weight.device,
             before=None if layout.past is None else layout.past.cache, start=layout.start,
         )  # fmt: skip
+
+
+class Looking(Decoder):
+    """A share of the document tokens is recomputed, chosen by a look into the linked cache.
+
+    A segment that begins the prompt was compiled in its place: it is right already.
+    """
+
+    positional = ("ratio",)
+
+    def __init__(self, model: Any, *, ratio: float = 0.15, **parameters: Any) -> None:
+        super().__init__(model, **parameters)
+        check_share(f"{self.name}:ratio", ratio)
+        self.ratio = float(ratio)
+
+    @abstractmethod
+    def look(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
+        """`choose`, for a prompt with segments that don't begin it."""
+
+    def recomputes_nothing(self, spans: Sequence[Span]) -> bool:
+        return all(span.first for span in spans)
+
+    def choose(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
+        if self.recomputes_nothing(layout.spans):
+            return []
+        with layout.times.timed("select"):
+            return self.look(layout, cache)
 
 
 def segment_ids(picache: DecoderPICache) -> list[int]:

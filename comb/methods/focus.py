@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor
 
 from comb.backbones.attention_calls import AttentionCall, watched
 from comb.backbones.transformers_private import can_set_attention
-from comb.linking.cache import ScatterCache, ScatteredRows, Span
+from comb.linking.cache import ScatterCache, ScatteredRows
 from comb.methods import register
-from comb.methods.checks import check_share, check_token_count
-from comb.methods.decoder import Decoder, PromptLayout
+from comb.methods.checks import check_token_count
+from comb.methods.decoder import Looking, PromptLayout
 
 
 @register("focus")
-class Focus(Decoder):
+class Focus(Looking):
     """Recomputes the `ratio` of document tokens that the query pays most attention to.
 
     1. The query passes over the naively linked cache once, with the fresh tokens in front of it.
@@ -40,33 +39,20 @@ class Focus(Decoder):
     2601.12904) idea; the score is this project's, chosen among those that docs/training-free.md compares.
     """
 
-    positional = ("ratio",)
     chooses_by_query = True
     with_last_token = True  # what a prompt ends with asks as much as the rest
 
-    def __init__(self, model: Any, *, ratio: float = 0.15, seam: int = 0, **parameters: Any) -> None:
+    def __init__(self, model: Any, *, seam: int = 0, **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        check_share("focus:ratio", ratio)
         check_token_count("focus:seam", seam)
         if self.support.masks is None or not can_set_attention(self.backbone):
             raise ValueError(
                 f"method 'focus' can't be used with this model: {type(self.backbone).__name__} computes attention in "
                 "its own code, where nobody sees what the question looks at; use 'cacheblend' or 'legolink'"
             )
-        self.ratio = float(ratio)
         self.seam = seam
 
-    def recomputes_nothing(self, spans: Sequence[Span]) -> bool:
-        return all(span.first for span in spans)
-
-    def choose(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
-        if self.recomputes_nothing(layout.spans):
-            return []
-        with layout.times.timed("select"):
-            return self.looked_at(layout, cache)
-
-    def looked_at(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
-        """Sorted positions of the document tokens to recompute; fresh tokens are in `cache` afterwards."""
+    def look(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
         last = len(layout.token_ids) - 1
         scores = QueryAttention(cache.rows, start=min(layout.spans[-1].end, last))
         with watched(self.backbone, scores):

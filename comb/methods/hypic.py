@@ -143,15 +143,10 @@ class Hypic(TakesPrimer):
     def why_not_continue(self) -> str:
         return ""
 
-    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
-        return self.link_row(row, past)
-
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         fingerprint, support = self.fingerprint, self.support
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
-        documents = sum(picache.num_tokens for picache in picaches)
-        others = (0 if past is None else len(past.token_ids)) + sum(map(len, row.fresh))
-        self.check_prompt(documents, others)
+        self.check_row(row, past)
         with exclusive(self.backbone), counted_passes() as passed:
             past, head_tokens, row = behind_head(self, row, past)
             linked = link_segments(

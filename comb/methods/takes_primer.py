@@ -1,4 +1,4 @@
-"""What methods share that compile segments behind a primer instead of alone."""
+"""What methods share that link what the backbone caches of segments, compiled alone or behind a primer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from comb.backbones.identity import weights_fingerprint
 from comb.backbones.primer import Primer, own_tokenizer, primer_ids
-from comb.methods.base import Method
+from comb.methods.base import DecodeState, LinkRequest, Method
+from comb.methods.past_state import PastState
 
 
 class TakesPrimer(Method):
@@ -45,6 +46,19 @@ class TakesPrimer(Method):
                 "documents are compiled behind them, so give a shorter one"
             )
         return tuple(ids)
+
+    @abstractmethod
+    def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
+        """`Method.link_row`, behind `past` where it is given."""
+
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        """`link_row` behind `past`, whose keys, values and states are copied; nothing in there is computed again."""
+        return self.link_row(row, past)
+
+    def check_row(self, row: LinkRequest, past: PastState | None) -> None:
+        """Raises ValueError when a row behind `past` leaves no position to answer in."""
+        others = (0 if past is None else len(past.token_ids)) + sum(map(len, row.fresh))
+        self.check_prompt(sum(picache.num_tokens for picache in row.picaches), others)
 
     @classmethod
     def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:

@@ -74,23 +74,14 @@ def attention_of_query(model: Any) -> Tensor:
 
 def recorded(method: Focus, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     chosen: list[list[int]] = []
-    inner = method.looked_at
+    inner = method.look
 
     def note(*args: Any) -> list[int]:
         chosen.append(inner(*args))
         return chosen[-1]
 
-    monkeypatch.setattr(method, "looked_at", note)
+    monkeypatch.setattr(method, "look", note)
     return chosen
-
-
-def test_another_question_looks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = methods.create("focus:0.2", model_of("llama"))
-    assert isinstance(method, Focus)
-    chosen, picaches = recorded(method, monkeypatch), method.compile(DOCUMENTS)
-    for query in (QUERY, [44, 71, 9], [44, 71, 9]):
-        method.link(picaches, query, head_ids=HEAD)
-    assert chosen[0] != chosen[1] == chosen[2]
 
 
 def test_a_long_question_asks_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_nothing_sees_what_comes_later(family: str, spec: str) -> None:
     kept = []
     for last, query in ((DOCUMENTS[2], QUERY), (DOCUMENTS[2][::-1], QUERY[::-1])):
         if spec.startswith("cacheblend"):  # which tokens it chooses may depend on all of them
-            method.__dict__["_most_deviant"] = lambda linking, cache: [4, 5, 9, 15, 16, 25]
+            method.__dict__["look"] = lambda linking, cache: [4, 5, 9, 15, 16, 25]
         caches: list[Any] = []
         method.__dict__["run"] = lambda linking, cache, rows, seen=caches: (
             seen.append(cache) or Decoder.run(method, linking, cache, rows)
@@ -256,8 +256,8 @@ def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> Non
     documents = torch.tensor([p for span in spans for p in range(span.start, span.end)])
     expected = sorted(documents[deviation[documents].topk(8).indices].tolist())
     chosen: list[list[int]] = []
-    inner = method._most_deviant  # type: ignore[attr-defined]
-    method.__dict__["_most_deviant"] = lambda *a: chosen.append(inner(*a)) or chosen[-1]  # type: ignore[func-returns-value]
+    inner = method.look  # type: ignore[attr-defined]
+    method.__dict__["look"] = lambda *a: chosen.append(inner(*a)) or chosen[-1]  # type: ignore[func-returns-value]
     state = method.link(picaches, QUERY, head_ids=HEAD)
     assert chosen == [expected]
     assert state.recomputed == (8,)
