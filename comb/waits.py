@@ -6,7 +6,8 @@ host takes to queue it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -20,20 +21,11 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def truths(*flags: Tensor) -> list[bool]:
-    """The values of single truth values, with one wait for each device that they are on."""
-    return [value for together in _by_device(flags) for value in together]
+    """The values of single truth values, with one wait for each device that neighbours are on."""
+    together = (torch.stack(list(same)) for _, same in groupby(flags, lambda flag: flag.device))
+    return [value for values in together for value in values.tolist()]
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no tensor holds NaN or infinity, with one wait for each device that they are on."""
     return all(truths(*(torch.isfinite(tensor).all() for tensor in tensors)))
-
-
-def _by_device(flags: Sequence[Tensor]) -> Iterable[list[bool]]:
-    """In order, neighbours on one device together."""
-    start = 0
-    for end in range(1, len(flags) + 1):
-        if end == len(flags) or flags[end].device != flags[start].device:
-            found: list[bool] = torch.stack(list(flags[start:end])).tolist()
-            yield found
-            start = end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from comb.documents.messages import Generated, Message, message_parts
@@ -95,31 +95,36 @@ class Prompt:
     gaps: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def fresh(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens in front of each segment, and last those behind all."""
+        if not self.segments:
+            return ((*self.head, *self.tail),)
+        return (self.head, *(self.gaps or ((),) * (len(self.segments) - 1)), self.tail)
+
+    @property
     def flat(self) -> tuple[int, ...]:
         """The whole prompt in one row, as a model without document reuse reads it."""
-        gaps = self.gaps or ((),) * len(self.segments)
-        middle = (token for pair in zip(self.segments, (*gaps, ()), strict=False) for part in pair for token in part)
-        return (*self.head, *middle, *self.tail)
+        runs = chain.from_iterable(zip(self.fresh, (*self.segments, ()), strict=True))
+        return tuple(chain.from_iterable(runs))
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Where the segments stand in `flat`: the place of the first token, and how many there are."""
-        found, position = [], len(self.head)
-        for segment, gap in zip(self.segments, (*(self.gaps or ((),) * len(self.segments)), ()), strict=False):
-            found.append((position, len(segment)))
-            position += len(segment) + len(gap)
+        found, position = [], 0
+        for run, segment in zip(self.fresh, self.segments, strict=False):
+            found.append((position + len(run), len(segment)))
+            position += len(run) + len(segment)
         return tuple(found)
 
     @property
     def placed_behind(self) -> tuple[int, ...]:
         """How many tokens of `query` stand in front of each segment, where these have places beside it."""
-        gaps = self.gaps or ((),) * max(0, len(self.segments) - 1)
-        return places_behind((self.head, *gaps, self.tail)) if self.segments else ()
+        return places_behind(self.fresh)
 
     @property
     def query(self) -> tuple[int, ...]:
         """The prompt without its documents, as a COMB decoder reads it."""
-        return (*self.head, *(token for gap in self.gaps for token in gap), *self.tail)
+        return tuple(chain.from_iterable(self.fresh))
 
     def behind(self, count: int) -> tuple[int, int, Prompt]:
         """What is left behind the first `count` tokens of `flat`; a segment is never cut, but left whole.
@@ -127,18 +132,14 @@ class Prompt:
         Returns:
             Tokens in front of the cut, segments in front of it, and the rest.
         """
-        gaps = self.gaps or ((),) * (len(self.segments) - 1)
-        fresh = [self.head, *gaps, self.tail] if self.segments else [(*self.head, *self.tail)]
-        position = 0
+        fresh, position = self.fresh, 0
         for index, (run, segment) in enumerate(zip(fresh, (*self.segments, ()), strict=True)):
             inside = count - position
             position += len(run)
             if count < position + len(segment) or index == len(self.segments):
-                runs = [run[inside:], *fresh[index + 1 :]]
-                middle = tuple(runs[1:-1])
-                rest = Prompt(
-                    runs[0] if len(runs) > 1 else (), self.segments[index:], runs[-1], middle if any(middle) else ()
-                )
+                ahead = (run[inside:], *fresh[index + 1 :])
+                head, *gaps, tail = ahead if len(ahead) > 1 else ((), *ahead)
+                rest = Prompt(head, self.segments[index:], tail, tuple(gaps) if any(gaps) else ())
                 return min(count, position), index, rest
             position += len(segment)
         raise AssertionError("the last run has no segment behind it")

@@ -59,19 +59,15 @@ class LinkRequest:
     salt: str = ""
 
     def __post_init__(self) -> None:
-        if self.gaps and len(self.gaps) != len(self.picaches) - 1:
-            raise ValueError(
-                f"gaps are the fresh tokens between PICaches: {len(self.picaches)} PICaches have "
-                f"{max(0, len(self.picaches) - 1)} of them, got {len(self.gaps)}"
-            )
+        assert not self.gaps or len(self.gaps) == len(self.picaches) - 1
 
     @property
     def fresh(self) -> list[list[int]]:
         """The fresh tokens in front of each PICache (the head, then the gaps), and last those behind all: the query."""
+        if not self.picaches:
+            return [[*self.head_ids, *self.query_ids]]
         gaps = self.gaps or [()] * (len(self.picaches) - 1)
-        before = [self.head_ids, *gaps] if self.picaches else []
-        after = self.query_ids if self.picaches else [*self.head_ids, *self.query_ids]
-        return [list(ids) for ids in (*before, after)]
+        return [list(ids) for ids in (self.head_ids, *gaps, self.query_ids)]
 
 
 @dataclass
