@@ -81,18 +81,6 @@ def test_chat_with_cache_ids_in_any_order(model: Any, tokenizer: Any, spec: str)
     assert engine.store.stats().in_use == 0
 
 
-def test_everything_recomputed_is_full_in_any_layout(model: Any, tokenizer: Any) -> None:
-    engines = {
-        spec: PICEngine(model, tokenizer, method=spec) for spec in ("full", "legolink:99", "cacheblend:1.0", "naive")
-    }
-    answers = {}
-    for spec, engine in engines.items():
-        a, b, _ = engine.generate_context_cache([Document(text, id=str(i)) for i, text in enumerate(CHUNKS)])
-        answers[spec] = engine.chat_completion(mixed(b, a), max_new_tokens=24, eos_token_id=None).token_ids
-    assert answers["legolink:99"] == answers["cacheblend:1.0"] == answers["full"]
-    assert answers["naive"] != answers["full"]  # the control
-
-
 def test_comb_reads_documents_named_in_messages(tokenizer: Any) -> None:
     torch.manual_seed(0)
     backbone = tiny("llama")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import transformers as tf
@@ -324,16 +321,6 @@ def test_training_mode_is_switched_off_for_the_run_only() -> None:
     assert all(module.training for module in model.modules())
     with torch.no_grad():  # negative control: dropout is there
         assert not torch.equal(model(flat(DOCUMENTS)).logits, model(flat(DOCUMENTS)).logits)
-
-
-def test_a_used_model_can_be_copied_and_pickled() -> None:
-    model = make("llama")
-    full = methods.create("full", model)
-    full.link(full.compile(DOCUMENTS), QUERY).generate(max_new_tokens=1)
-    methods.create("prefix", model)
-    clone = copy.deepcopy(model)
-    assert clone.__dict__["_comb_lock"] is not model.__dict__["_comb_lock"]
-    pickle.dumps(model)
 
 
 def test_link_batch_is_optional() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comb import CombForCausalLM, LinkTokensForCausalLM, PICEngine, methods
-from comb.cache.picache import CrossPICache, DecoderPICache
+from comb.cache.picache import DecoderPICache
 from comb.cache.picache_file import PICacheError, deserialize, serialize
 from comb.cache.quantization import SCHEMES, QuantizedPICache, dequantize, quantize, quantize_picache
 from comb.cache.store import PICacheStore
@@ -85,15 +85,6 @@ def test_bytes_halve_and_the_disk_keeps_them(scheme: str) -> None:
     data[-1] ^= 1
     with pytest.raises(PICacheError):
         deserialize(bytes(data), "k")
-
-
-def test_cross_picaches() -> None:
-    keys = torch.randn(2, 9, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    small = quantize_picache(CrossPICache("fp", keys, keys * 2), "int8", "fp/q")
-    opened = small.standalone().to("cpu").dequantize("fp")
-    assert isinstance(opened, CrossPICache)
-    assert opened.num_tokens == small.num_tokens == 9
-    assert float((opened.values - 2 * keys).abs().max()) < 0.1
 
 
 @pytest.mark.parametrize("name", [name for name in methods.names() if not methods.get(name).unquantizable])

@@ -163,14 +163,6 @@ def test_compile_may_use_the_store_but_not_for_its_own_key() -> None:
     store.check_integrity()
 
 
-def test_the_store_keeps_its_own_memory_only() -> None:
-    batch = torch.arange(100)
-    store = PICacheStore()
-    with store.acquire(["k1"], lambda indices: [TokenPICache("fp", batch[10:14])]) as handles:
-        assert handles[0].picache.token_ids.untyped_storage().nbytes() == NBYTES
-        assert handles[0].picache.token_ids.tolist() == [10, 11, 12, 13]
-
-
 # ---- time to live ----
 
 
