@@ -25,10 +25,12 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     for name, parameter in sorted(model.named_parameters()):
         shapes.update(f"{name}:{tuple(parameter.shape)};".encode())
     table = model.get_input_embeddings().weight.detach()
+    rows, columns = _places(table.shape[0], table.shape[1], table.device)
+    sample = table[rows, columns].float().cpu()
     return {
         "shapes": shapes.hexdigest(),
         "embedding_shape": list(table.shape),
-        "embedding": base64.b64encode(_sketch(table).numpy().tobytes()).decode(),
+        "embedding": base64.b64encode(sample.numpy().tobytes()).decode(),
     }
 
 
@@ -73,13 +75,8 @@ def same_embedding(table: Tensor, expected: dict[str, Any], first: int | None = 
     return bool(((ours - theirs[here]).abs() <= tolerance[here]).all())
 
 
-def _sketch(table: Tensor) -> Tensor:
-    """Values spread evenly over the table, the same positions for every dtype. [_SKETCH_VALUES] float32."""
-    rows, columns = _places(table.shape[0], table.shape[1], table.device)
-    return table[rows, columns].float().cpu()
-
-
 def _places(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns [_SKETCH_VALUES] spread evenly over a table, the same ones for every dtype."""
     count = min(_SKETCH_VALUES, rows * width)
     positions = torch.arange(count, device=device) * (rows * width // count)
     return positions // width, (positions * 31) % width

@@ -41,7 +41,9 @@ def quantize(tensor: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     dtype, largest = SCHEMES[check_scheme(scheme)]
     wide = tensor.float()
     scale = wide.abs().amax(dim=-1, keepdim=True) / largest
-    half, fits = _halved(scale)
+    half = scale.half()
+    # below its normal numbers float16 loses precision, above its range everything
+    fits = torch.isfinite(half) & ((half >= torch.finfo(torch.float16).smallest_normal) | (scale == 0))
     # one wait for a GPU, not two
     finite, storable = torch.stack([torch.isfinite(wide).all(), fits.all()]).tolist()
     if not finite:
@@ -57,13 +59,6 @@ def quantize(tensor: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor that `quantize` took, as near as eight bits come."""
     return (data.float() * scale.float()).to(dtype)
-
-
-def _halved(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales in float16, and where they are as good as in float32."""
-    half = scale.half()
-    # below its normal numbers float16 loses precision, above its range everything
-    return half, torch.isfinite(half) & ((half >= torch.finfo(torch.float16).smallest_normal) | (scale == 0))
 
 
 @register_kind

@@ -37,10 +37,16 @@ class LegoLinkZero(Decoder):
         super().__init__(model, **parameters)
         if self.primer:
             raise ValueError("legolink-0 compiles behind its dummies and takes no primer: use method='primed'")
-        self.token = _dummy(self.backbone) if token is None else token
+        token = start_token_id(text_config(self.backbone)) if token is None else token
+        if token is None:
+            raise ValueError(
+                "method 'legolink-0' compiles behind dummy tokens, and this model's configuration has neither "
+                "bos_token_id nor eos_token_id: name one with legolink-0:token=ID"
+            )
         vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
-        if not isinstance(self.token, int) or not 0 <= self.token < vocabulary:
-            raise ValueError(f"legolink-0:token is a token id below {vocabulary}, got {self.token!r}")
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise ValueError(f"legolink-0:token is a token id below {vocabulary}, got {token!r}")
+        self.token = token
 
     @property
     def fingerprint(self) -> str:
@@ -48,13 +54,3 @@ class LegoLinkZero(Decoder):
 
     def dummy_ids(self) -> list[int]:
         return [self.token] * self.dummies
-
-
-def _dummy(model: Any) -> int:
-    token = start_token_id(text_config(model))
-    if token is not None:
-        return token
-    raise ValueError(
-        "method 'legolink-0' compiles behind dummy tokens, and this model's configuration has neither bos_token_id nor "
-        "eos_token_id: name one with legolink-0:token=ID"
-    )
