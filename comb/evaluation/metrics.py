@@ -12,6 +12,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from statistics import fmean
 
 import numpy
@@ -39,25 +40,51 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", without_punctuation).split())
 
 
-def exact_match(prediction: str, references: Sequence[str]) -> float:
+def _of_best(metric: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
+    """A metric of a prediction and one reference, as the best over several."""
+
+    @wraps(metric)
+    def best(prediction: str, references: Sequence[str]) -> float:
+        if isinstance(references, str):
+            raise ValueError("references is a sequence of accepted answers; put a single one in a list")
+        if not references:
+            raise ValueError(f"no reference to compare with (prediction: {prediction[:60]!r})")
+        return max(metric(prediction, reference) for reference in references)
+
+    return best
+
+
+@_of_best
+def exact_match(prediction: str, reference: str) -> float:
     """1.0 if `prediction` equals one of the references in normal form, else 0.0."""
-    return _best(_exact_match_one, prediction, references)
+    return float(normalize_answer(prediction) == normalize_answer(reference))
 
 
-def f1(prediction: str, references: Sequence[str]) -> float:
+@_of_best
+def f1(prediction: str, reference: str) -> float:
     """Best F1 over the words shared with a reference, in 0..1; an empty side matches only an empty side."""
-    return _best(_f1_one, prediction, references)
+    predicted, expected = normalize_answer(prediction).split(), normalize_answer(reference).split()
+    if not predicted or not expected:
+        return float(predicted == expected)
+    shared = sum((Counter(predicted) & Counter(expected)).values())
+    return _f_measure(shared, len(predicted), len(expected))
 
 
-def contains(prediction: str, references: Sequence[str]) -> float:
+@_of_best
+def contains(prediction: str, reference: str) -> float:
     """1.0 if a reference stands in `prediction` word by word, both in normal form, else 0.0: for models that answer in
     sentences (Mallen et al. 2023 call it accuracy)."""
-    return _best(_contains_one, prediction, references)
+    words = normalize_answer(reference)
+    return float(bool(words) and f" {words} " in f" {normalize_answer(prediction)} ")
 
 
-def rouge_l(prediction: str, references: Sequence[str]) -> float:
+@_of_best
+def rouge_l(prediction: str, reference: str) -> float:
     """Best ROUGE-L F-measure over the references, in 0..1."""
-    return _best(_rouge_l_one, prediction, references)
+    predicted, expected = _ROUGE_WORD.findall(prediction.lower()), _ROUGE_WORD.findall(reference.lower())
+    if not predicted or not expected:
+        return 0.0
+    return _f_measure(_longest_common_subsequence(predicted, expected), len(predicted), len(expected))
 
 
 def agreement(predictions: Sequence[str], others: Sequence[str]) -> tuple[list[float], list[float]]:
@@ -107,38 +134,6 @@ def bootstrap(
     means = (data * weight)[drawn].sum(1) / weight[drawn].sum(1)
     low, high = numpy.quantile(means, [(1 - share) / 2, (1 + share) / 2])
     return float(low), float(high)
-
-
-def _best(metric: Callable[[str, str], float], prediction: str, references: Sequence[str]) -> float:
-    if isinstance(references, str):
-        raise ValueError("references is a sequence of accepted answers; put a single one in a list")
-    if not references:
-        raise ValueError(f"no reference to compare with (prediction: {prediction[:60]!r})")
-    return max(metric(prediction, reference) for reference in references)
-
-
-def _exact_match_one(prediction: str, reference: str) -> float:
-    return float(normalize_answer(prediction) == normalize_answer(reference))
-
-
-def _f1_one(prediction: str, reference: str) -> float:
-    predicted, expected = normalize_answer(prediction).split(), normalize_answer(reference).split()
-    if not predicted or not expected:
-        return float(predicted == expected)
-    shared = sum((Counter(predicted) & Counter(expected)).values())
-    return _f_measure(shared, len(predicted), len(expected))
-
-
-def _contains_one(prediction: str, reference: str) -> float:
-    words = normalize_answer(reference)
-    return float(bool(words) and f" {words} " in f" {normalize_answer(prediction)} ")
-
-
-def _rouge_l_one(prediction: str, reference: str) -> float:
-    predicted, expected = _ROUGE_WORD.findall(prediction.lower()), _ROUGE_WORD.findall(reference.lower())
-    if not predicted or not expected:
-        return 0.0
-    return _f_measure(_longest_common_subsequence(predicted, expected), len(predicted), len(expected))
 
 
 def _f_measure(shared: int, predicted: int, expected: int) -> float:

@@ -53,25 +53,22 @@ class TextTable:
 
     def lines(self) -> list[tuple[str, ...]]:
         """The cells as text; a row that was refused says so in its first column that isn't a name."""
-        first = next((number for number, column in enumerate(self.columns) if not column.names), 0)
-        found = []
-        for row in self.rows:
-            cells = [column.cell(row) for column in self.columns]
-            if row.get("refused"):
-                cells[first] = "refused"
-            found.append(tuple(cells))
-        return found
+        first = next((column for column in self.columns if not column.names), None)
+        return [
+            tuple("refused" if row.get("refused") and column is first else column.cell(row) for column in self.columns)
+            for row in self.rows
+        ]
 
     def notes(self) -> list[str]:
         """What columns mean, the remarks, and why rows were refused."""
         meanings = [f"{column.name}: {column.note}." for column in self.columns if column.note]
-        named = [column for column in self.columns if column.names]
-        refused = (
-            (_label([(column.name, column.cell(row)) for column in named]), row["refused"])
-            for row in self.rows
-            if row.get("refused")
-        )
+        refused = ((self._name(row), row["refused"]) for row in self.rows if row.get("refused"))
         return [*([" ".join(meanings)] if meanings else []), *self.remarks, *refusals(refused)]
+
+    def _name(self, row: Row) -> str:
+        """``naive at offered/s 2``."""
+        (_, first), *further = [(column.name, column.cell(row)) for column in self.columns if column.names]
+        return " at ".join(filter(None, [first, ", ".join(f"{name} {cell}" for name, cell in further if cell != "-")]))
 
     def __rich__(self) -> Group:
         """For the terminal; notes are as wide as it is, not as the table."""
@@ -115,12 +112,6 @@ def refusals(items: Iterable[tuple[str, str]]) -> list[str]:
     for name, reason in items:
         by_reason.setdefault(reason, {})[name] = None
     return [f"{', '.join(names)} refused: {reason}" for reason, names in by_reason.items()]
-
-
-def _label(cells: Sequence[tuple[str, str]]) -> str:
-    """``naive at ccr 0.5``."""
-    (_, first), *further = cells
-    return " at ".join(filter(None, [first, ", ".join(f"{name} {cell}" for name, cell in further if cell != "-")]))
 
 
 def ms(seconds: Timing | float) -> str:
