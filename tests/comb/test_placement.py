@@ -54,7 +54,7 @@ def test_every_document_is_hidden(gaps: tuple[tuple[int, ...], ...]) -> None:
     assert (seen[0] - seen[1]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "mixtral", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "deepseek_v3", "qwen3_next"])
 def test_batches_and_families(family: str) -> None:
     backbone = tiny(family)
     together = measure_placement(backbone, PROMPTS)
@@ -62,13 +62,9 @@ def test_batches_and_families(family: str) -> None:
     assert together.losses.keys() == apart.losses.keys() != set()
     assert together.losses == pytest.approx(apart.losses, abs=1e-5)
     assert together.without == pytest.approx(apart.without, abs=1e-5)
-
-
-def test_the_eager_attention_gives_the_same() -> None:
-    backbone = tiny("llama")
-    ours = measure_placement(backbone, PROMPTS)
-    backbone.set_attn_implementation("eager")
-    assert measure_placement(backbone, PROMPTS).losses == pytest.approx(ours.losses, abs=1e-5)
+    if family == "llama":
+        backbone.set_attn_implementation("eager")
+        assert measure_placement(backbone, PROMPTS).losses == pytest.approx(together.losses, abs=1e-5)
 
 
 def test_what_can_not_be_measured_is_refused() -> None:
@@ -77,11 +73,9 @@ def test_what_can_not_be_measured_is_refused() -> None:
     with pytest.raises(ValueError, match="3 cross blocks, but documents can be read in 2 layers"):
         Placement({0: 1.0, 3: 0.5}, 2.0).best(3)
     assert Placement({0: 1.0, 3: 0.5, 2: 0.7}, 2.0).best(2) == [0, 2]
-
-
-def test_short_prompts_come_first() -> None:
+    # the shortest come first, one at least
     assert short_prompts(PROMPTS, 7) == [PROMPTS[1]]
-    assert short_prompts(PROMPTS, 1) == [PROMPTS[1]]  # one at least
+    assert short_prompts(PROMPTS, 1) == [PROMPTS[1]]
     assert short_prompts(PROMPTS, 100) == [PROMPTS[1], PROMPTS[0]]
 
 
