@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,36 +94,6 @@ def test_comb_reads_documents_named_in_messages(tokenizer: Any) -> None:
     assert off.report.prompt_tokens == answer.report.prompt_tokens + sum(len(text) + 1 for text in CHUNKS[:2])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [[{"type": "image", "url": "x"}], [{"type": "document"}], [{"type": "text", "text": 3}], ["text"], 7, None],
-)
-def test_malformed_parts(model: Any, tokenizer: Any, content: Any) -> None:
-    engine = PICEngine(model, tokenizer, method="naive")
-    with pytest.raises(ValueError, match='"type": "text"'):
-        engine.chat([{"role": "user", "content": content}])
-
-
-def test_decoder_picaches_live_on_every_tier(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Host and disk hold them like any others, and a restart finds them."""
-
-    def ask(store: PICacheStore) -> Any:
-        engine = PICEngine(model, tokenizer, method="legolink:4", store=store)
-        return engine.ask("who?", documents=CHUNKS, max_new_tokens=8, eos_token_id=None)
-
-    size = 40 * 2 * 3 * 2 * 8 * 4  # room for one chunk on the device, one on the host
-    one = PICEngine(model, tokenizer, method="legolink:4")
-    expected = one.ask("who?", documents=CHUNKS, max_new_tokens=8, eos_token_id=None)
-    sizes = [document.nbytes for document in expected.report.documents]
-    assert max(sizes) < size
-    roomy = PICacheStore(device_bytes=sum(sizes), host_bytes=0, disk_path=tmp_path)
-    assert ask(roomy).token_ids == expected.token_ids
-    roomy.flush()
-    again = ask(PICacheStore(device_bytes=sum(sizes), disk_path=tmp_path))
-    assert again.token_ids == expected.token_ids
-    assert [(d.state, d.tier) for d in again.report.documents] == [("hit", "disk")] * 3
-
-
 def test_methods_share_what_they_compile_alike(model: Any, tokenizer: Any) -> None:
     store = PICacheStore()
     states = {}
@@ -134,15 +103,6 @@ def test_methods_share_what_they_compile_alike(model: Any, tokenizer: Any) -> No
         states[spec] = answer.report.documents[0].state
     assert states == {"naive": "compiled", "legolink:4": "hit", "cacheblend:0.2": "hit", "legolink-0": "compiled",
                       "legolink-0:2": "compiled"}  # fmt: skip
-
-
-def test_an_over_long_document_is_refused_before_anything_is_cached(model: Any, tokenizer: Any) -> None:
-    engine = PICEngine(model, tokenizer, method="legolink:4")
-    with pytest.raises(ValueError, match=r"takes at most 511 at once: split it.*splitter='paragraphs:511'"):
-        engine.add_documents([CHUNKS[0], "x" * 600])
-    with pytest.raises(ValueError, match="512 positions"):
-        engine.ask("who?", documents=["y" * 300, "z" * 300])
-    assert engine.add_documents([]) == []
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,6 @@ def test_a_document_without_an_id_is_called_after_its_content() -> None:
     assert Document("some text").name("ab" * 32) == Document("some text", id="").name("ab" * 32) == "doc-abababababab"
 
 
-def test_prompt_layout() -> None:
-    prompt = Prompt((1,), ((2, 3), (4,)), (5, 6))
-    assert prompt.flat == (1, 2, 3, 4, 5, 6)
-    assert prompt.query == (1, 5, 6)
-
-
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -75,13 +69,6 @@ def test_documents_stand_in_front_of_the_first_user_message() -> None:
     assert tokenizer.decode(chat.flat) == (
         "<|system|>Be brief.<|user|>one\ntwo\na?<|assistant|>b<|end|><|user|>c?<|assistant|>"
     )
-
-
-def test_without_documents_the_prompt_is_the_chat_template() -> None:
-    tokenizer = byte_tokenizer()
-    messages = [{"role": "user", "content": "why?"}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert PromptBuilder(tokenizer).build(messages).flat == ids(tokenizer, rendered)
 
 
 @pytest.mark.parametrize("text", ["a <|end|> b", "<|user|>", "<|assistant|>done<|end|>"])
@@ -126,24 +113,13 @@ def test_a_lead_stands_in_front_of_the_documents() -> None:
         assert len(prompt.flat) == len(plain.flat) + len("Read <|end|>.\n")
 
 
-def test_a_segment_does_not_depend_on_its_neighbours() -> None:
-    builder = PromptBuilder(byte_tokenizer())
-    alone = builder.segment("one")
-    assert builder.build("q", [builder.segment("zero"), alone]).segments[1] == alone
-
-
 def test_a_title_stands_above_its_text() -> None:
     builder = PromptBuilder(byte_tokenizer())
     assert builder.tokenizer.decode(builder.segment(Document("body", title="Q3"))) == "Q3\nbody\n"
+    builder = PromptBuilder(byte_tokenizer(), document_template="# {title}\n{text}\n\n")
+    assert builder.tokenizer.decode(builder.segment(Document("f{x}", title="{}"))) == "# {}\nf{x}\n\n"
     with pytest.raises(ValueError, match=r"has no \{text\}"):
         PromptBuilder(byte_tokenizer(), document_template="doc:")
-
-
-def test_titles_and_templates() -> None:
-    builder = PromptBuilder(byte_tokenizer(), document_template="# {title}\n{text}\n\n")
-    assert builder.tokenizer.decode(builder.segment(Document("body", title="Q3"))) == "# Q3\nbody\n\n"
-    braces = builder.segment(Document("f{x}", title="{}"))
-    assert builder.tokenizer.decode(braces) == "# {}\nf{x}\n\n"
 
 
 def test_a_tokenizer_without_chat_template_takes_text() -> None:

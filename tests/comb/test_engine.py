@@ -50,24 +50,6 @@ def test_full_answers_as_the_plain_model(backbone: LlamaForCausalLM, tokenizer: 
     idle(engine.store)
 
 
-def test_prefix_answers_as_full_and_reports_its_hits(backbone: LlamaForCausalLM, tokenizer: Any) -> None:
-    full = PICEngine(backbone, tokenizer, method="full")
-    prefix = PICEngine(backbone, tokenizer, method="prefix")
-    for documents, expected in [
-        ([LAKE, CITY], ["compiled", "compiled"]),
-        ([LAKE, CITY], ["hit", "hit"]),
-        ([LAKE, BOOK], ["hit", "compiled"]),
-        ([CITY, LAKE], ["compiled", "compiled"]),
-        ([], []),
-    ]:
-        answer = prefix.ask(QUESTION, documents, max_new_tokens=NEW)
-        assert answer.token_ids == full.ask(QUESTION, documents, max_new_tokens=NEW).token_ids
-        assert states(answer) == expected
-        recomputed = sum(d.tokens for d in answer.report.documents if d.state == "compiled")
-        assert answer.report.recomputed_tokens == recomputed
-    idle(prefix.store)
-
-
 def test_comb_compiles_once_then_hits(engine: PICEngine, comb_model: CombForCausalLM, tokenizer: Any) -> None:
     cold = engine.ask(QUESTION, [LAKE, Document(CITY, id="city")], max_new_tokens=NEW)
     warm = engine.ask(QUESTION, [Document(CITY), LAKE], max_new_tokens=NEW)
@@ -166,19 +148,6 @@ def test_rows_that_end_early_are_cut_at_their_end(backbone: LlamaForCausalLM, to
     answers = engine.ask_batch([(QUESTION, [LAKE]), ("Who?", [CITY])], max_new_tokens=NEW, eos_token_id=end)
     assert answers[0].token_ids == free[0].token_ids[: free[0].token_ids.index(end) + 1]
     assert answers[1].token_ids == free[1].token_ids
-
-
-def test_documents_never_leak_into_another_request(engine: PICEngine, tokenizer: Any) -> None:
-    plain = PICEngine(make_backbone(), tokenizer, method="full")
-    nothing = plain.ask(QUESTION, max_new_tokens=NEW).token_ids
-    first = engine.ask(QUESTION, [LAKE, BOOK], max_new_tokens=NEW)
-    assert engine.ask(QUESTION, max_new_tokens=NEW).token_ids == nothing
-    others = engine.ask(QUESTION, [CITY], max_new_tokens=NEW)
-    assert len({first.token_ids, nothing, others.token_ids}) == 3
-    mixed = engine.ask_batch(
-        [(QUESTION, [LAKE, BOOK]), (QUESTION, []), (QUESTION, [CITY]), (QUESTION, [])], max_new_tokens=NEW
-    )
-    assert [a.token_ids for a in mixed] == [first.token_ids, nothing, others.token_ids, nothing]
 
 
 def test_eight_threads_get_their_own_answers(comb_model: CombForCausalLM, tokenizer: Any) -> None:

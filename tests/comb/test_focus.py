@@ -103,11 +103,3 @@ def test_what_is_computed_is_counted() -> None:
     link(model_of("llama"), "focus:0.25", head=HEAD)
     state = link(model_of("llama"), "focus:0.25", head=HEAD)  # the head is cached by now
     assert state.computed == (2 * len(QUERY) + 8 + 1,)  # the query twice, and its last token for the answer
-
-
-@pytest.mark.parametrize(("spec", "message"), [
-    ("focus:0", "0 < ratio <= 1"), ("focus:1.5", "0 < ratio <= 1"), ("focus:0.1,seam=-1", "at least 0"),
-])  # fmt: skip
-def test_parameters_that_make_no_sense(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        methods.create(spec, model_of("llama"))

@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicCache
 
 from comb import methods
 from comb.cache.picache import DecoderPICache
-from comb.cache.picache_file import deserialize, serialize
 from comb.linking.cache import RoomyLayer, ScatterCache, Span, assemble
 from comb.linking.fork import fork_cache
 from comb.linking.masks import Masks, masked_attention
@@ -189,14 +188,6 @@ def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(link(model_of("gemma2"), "legolink:5", head=HEAD).logits, reference) < 1e-5
 
 
-def test_compile_depends_on_the_segment_alone() -> None:
-    method = methods.create("naive", model_of("gemma2"))
-    first = method.compile(DOCUMENTS)[1]
-    link(model_of("gemma2"), "legolink:3", head=HEAD)
-    again = method.compile([DOCUMENTS[1]])[0]
-    assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in first.tensors().items())
-
-
 @pytest.mark.parametrize("family", ["dynamic_ntk", "longrope"])
 def test_embeddings_that_depend_on_the_length(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short and long prompts in turn: the frequencies of one must not stick to the other."""
@@ -266,16 +257,6 @@ def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> Non
         keys = state.past_key_values.layers[layer].keys
         assert error(keys, right.layers[layer].keys[:, :, : keys.shape[2]]) < 1e-4
     assert error(state.past_key_values.layers[3].keys, right.layers[3].keys[:, :, : length - 1]) > 1e-3
-
-
-def test_more_recomputation_comes_closer_to_full() -> None:
-    model = model_of("llama")
-    reference = link(model, "full", head=HEAD).logits.softmax(-1)
-    distance = [
-        float((link(model, f"cacheblend:{ratio}", head=HEAD).logits.softmax(-1) - reference).abs().sum())
-        for ratio in (0.05, 0.5, 0.9, 1.0)
-    ]
-    assert distance[0] > distance[2] > distance[3]
 
 
 def test_naive_without_rotation_is_something_else() -> None:
@@ -394,13 +375,6 @@ def test_eager_attention_and_another_implementation() -> None:
     assert other.config._attn_implementation == "takes_no_mask"
 
 
-def test_positions_of_a_gap_free_prompt_without_documents() -> None:
-    model = model_of("llama")
-    state = methods.create("legolink:2", model).link([], QUERY, head_ids=HEAD)
-    assert state.past_key_values.get_seq_length() == len(HEAD)
-    assert error(state.logits, link(model, "full", [], head=HEAD).logits) < 1e-6
-
-
 def test_a_prompt_that_ends_with_a_document() -> None:
     model = model_of("llama")
     for spec in EVERYTHING:
@@ -425,6 +399,8 @@ def test_parameters_out_of_range() -> None:
         "cacheblend:1.2": "0 < ratio <= 1",
         "cacheblend:0.2,layers=4": "less than the model's 4 layers",
         "cacheblend:0.2,layers=0": "at least 1",
+        "focus:0": "0 < ratio <= 1",
+        "focus:0.1,seam=-1": "at least 0",
         "legolink-0:0": "at least 1",
         "legolink-0:4,token=128": "below 128",
         "naive:rotate=2": "true or false",
@@ -470,15 +446,6 @@ def test_broken_weights_never_reach_a_cache() -> None:
         model.model.layers[2].self_attn.v_proj.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN or infinite"):
         method.compile(DOCUMENTS)
-
-
-def test_picaches_survive_the_disk() -> None:
-    model = model_of("deepseek_v3")
-    method = methods.create("legolink:2", model)
-    picaches = method.compile(DOCUMENTS)
-    loaded = [deserialize(serialize(picache, "k"), "k") for picache in picaches]
-    got = method.link(loaded, QUERY, head_ids=HEAD).logits
-    assert torch.equal(got, method.link(picaches, QUERY, head_ids=HEAD).logits)
 
 
 def test_discovery_finds_the_layouts() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from comb import CombForCausalLM, methods
 from comb.cache.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
 from comb.cache.store import PICacheStore
-from comb.methods.base import LinkRequest, Method
+from comb.methods.base import Method
 from comb.methods.prefix import Prefix
 from tests.helpers.families import open_gates, tiny
 
@@ -100,16 +100,6 @@ def test_full_is_the_plain_model(backbone: PreTrainedModel) -> None:
     # the state was not used up, and documents matter
     assert torch.equal(state.logits, logits)
     assert not torch.allclose(state.logits, plain_logits(backbone, DOCUMENTS[:2]), atol=1e-3)
-
-
-def test_full_batch_equals_rows(backbone: PreTrainedModel) -> None:
-    full = methods.create("full", backbone)
-    rows = [LinkRequest(full.compile(documents), QUERY, HEAD) for documents in (DOCUMENTS, [], DOCUMENTS[1:2])]
-    batch = full.link_batch(rows)
-    alone = [full.link(row.picaches, QUERY, head_ids=HEAD) for row in rows]
-    torch.testing.assert_close(batch.logits, torch.cat([state.logits for state in alone]), atol=1e-4, rtol=1e-4)
-    assert batch.recomputed == (12, 0, 3)
-    assert batch.prompt_tokens == [17, 5, 8]
 
 
 def test_prompt_longer_than_the_positions(backbone: PreTrainedModel) -> None:
@@ -217,19 +207,6 @@ def test_prefix_notices_a_foreign_entry() -> None:
     assert store.stats().in_use == 0
 
 
-def test_prefix_behind_a_sliding_window() -> None:
-    """Layers forget what is in front of their window; pieces keep all of it, for what is computed behind them."""
-    model = make("mistral", sliding_window=6)
-    prefix = methods.create("prefix", model)
-    for documents in (DOCUMENTS, DOCUMENTS[:2], DOCUMENTS):
-        state = prefix.link(prefix.compile(documents), QUERY, head_ids=HEAD)
-        torch.testing.assert_close(state.logits, plain_logits(model, documents), atol=1e-5, rtol=1e-5)
-        assert torch.equal(state.generate(max_new_tokens=8, do_sample=False), plain_tokens(model, documents))
-    assert [use.state for use in state.uses[0]] == ["hit"] * 3
-    unwindowed = make("mistral", sliding_window=None)  # negative control: the window is shorter than the prompt
-    assert not torch.allclose(plain_logits(unwindowed, DOCUMENTS), plain_logits(model, DOCUMENTS), atol=1e-3)
-
-
 @pytest.mark.parametrize(
     "family", ["gemma3", "gpt2", "opt", "bloom", "gptj", "gpt_oss", "exaone4", "deepseek_v3", "mpt"]
 )
@@ -254,11 +231,6 @@ def test_prefix_refuses_what_it_cannot_store() -> None:
 # ---- comb ----
 
 
-def test_comb_needs_an_encoder() -> None:
-    with pytest.raises(ValueError, match=r"(?s)plain backbone.*from_backbone.*comb train"):
-        methods.create("comb", make("llama"))
-
-
 def test_comb_is_the_model_with_documents(comb_model: CombForCausalLM) -> None:
     comb = methods.create("comb", comb_model)
     picaches = comb.compile(DOCUMENTS)
@@ -277,21 +249,6 @@ def test_comb_is_the_model_with_documents(comb_model: CombForCausalLM) -> None:
     reordered = comb.link(picaches[::-1], QUERY, head_ids=HEAD).logits
     torch.testing.assert_close(reordered, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(comb.link(picaches[:2], QUERY, head_ids=HEAD).logits, expected, atol=1e-3)
-
-
-def test_comb_batch_equals_rows(comb_model: CombForCausalLM) -> None:
-    comb = methods.create("comb", comb_model)
-    rows = [
-        LinkRequest(comb.compile(DOCUMENTS), QUERY, HEAD),
-        LinkRequest([], [*QUERY, 40, 41], HEAD),
-        LinkRequest(comb.compile(DOCUMENTS[1:2]), [50], HEAD),
-    ]
-    batch = comb.link_batch(rows)
-    alone = torch.cat([comb.link(row.picaches, row.query_ids, head_ids=HEAD).logits for row in rows])
-    torch.testing.assert_close(batch.logits, alone, atol=1e-4, rtol=1e-4)
-    empty = comb.link_batch([LinkRequest([], QUERY, HEAD)])
-    assert empty.documents is None
-    torch.testing.assert_close(empty.logits, plain_logits(comb_model.backbone, []), atol=1e-5, rtol=1e-5)
 
 
 def test_comb_refuses_nan_and_other_adapters() -> None:

@@ -211,13 +211,6 @@ def test_any_cut_is_noticed(data: st.DataObject) -> None:
         deserialize(content[:length], "key")
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=200))
-def test_rubbish_is_refused(rubbish: bytes) -> None:
-    with pytest.raises(PICacheError):
-        deserialize(rubbish, "key")
-
-
 def test_a_new_kind_is_one_class_and_one_registration() -> None:
     @register_kind
     class StatePICache(TokenPICache):

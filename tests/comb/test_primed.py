@@ -87,13 +87,6 @@ def test_every_choice_of_tokens_takes_a_primer_and_shares_its_documents(spec: st
         method.link(primed(model, primer=PRIMER[1:]).compile(DOCUMENTS), QUERY)
 
 
-def test_exact_when_a_share_of_one_is_recomputed() -> None:
-    model = model_of("llama")
-    reference = logits(methods.create("full", model))
-    for spec in ("cacheblend:1.0", "focus:1.0"):
-        assert error(logits(primed(model, spec)), reference) < 1e-4, spec
-
-
 def test_without_a_primer_nothing_changes() -> None:
     model = model_of("llama")
     assert methods.create("naive", model, primer=False).fingerprint == methods.create("naive", model).fingerprint

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -74,7 +72,7 @@ def metaspace() -> Any:
 
 
 @pytest.mark.parametrize("name", BUDGETED)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_lost_and_no_budget_exceeded(tokenizer: Any, name: str, seed: int) -> None:
     draw = random.Random(seed)
     alphabet = ["word ", "End. ", "\n\n", "\n", "\r\n\r\n", "  ", "x" * 50, "# h\n", "```\n"]
@@ -85,16 +83,8 @@ def test_nothing_is_lost_and_no_budget_exceeded(tokenizer: Any, name: str, seed:
     segments = split_document(tokenizer, ids, create(f"{name}:{budget}"))
     assert [token for segment in segments for token in segment] == ids
     assert all(0 < len(segment) <= budget for segment in segments)
+    assert (len(segments) == 1) == (len(ids) <= budget)
     assert segments == split_document(tokenizer, ids, create(f"{name}:{budget}"))
-
-
-def test_short_documents_stay_whole(tokenizer: Any) -> None:
-    for name in splitters.names():
-        assert split(tokenizer, "One. Two.\n\nThree.", name) == ["One. Two.\n\nThree."]
-
-
-def test_fixed(tokenizer: Any) -> None:
-    assert split(tokenizer, "abcdefgh", "fixed:3") == ["abc", "def", "gh"]
 
 
 def test_paragraphs_are_packed_and_long_ones_cut_at_sentences(tokenizer: Any) -> None:
@@ -214,16 +204,6 @@ def test_boundaries_that_are_not_numbers_are_refused(tokenizer: Any, found: Any)
 def test_bad_specs(spec: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create(spec)
-
-
-@pytest.mark.skipif(not SAMPLES.exists(), reason=f"real text is not here ({SAMPLES.name})")
-def test_real_text(tokenizer: Any) -> None:
-    with gzip.open(SAMPLES, "rt", encoding="utf-8") as file:
-        texts = [json.loads(next(file))["text"] for _ in range(200)]
-    text = "\n\n".join(texts)
-    segments = split(tokenizer, text, "paragraphs:1000")
-    inside = [segment for segment in segments[:-1] if not segment.endswith(("\n\n", ". ", '" ', ") ", "? ", "! "))]
-    assert len(inside) <= len(segments) // 20  # nearly all end with a paragraph or a sentence
 
 
 def test_the_engine_splits_and_reports_whole_documents(tokenizer: Any) -> None:

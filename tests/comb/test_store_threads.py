@@ -54,24 +54,6 @@ def test_sixteen_threads_compile_each_key_once() -> None:
     store.check_integrity()
 
 
-def test_overlapping_requests_that_each_compile_a_part_do_not_deadlock() -> None:
-    store = PICacheStore(wait_s=10)
-    started = [threading.Event(), threading.Event()]
-
-    def work(index: int) -> None:
-        keys = ["k0", "k1"] if index == 0 else ["k1", "k0"]
-
-        def compile(indices: list[int]) -> list[TokenPICache]:
-            started[index].set()
-            started[1 - index].wait(0.3)
-            return [pic(keys[i]) for i in indices]
-
-        store.acquire(keys, compile).release()
-
-    in_threads(2, work)
-    store.check_integrity()
-
-
 def test_a_failing_thread_hands_over_to_a_waiting_one() -> None:
     store, compiler = PICacheStore(), Compiler()
     compiling, go = threading.Event(), threading.Event()
