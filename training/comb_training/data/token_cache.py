@@ -158,9 +158,11 @@ def read(path: Path) -> Tokenised:
         raise DamagedCacheError("its checksum is another one")
     documents: Any = list(map(DocumentTokens, np.split(columns["tokens"], columns["ends"][:-1])))
     examples = []
+    heads: dict[tuple[int, ...], tuple[int, ...]] = {}  # most rows begin alike: few-shot examples are held once
     for head, segments, tail, gaps, target, id, references in json.loads(columns["rows"].tobytes()):
         own = tuple(documents[number] for number in segments)
-        prompt = Prompt(tuple(head), own, tuple(tail), tuple(map(tuple, gaps)))
+        shared = heads.setdefault(tuple(head), tuple(head))
+        prompt = Prompt(shared, own, tuple(tail), tuple(map(tuple, gaps)))
         examples.append(TrainingExample(prompt, tuple(target), id, tuple(references)))
     return examples, json.loads(told)
 
