@@ -77,13 +77,11 @@ def test_answers_are_those_of_the_library(kind: str, values: Any, tmp_path: Path
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 16, "max_num_seqs": 2, "enable_chunked_prefill": True},
-        {"num_gpu_blocks_override": 9},
-        {"enforce_eager": False},
-        {"async_scheduling": True},
+        # not all requests at once, and each in steps that are shorter than the link tokens
+        {"num_gpu_blocks_override": 9, "max_num_batched_tokens": 16, "enable_chunked_prefill": True},
         {"tensor_parallel_size": 2},
     ],
-    ids=["chunks", "preemption", "compiled", "async", "two ranks"],
+    ids=["preemption in chunks", "two ranks"],
 )
 def test_answers_are_the_same_however_steps_are_made(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +92,7 @@ def test_answers_are_the_same_however_steps_are_made(
     with linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter", **options) as linked:
         found = linked.ask(ASKED, 40)
         if "tensor_parallel_size" not in options:  # then the scheduler is in another process
+            assert linked.preemptions > 0
             check_nothing_is_left(linked.scheduler)
         for one, each in zip(found, ASKED, strict=True):
             assert largest_difference(one, linked.reference(*each, 40)) < 3 * EXACT
