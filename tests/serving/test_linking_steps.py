@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.linked import PROMPTS, check_nothing_is_left, largest_difference, linked_engine, plain_llama
+from tests.helpers.linked import (
+    PROMPTS,
+    LinkedEngine,
+    check_nothing_is_left,
+    largest_difference,
+    linked_engine,
+    plain_llama,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 
-METHODS = ["naive", "legolink:4", "full"]
+ASKED = [(prompt, method) for method in ("naive", "legolink:4", "full") for prompt in PROMPTS]
 EXACT = 2e-5
 
 
@@ -19,33 +26,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return plain_llama(tmp_path_factory.mktemp("plain"))
 
 
+def check_answers(linked: LinkedEngine) -> None:
+    found = linked.ask(ASKED, 40)
+    check_nothing_is_left(linked.scheduler)
+    for one, each in zip(found, ASKED, strict=True):
+        assert largest_difference(one, linked.reference(*each, 40)) < 3 * EXACT
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 32, "max_num_seqs": 2, "enable_chunked_prefill": True},
         {"max_num_batched_tokens": 256, "max_num_seqs": 1},
         {"num_gpu_blocks_override": 9},  # not all requests at once: some are preempted
         {"enforce_eager": False},
         {"async_scheduling": True},
     ],
-    ids=["chunks", "one row", "preemption", "compiled", "async"],
+    ids=["one row", "preemption", "compiled", "async"],
 )
 def test_answers_are_the_same_however_steps_are_made(model: Any, options: dict[str, Any]) -> None:
-    asked = [(prompt, method) for method in METHODS for prompt in PROMPTS]
     with linked_engine(model, **options) as linked:
-        found = linked.ask(asked, 40)
+        check_answers(linked)
         if "num_gpu_blocks_override" in options:
             assert linked.preemptions > 0
-        check_nothing_is_left(linked.scheduler)
-        for one, each in zip(found, asked, strict=True):
-            assert largest_difference(one, linked.reference(*each, 40)) < 3 * EXACT
 
 
 def test_two_ranks_link_each_its_own_heads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    asked = [(prompt, method) for method in METHODS for prompt in PROMPTS]
     with linked_engine(model, tensor_parallel_size=2) as linked:
-        for one, each in zip(linked.ask(asked), asked, strict=True):
+        for one, each in zip(linked.ask(ASKED), ASKED, strict=True):
             assert largest_difference(one, linked.reference(*each)) < EXACT
 
 
@@ -60,10 +68,10 @@ def test_in_half_precision_answers_are_near(model: Any) -> None:
             assert full[0][0] != wanted[0][0] or abs(full[1][0] - wanted[1][0]) > 0.3
 
 
-def test_who_leaves_leaves_nothing_and_disturbs_nobody(model: Any) -> None:
-    with linked_engine(model, max_num_batched_tokens=16, max_num_seqs=3) as other:
+def test_in_chunks_who_leaves_leaves_nothing_and_disturbs_nobody(model: Any) -> None:
+    with linked_engine(model, max_num_batched_tokens=16, max_num_seqs=3, enable_chunked_prefill=True) as other:
         driver = other.llm.llm_engine
-        other.ask([(prompt, "naive") for prompt in PROMPTS], 1)  # all compiled
+        check_answers(other)  # and now all are compiled
         for steps in range(8):  # waiting, in the middle of its seams, at its query, while it answers
             name = f"leaving-{steps}"
             driver.add_request(name, *other.request(PROMPTS[4], "legolink:16", 20))
