@@ -25,19 +25,24 @@ def close(found: Served) -> float:
     return 4e-5 if found.model.places_documents else 1e-5
 
 
+@pytest.fixture(scope="module")
+def compiled_plain(plugin: None) -> list[Any]:
+    """The compiled backbone's own answers."""
+    with engine(resolve_name("nano"), enforce_eager=False) as llm:
+        return plain_answers(Served(llm, None, ()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, JOINT], ids=["blocks", "joint"])
 def test_compiled_without_documents_it_is_plain_vllm_bit_for_bit_and_with_them_the_library(
-    shape: dict[str, Any], tmp_path: Path
+    shape: dict[str, Any], compiled_plain: list[Any], tmp_path: Path
 ) -> None:
     """With torch.compile, as GPUs run it."""
-    with engine(resolve_name("nano"), enforce_eager=False) as llm:
-        plain = plain_answers(Served(llm, None, ()))
     with served(tmp_path, checkpoint(tmp_path, "nano", **shape), enforce_eager=False) as found:
         assert not found.llm.llm_engine.vllm_config.model_config.enforce_eager
-        assert plain_answers(found) == plain
+        assert plain_answers(found) == compiled_plain
         for (prompt, names), one in zip(ASKED, answers_of_the_library(found, close(found)), strict=True):
-            assert (one[1] == pytest.approx(plain[PROMPTS.index(prompt)][1], abs=1e-3)) is not bool(names)
+            assert (one[1] == pytest.approx(compiled_plain[PROMPTS.index(prompt)][1], abs=1e-3)) is not bool(names)
 
 
 @pytest.mark.slow
