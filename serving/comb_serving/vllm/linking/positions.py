@@ -62,13 +62,9 @@ def find_positions(model: nn.Module, layers: dict[str, Any], vllm_config: Any) -
     device = next(model.parameters()).device
     positions = torch.tensor(sorted({0, 1, min(2, last), last // 3, last}), device=device)
     keys = _keys(model, layers, positions, vllm_config)
-    tables: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        if (table := _table(module, last + 1, device)) is not None:
-            tables[module] = table
-    order = list(tables)
-    rotations = {name: _rotation(name, found, positions, list(tables.values())) for name, found in keys.items()}
-    return KeyPositions(tuple(tables[module] for module in order), rotations)
+    found = (_table(module, last + 1, device) for module in model.modules())
+    tables = tuple(table for table in found if table is not None)
+    return KeyPositions(tables, {name: _rotation(name, each, positions, tables) for name, each in keys.items()})
 
 
 @torch.inference_mode()
