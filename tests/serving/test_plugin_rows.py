@@ -278,12 +278,10 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
             return AttentionCGSupport.ALWAYS, None
 
     pool = documents.pool
-    monkeypatch.setattr(state, "create_pool", lambda model, dtype, *, rank, ranks: pool)
-    for name, value in (("get_tensor_model_parallel_rank", 0), ("get_tensor_model_parallel_world_size", 1)):
-        monkeypatch.setattr(state, name, lambda value=value: value)
+    monkeypatch.setattr(state, "create_pool", lambda model, config: pool)
     model = SimpleNamespace(comb=RequestDocuments(verified))
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE)
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32), compilation_config=compilation)
+    config = SimpleNamespace(compilation_config=compilation)
     found = state.with_documents(Base)(config, model, None, None)
 
     def new(name: str, extra: Any) -> Any:

@@ -60,16 +60,18 @@ def rank_layout(
     return replace(one, num_blocks=blocks)
 
 
-def create_pool(model: Any, dtype: Any, *, rank: int, ranks: int) -> SharedPool | None:
+def create_pool(model: Any, vllm_config: Any) -> SharedPool | None:
     """This rank's pool, made in the instance's folder; None if the instance has no folder, or is to have no pool."""
-    path = own_path(rank)
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    path, ranks = own_path(get_tensor_model_parallel_rank()), get_tensor_model_parallel_world_size()
     if path is None or POOL_BYTES not in os.environ:
         return None
     device = pool_device(next(model.parameters()).device)
     layout = rank_layout(
         model.comb_config,
         cross_layers=model.comb.blocks,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
         ranks=ranks,
         total=total_bytes(os.environ[POOL_BYTES], device, path.parent, ranks),
         block_size=int(os.environ.get(POOL_BLOCK, "16")),

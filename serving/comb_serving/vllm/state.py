@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from comb_serving.vllm.graphs import capture_blocks
@@ -18,12 +17,7 @@ def with_documents(base: Any) -> type:
         def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
             super().__init__(vllm_config, model, encoder_cache, device)
             self.documents = model.comb
-            self.documents.pool = create_pool(
-                model,
-                vllm_config.model_config.dtype,
-                rank=get_tensor_model_parallel_rank(),
-                ranks=get_tensor_model_parallel_world_size(),
-            )
+            self.documents.pool = create_pool(model, vllm_config)
             capture_blocks(model, vllm_config, device)
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -64,12 +63,7 @@ class PoolOwner:
         super().load_model(**options)  # type: ignore[misc]
         model = self.model_runner.get_model()
         self.comb_documents = model.comb
-        model.comb.pool = create_pool(
-            model,
-            self.vllm_config.model_config.dtype,
-            rank=get_tensor_model_parallel_rank(),
-            ranks=get_tensor_model_parallel_world_size(),
-        )
+        model.comb.pool = create_pool(model, self.vllm_config)
         self.comb_rows = RunnerRows(self.model_runner, model.comb)
         model.register_forward_pre_hook(self.comb_rows)
         model.register_forward_hook(lambda *_: model.comb.end())
