@@ -39,8 +39,8 @@ def verified(token: object) -> Capability:
     return Capability.verify(token, SECRET)
 
 
-def args(*handles: PoolHandle, request_id: str = "", secret: bytes = SECRET) -> dict[str, Any]:
-    return {KEY: Capability(request_id, MARK, tuple(pack(handles)), ()).sign(secret)}
+def token(*handles: PoolHandle, request_id: str = "", secret: bytes = SECRET) -> str:
+    return Capability(request_id, MARK, tuple(pack(handles)), ()).sign(secret)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 6, 2), (7, 6, 2), (3, 4, 4), (5, 4, 1)])
@@ -58,9 +58,9 @@ def test_heads_that_share_keys_as_rows_of_one_product(tokens: int, heads: int, k
 
 
 def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> None:
-    documents.add("x", args(A, B))
+    documents.add("x", token(A, B))
     documents.add("y", None)
-    documents.add("z", args(B))
+    documents.add("z", token(B))
     documents.begin(["y", "z", "x"], [0, 2, 3, 6], [0, 7, 5])
     z, x = documents.step.rows
     assert (z.start, z.stop, z.table.slots().tolist()) == (2, 3, [0, 1, 2, 3])
@@ -76,7 +76,7 @@ def test_rows_follow_requests_through_the_batch(documents: RequestDocuments) -> 
 def placed(name: str, behind: tuple[int, ...], *handles: PoolHandle) -> dict[str, Any]:
     prompt = [ord(name)] * 9
     stated = Capability(name, MARK, tuple(pack(handles)), (digest(prompt),), behind=(behind,))
-    return {"request_id": name, "extra_args": {KEY: stated.sign(SECRET)}, "prompt": prompt}
+    return {"request_id": name, "token": stated.sign(SECRET), "prompt": prompt}
 
 
 def test_tokens_read_the_documents_in_front_of_them(documents: RequestDocuments) -> None:
@@ -143,37 +143,37 @@ def test_documents_without_places_are_refused(documents: RequestDocuments) -> No
         with pytest.raises(ValueError, match="2 documents have no places"):
             documents.add(**placed("x", behind, A, B))
     with pytest.raises(ValueError, match="no places in its prompt"):
-        documents.add("x", args(A, request_id="x"), [1, 2])
+        documents.add("x", token(A, request_id="x"), [1, 2])
 
 
 def test_an_id_that_comes_again_has_its_new_documents_or_none(documents: RequestDocuments) -> None:
-    documents.add("x", args(A))
-    documents.add("x", args(B))
+    documents.add("x", token(A))
+    documents.add("x", token(B))
     documents.begin(["x"], [0, 1], [0])
     assert documents.step.rows[0].table.slots().tolist() == [0, 1, 2, 3]
-    documents.add("x", {})
+    documents.add("x", None)
     documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
-    documents.add("x", args(A))
+    documents.add("x", token(A))
     documents.keep(["y"])
     documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
     with pytest.raises(ValueError, match="the pool has 6"):
-        documents.add("x", args(PoolHandle(1, (6,))))
+        documents.add("x", token(PoolHandle(1, (6,))))
     with pytest.raises(ValueError, match="no pool"):
-        RequestDocuments(verified).add("x", args(A))
+        RequestDocuments(verified).add("x", token(A))
     with pytest.raises(ValueError, match="not signed by this instance"):
-        documents.add("x", args(A, secret=b"another's"))
+        documents.add("x", token(A, secret=b"another's"))
     with pytest.raises(ValueError, match="the documents of request y"):
-        documents.add("x", args(A, request_id="y"))
-    documents.add("x", args())  # documents that stand in its prompt
+        documents.add("x", token(A, request_id="y"))
+    documents.add("x", token())  # documents that stand in its prompt
     documents.begin(["x"], [0, 1], [0])
     assert not documents.step.rows
 
 
 def test_a_step_in_which_cross_blocks_were_left_out_is_an_error(documents: RequestDocuments) -> None:
     documents.blocks = 2
-    documents.add("x", args(A))
+    documents.add("x", token(A))
     for mixed in (0, 1):
         documents.begin(["x"], [0, 1], [0])
         documents.mixed = mixed
@@ -213,7 +213,7 @@ def test_the_pool_lies_where_the_model_is_or_on_the_host(monkeypatch: pytest.Mon
 
 
 def test_index_tensors_are_made_once_a_step(documents: RequestDocuments) -> None:
-    documents.add("x", args(A, B))
+    documents.add("x", token(A, B))
     documents.begin(["x"], [0, 2], [0])
     step, cpu = documents.step, torch.device("cpu")
     assert step.batch is step.batch
@@ -237,17 +237,17 @@ def test_documents_without_a_pool_are_refused(tmp_path: Path, monkeypatch: pytes
     check_arguments(None)
     check_arguments({"another": 1})
     with pytest.raises(ValueError, match="keeps no documents"):
-        check_arguments(args(A))
+        check_arguments({KEY: token(A)})
     monkeypatch.setenv("COMB_INSTANCE_DIR", str(tmp_path))
     with pytest.raises(ValueError, match="no instance's folder"):
-        check_arguments(args(A))
+        check_arguments({KEY: token(A)})
     (tmp_path / "secret").write_bytes(SECRET)
     with pytest.raises(ValueError, match="keeps no documents"):
-        check_arguments(args(A))
+        check_arguments({KEY: token(A)})
     SharedPool.create(tmp_path / "pool-0", PoolLayout(1, 1, 2, num_blocks=4, block_size=4))
-    check_arguments(args(A, B))
+    check_arguments({KEY: token(A, B)})
     with pytest.raises(ValueError, match="the pool has 4"):
-        check_arguments(args(PoolHandle(1, (4,))))
+        check_arguments({KEY: token(PoolHandle(1, (4,)))})
 
 
 @pytest.mark.vllm
@@ -284,23 +284,21 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     config = SimpleNamespace(compilation_config=compilation)
     found = state.with_documents(Base)(config, model, None, None)
 
-    def new(name: str, extra: Any) -> Any:
-        sampling = SimpleNamespace(extra_args=extra)
-        return SimpleNamespace(req_id=name, sampling_params=sampling, prompt_token_ids=[len(name)])
+    def new(name: str, token: str | None, prompt: Sequence[int] = (1,)) -> Any:
+        sampling = SimpleNamespace(extra_args=None if token is None else {KEY: token})
+        return SimpleNamespace(req_id=name, sampling_params=sampling, prompt_token_ids=prompt)
 
     def batch(names: list[str], starts: list[int]) -> Any:
         return SimpleNamespace(req_ids=names, query_start_loc_np=starts, num_computed_tokens_np=[0] * len(names))
 
-    found.add_request(0, new("x", args(A)))
+    found.add_request(0, new("x", token(A)))
     found.add_request(1, new("y", None))
     found.add_request(2, SimpleNamespace(req_id="pooling", sampling_params=None, prompt_token_ids=None))
     assert found.prepare_inputs(batch(["y", "x"], [0, 1, 4]), None) == {"positions": 1}
     (row,) = model.comb.step.rows
     assert (row.start, row.stop, row.table.num_tokens, row.places) == (1, 4, 5, None)
     model.comb.placed = True
-    own = placed("u", (0,), A)
-    found.add_request(3, SimpleNamespace(req_id="u", sampling_params=SimpleNamespace(extra_args=own["extra_args"]),
-                                         prompt_token_ids=own["prompt"]))  # fmt: skip
+    found.add_request(3, new(*placed("u", (0,), A).values()))
     found.prepare_inputs(batch(["u"], [0, 1]), None)
     assert model.comb.step.rows[0].places.starts.tolist() == [0]
     model.comb.placed = False
@@ -309,7 +307,7 @@ def test_the_v2_model_state_sets_the_step(documents: RequestDocuments, monkeypat
     found.add_request(0, new("w", None))
     found.prepare_inputs(batch(["w"], [0, 3]), None)
     assert not model.comb.step.rows
-    found.add_request(0, new("x", args(B)))
+    found.add_request(0, new("x", token(B)))
     found.prepare_inputs(batch(["x"], [0, 1]), None)
     assert found.prepare_dummy_inputs(4, 8) == {"positions": 2}
     assert not model.comb.step.rows

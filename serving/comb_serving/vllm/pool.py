@@ -129,6 +129,12 @@ def check_arguments(extra_args: Mapping[str, Any] | None) -> None:
     unpack(numbers, num_blocks=layout.num_blocks, block_size=layout.block_size)
 
 
+def token_of(request: Any) -> Any:
+    """The signed capability that a request in vLLM carries; None where there is none, as in pooling requests."""
+    parameters = request.sampling_params
+    return None if parameters is None else (parameters.extra_args or {}).get(KEY)
+
+
 def capability_of(token: object) -> Capability:
     """What a request carries. Raises ValueError unless this instance has signed it."""
     if not os.environ.get(INSTANCE_DIR):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb.kernels.paged.plan import to_device
 from comb.waits import on_device
-from comb_serving.pool.capability import KEY, Capability
+from comb_serving.pool.capability import Capability
 from comb_serving.pool.handles import unpack
 from comb_serving.pool.pool import SharedPool
 from comb_serving.vllm.places import RequestPlaces, RequestRows, StepPlaces
@@ -81,16 +80,16 @@ class RequestDocuments:
     _tokens: dict[str, object] = field(default_factory=dict)
     _placed: dict[str, RequestPlaces] = field(default_factory=dict)
 
-    def add(self, request_id: str, extra_args: Mapping[str, Any] | None, prompt: Sequence[int] | None = None) -> None:
+    def add(self, request_id: str, token: object, prompt: Sequence[int] | None = None) -> None:
         """Looks up a request's documents; the same token under the same id again costs nothing.
 
         Args:
+            token: its signed capability; None without documents.
             prompt: token ids, which say where documents have their places.
 
         Raises:
             ValueError: for what `admission` and `scheduler` would have refused.
         """
-        token = (extra_args or {}).get(KEY)
         if token is None:
             self.remove(request_id)
             return

@@ -18,10 +18,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 
-from comb_serving.pool.capability import KEY, MARK
+from comb_serving.pool.capability import MARK
 from comb_serving.pool.handles import token_counts
 from comb_serving.vllm.checkpoint import encoder_config
-from comb_serving.vllm.pool import capability_of
+from comb_serving.vllm.pool import capability_of, token_of
 
 if TYPE_CHECKING:  # what it is mixed into
     from vllm.v1.core.sched.scheduler import Scheduler as SchedulerClass
@@ -105,8 +105,7 @@ class PlacingScheduler(CheckedScheduler):
     def admit(self, request: Any) -> None:
         """Beside the check of all requests: that documents have places, within the positions that the model has."""
         super().admit(request)
-        parameters = request.sampling_params
-        token = None if parameters is None else (parameters.extra_args or {}).get(KEY)
+        token = token_of(request)
         capability = None if token is None else capability_of(token)
         if capability is None or not capability.documents:
             return
@@ -131,8 +130,7 @@ class PlacingScheduler(CheckedScheduler):
 
 def check_request(request: Any) -> None:
     """Raises ValueError unless a request's salt and documents belong together, and both to it."""
-    parameters = request.sampling_params
-    token = None if parameters is None else (parameters.extra_args or {}).get(KEY)
+    token = token_of(request)
     if token is not None:
         capability_of(token).check(request.request_id, request.cache_salt, request.prompt_token_ids)
     elif (request.cache_salt or "").startswith(MARK):

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from comb_serving.vllm.graphs import capture_blocks
-from comb_serving.vllm.pool import create_pool
+from comb_serving.vllm.pool import create_pool, token_of
 
 
 def with_documents(base: Any) -> type:
@@ -22,9 +22,7 @@ def with_documents(base: Any) -> type:
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
             super().add_request(req_index, new_req_data)
-            parameters = new_req_data.sampling_params
-            extra = None if parameters is None else parameters.extra_args
-            self.documents.add(new_req_data.req_id, extra, new_req_data.prompt_token_ids)
+            self.documents.add(new_req_data.req_id, token_of(new_req_data), new_req_data.prompt_token_ids)
 
         def remove_request(self, req_id: str) -> None:
             super().remove_request(req_id)

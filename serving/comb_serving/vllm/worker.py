@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from comb_serving.vllm.graphs import capture_blocks, without_full_v1, without_full_v2
-from comb_serving.vllm.pool import create_pool
+from comb_serving.vllm.pool import create_pool, token_of
 from comb_serving.vllm.rows import RequestDocuments
 
 
@@ -38,8 +38,7 @@ class RunnerRows:
         names = self.runner.input_batch.req_ids
         for name in names:
             request = self.runner.requests[name]
-            extra = None if request.sampling_params is None else request.sampling_params.extra_args
-            self.documents.add(name, extra, request.prompt_token_ids)
+            self.documents.add(name, token_of(request), request.prompt_token_ids)
         self.documents.keep(names)
         return self.documents.known
 

@@ -10,9 +10,9 @@ from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import LinkPlan, LoadedRange, Range, interior
 from comb_serving.linking.reports import name_of
-from comb_serving.pool.capability import COMPILE, KEY
+from comb_serving.pool.capability import COMPILE
 from comb_serving.pool.handles import PoolHandle, unpack
-from comb_serving.vllm.pool import capability_of
+from comb_serving.vllm.pool import capability_of, token_of
 
 
 @dataclass
@@ -73,8 +73,7 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
     Raises:
         ValueError: if its documents don't fit its prompt, its method or the pool.
     """
-    parameters = request.sampling_params
-    token = None if parameters is None else (parameters.extra_args or {}).get(KEY)
+    token = token_of(request)
     if token is None or request.lora_request is not None:
         return None  # documents are compiled without a LoRA; with one, the prompt is computed whole
     capability, prompt = capability_of(token), request.prompt_token_ids
