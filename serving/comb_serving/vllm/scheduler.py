@@ -35,9 +35,13 @@ SALT = "cache_salt"  # what vLLM calls it in a block's hash
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
     """In place of a ``--scheduler-cls``: the one that vLLM would take for this configuration, with the check."""
-    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     placed = encoder_config(vllm_config.model_config.hf_config).joint_attention
-    ours = PlacingScheduler if placed else CheckedScheduler
+    return mixed_into_vllms(PlacingScheduler if placed else CheckedScheduler, vllm_config, options)
+
+
+def mixed_into_vllms(ours: type[CheckedScheduler], vllm_config: Any, options: dict[str, Any]) -> Scheduler:
+    """Our scheduler in front of vLLM's own, which makes its steps ahead or not."""
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     made: Scheduler = type(f"Comb{base.__name__}", (ours, base), {})(vllm_config=vllm_config, **options)
     return made
 

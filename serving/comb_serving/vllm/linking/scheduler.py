@@ -12,21 +12,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from comb_serving.vllm.linking.connector import LinkingConnector, SeamJob
-from comb_serving.vllm.scheduler import CheckedScheduler
+from comb_serving.vllm.scheduler import CheckedScheduler, mixed_into_vllms
 
 SEAM = "comb-seam-"
 
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
     """In place of a ``--scheduler-cls``: the one that vLLM would take for this configuration, with linking."""
-    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    made: Scheduler = type(f"Linking{base.__name__}", (LinkingScheduler, base), {})(vllm_config=vllm_config, **options)
-    return made
+    return mixed_into_vllms(LinkingScheduler, vllm_config, options)
 
 
 class LinkingScheduler(CheckedScheduler):
