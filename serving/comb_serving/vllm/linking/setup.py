@@ -135,18 +135,16 @@ def check_groups(kv_cache_config: Any, method: LinkMethod) -> None:
     """Raises ValueError unless every layer keeps keys and values of all tokens; with linear layers, or one state."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
-    if method.states:
-        odd = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups
-               if not isinstance(group.kv_cache_spec, FullAttentionSpec | MLAAttentionSpec | MambaSpec)}  # fmt: skip
-        if odd:
-            raise ValueError(f"hypic links full attention and linear layers, not {', '.join(sorted(odd))}")
-        return
-    kinds = sorted({type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups})
-    if not all(isinstance(group.kv_cache_spec, FullAttentionSpec | MLAAttentionSpec)
-               for group in kv_cache_config.kv_cache_groups):  # fmt: skip
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    linked = (FullAttentionSpec, MLAAttentionSpec, *([MambaSpec] if method.states else []))
+    odd = ", ".join(sorted({type(spec).__name__ for spec in specs if not isinstance(spec, linked)}))
+    if odd and method.states:
+        raise ValueError(f"hypic links full attention and linear layers, not {odd}")
+    if odd:
         raise ValueError(
-            f"documents are linked in models whose layers all keep the whole prompt, not with {', '.join(kinds)}: "
+            f"documents are linked in models whose layers all keep the whole prompt, not with {odd}: "
             "behind a sliding window, or in a recurrent state, there is nothing to write them to"
         )
-    if len(kinds) > 1 or len(kv_cache_config.kv_cache_groups) > 1:
-        raise ValueError(f"documents are linked in models with one kind of KV cache, not {', '.join(kinds)}")
+    if len(specs) > 1 and not method.states:
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        raise ValueError(f"documents are linked in models with one kind of KV cache, not {kinds}")
