@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from comb.kernels.joint.batch import JointBatch
+from comb.kernels.joint.batch import JointBatch, joint_batches
 from comb.kernels.paged.attention import attend_row
 from comb.model.config import CombEncoderConfig
 from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import PoolHandle, pack
 from comb_serving.pool.pool import PoolLayout, SharedPool
-from comb_serving.vllm.places import StepPlaces
 from comb_serving.vllm.pool import check_arguments, pool_device, rank_layout, total_bytes
 from comb_serving.vllm.rows import RequestDocuments
 
@@ -128,8 +127,8 @@ def test_attention_takes_so_many_readings_at_a_time(documents: RequestDocuments)
                 found[token] = [(int(batch.starts[one]), tables[one]) for one in each]
         return found
 
-    steps = [StepPlaces.of(documents.step.rows, torch.device("cpu"), most).batches for most in (9, 3, 1)]
-    whole, cut, alone = steps
+    runs = [run for row in documents.step.rows if (run := row.run()) is not None]
+    whole, cut, alone = (list(joint_batches(runs, torch.device("cpu"), most)) for most in (9, 3, 1))
     assert [len(batch.readers) for batch in cut] == [3, 2, 2]
     assert [len(batch.readers) for batch in alone] == [2, 1, 1, 1, 2]  # a token's readings are taken together
     assert read(whole) == read(cut) == read(alone)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comb.kernels.joint.batch import MOST_READINGS, JointBatch, ReadingRun, joint_batches
+from comb.kernels.joint.batch import JointBatch, ReadingRun, joint_batches
 from comb.kernels.paged.layout import BlockTable
 from comb.kernels.paged.plan import to_device
 
@@ -95,8 +95,8 @@ class StepPlaces:
     batches: tuple[JointBatch, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[RequestRows], device: torch.device, most: int = MOST_READINGS) -> StepPlaces:
-        """Of the rows of a step, with at most so many readings at a time."""
+    def of(cls, rows: Sequence[RequestRows], device: torch.device) -> StepPlaces:
+        """Of the rows of a step."""
         runs = [run for row in rows if (run := row.run()) is not None]
         if not runs:
             nothing = torch.zeros(0, dtype=torch.long, device=device)
@@ -104,4 +104,4 @@ class StepPlaces:
         tokens = np.concatenate([np.arange(run.token, run.token + run.count) for run in runs])
         moved = np.concatenate([row.moved() for row in rows])
         there = to_device([array.astype(np.int32) for array in (tokens, moved)], device)
-        return cls(there[0].long(), there[1].long(), tuple(joint_batches(runs, device, most)))
+        return cls(there[0].long(), there[1].long(), tuple(joint_batches(runs, device)))

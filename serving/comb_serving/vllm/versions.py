@@ -27,14 +27,14 @@ def is_tested(version: str) -> bool:
     return any(version == one or version.startswith(f"{one}.") for one in TESTED)
 
 
-def check_version(version: str, needed: dict[str, tuple[str, ...]] = NEEDED) -> None:
+def check_version(version: str) -> None:
     """Warns about a vLLM that comb was not tested with.
 
     Raises:
         ImportError: if it lacks something that documents can't be served without.
     """
     tested = ", ".join(f"{one}.x" for one in TESTED)
-    for module, names in needed.items():
+    for module, names in NEEDED.items():
         try:
             found = importlib.import_module(module)
         except ModuleNotFoundError as error:
