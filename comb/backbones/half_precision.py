@@ -40,18 +40,22 @@ def slowdown(dtype: torch.dtype, size: int = 256) -> float:
         torch.set_num_threads(threads)
 
 
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether this CPU is several times faster in float32."""
+    return dtype in (torch.bfloat16, torch.float16) and slowdown(dtype) > 4
+
+
 def warn_if_slow(model: nn.Module) -> None:
     """Says once per dtype and process that a model on the CPU would be several times faster in float32."""
     first = next(model.parameters(), None)
-    if first is None or first.device.type != "cpu" or first.dtype not in (torch.bfloat16, torch.float16):
+    if first is None or first.device.type != "cpu" or sum(weight.numel() for weight in model.parameters()) < NOTICED:
         return
-    if sum(weight.numel() for weight in model.parameters()) >= NOTICED:
+    if is_slow(first.dtype):
         _warn(first.dtype)
 
 
 @functools.cache
 def _warn(dtype: torch.dtype) -> None:
-    if (times := slowdown(dtype)) > 4:
-        name = str(dtype).removeprefix("torch.")
-        logger.warning("this CPU multiplies %s some %.0f times slower than float32: load the model with dtype=float32 "
-                       "(--dtype float32; model.dtype=float32 when training)", name, times)  # fmt: skip
+    logger.warning("this CPU multiplies %s some %.0f times slower than float32: load the model with dtype=float32 "
+                   "(--dtype float32; model.dtype=float32 when training)",
+                   str(dtype).removeprefix("torch."), slowdown(dtype))  # fmt: skip

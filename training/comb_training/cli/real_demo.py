@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
+from comb.backbones.half_precision import is_slow
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.document import Example
 from comb.evaluation.compare import AnswerRules
@@ -25,7 +28,7 @@ from comb.evaluation.table import Column, Row, TextTable, fixed, ms, percent
 from comb_training.cli.passages import demo_questions
 from comb_training.config import Config, load_config
 from comb_training.data.mixture import prompt_builder
-from comb_training.models.loading import load_checkpoint
+from comb_training.models.loading import device_of, dtype_of, load_checkpoint
 from comb_training.train import trained_config
 
 METHODS = ("full", "comb", "primed", "legolink:16", NO_DOCUMENTS)
@@ -70,6 +73,9 @@ def run_real_demo(model_name: str, adapter: Path | None, console: Console) -> li
             f"{config.train.output_dir}"
         )
     place = str(folder) if found else config.model.backbone
+    device, dtype = device_of(config), dtype_of(config.model.dtype)
+    if device.type == "cpu" and isinstance(dtype, torch.dtype) and is_slow(dtype):
+        config = replace(config, model=replace(config.model, dtype="float32"))
     model = load_checkpoint(place, config)
     tokenizer = load_tokenizer(place, model)
     setting = Setting(model, tokenizer, prompt_builder(config.data, tokenizer), config.data.query_template)
