@@ -7,6 +7,8 @@ receivers, one after the other or at once, which is right because the owner free
 
 from __future__ import annotations
 
+import base64
+import os
 from typing import Any
 
 import torch
@@ -16,11 +18,21 @@ from torch import Tensor
 _FIELDS = (
     "handle", "nbytes", "offset", "counter_handle", "counter_offset", "event_handle", "event_sync_required",
 )  # fmt: skip
-_BYTES = ("handle", "counter_handle", "event_handle")  # written as hexadecimal digits
+_EXPANDABLE = "expandable_segments:true"
 
 
 class CannotShareError(RuntimeError):
     """This memory can't be handed to another process, or not be opened here."""
+
+
+def check_shareable() -> None:
+    """Raises CannotShareError where memory is allocated in segments that have no such handle."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if _EXPANDABLE in os.environ.get(name, "").lower().replace(" ", ""):
+            raise CannotShareError(
+                f"{name} has expandable_segments:True, whose memory the encoder process can't open: take that out, or "
+                "set COMB_POOL_MEMORY=host"
+            )
 
 
 def export(tensor: Tensor) -> dict[str, Any]:
@@ -33,17 +45,14 @@ def export(tensor: Tensor) -> dict[str, Any]:
         device, *values = tensor.untyped_storage()._share_cuda_()
     except RuntimeError as error:
         raise CannotShareError(
-            f"CUDA gives no handle of the pool's memory ({error}): is it in a pool of vLLM's (sleep mode) or in an "
-            "expandable segment, or are processes isolated? COMB_POOL_MEMORY=host keeps documents in host memory"
+            f"CUDA gives no handle of the pool's memory ({error}): is it in a pool of vLLM's (sleep mode), or are "
+            "processes isolated from one another? COMB_POOL_MEMORY=host keeps documents in host memory"
         ) from error
     fields = dict(zip(_FIELDS, values, strict=True))
     if fields["handle"][1:2] == b"e":  # 'c': from cudaMalloc
-        raise CannotShareError(
-            "the pool's memory is in an expandable segment, which the encoder process can't open: take "
-            "expandable_segments:True out of PYTORCH_ALLOC_CONF, or set COMB_POOL_MEMORY=host"
-        )
-    fields |= {name: fields[name].hex() for name in _BYTES}
-    return {"device": str(torch.cuda.get_device_properties(device).uuid), **fields}
+        raise CannotShareError("the pool's memory is in an expandable segment: set expandable_segments:False")
+    named = {name: _to_json(value) for name, value in fields.items()}
+    return {"device": str(torch.cuda.get_device_properties(device).uuid), **named}
 
 
 def open_exported(fields: dict[str, Any]) -> Tensor:
@@ -53,7 +62,7 @@ def open_exported(fields: dict[str, Any]) -> Tensor:
         CannotShareError: if this process can't see that GPU, or the exporter is gone.
     """
     device = _device(fields["device"])
-    values = [bytes.fromhex(fields[name]) if name in _BYTES else fields[name] for name in _FIELDS]
+    values = [_from_json(fields[name]) for name in _FIELDS]
     torch.cuda.init()
     try:
         with torch.cuda.device(device):
@@ -70,3 +79,11 @@ def _device(uuid: str) -> int:
             f"the pool is on GPU {uuid}, this process sees {seen or 'none'}: let CUDA_VISIBLE_DEVICES name it, too"
         )
     return seen.index(uuid)
+
+
+def _to_json(value: Any) -> Any:
+    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _from_json(value: Any) -> Any:
+    return base64.b64decode(value["base64"], validate=True) if isinstance(value, dict) else value

@@ -60,6 +60,7 @@ class DeviceMemory(HostMemory):
     @classmethod
     def create(cls, path: Path, nbytes: int, device: torch.device) -> DeviceMemory:
         """Raises FileExistsError for a path that is taken, OSError if there is no room, CannotShareError."""
+        cuda_ipc.check_shareable()
         with _new_file(path) as descriptor:
             try:
                 flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
