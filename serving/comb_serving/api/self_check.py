@@ -52,7 +52,7 @@ async def check_engine(preprocessor: Preprocessor, engine: Any, secret: bytes, c
         lease.release()
     manager.remove(key)
     plain, again = [await likely(engine, prompt, secrets.token_hex(16), None) for _ in range(2)]
-    effect, noise = distance(read, plain), distance(again, plain)
+    effect, noise = _effect(read, plain), _effect(again, plain)
     if effect > 10 * noise:
         return
     if _closed(checkpoint):
@@ -73,6 +73,12 @@ async def likely(engine: Any, prompt: list[int], salt: str, extra: dict[str, Any
 def distance(one: dict[int, float], other: dict[int, float]) -> float:
     """The largest difference in log-probability of tokens that are likely in both; infinite without any."""
     return max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=float("inf"))
+
+
+def _effect(one: dict[int, float], other: dict[int, float]) -> float:
+    """As `distance`, and 1 where other tokens are likely."""
+    found = distance(one, other)
+    return found if found == float("inf") or one.keys() == other.keys() else 1.0
 
 
 def _closed(checkpoint: str) -> bool:
