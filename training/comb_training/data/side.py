@@ -100,7 +100,11 @@ class DatasetSide:
 
 
 def reader(
-    name: str, *, hub_id: str | Mapping[str, str] | None = None, heldout_share: float = 0.2
+    name: str,
+    *,
+    hub_id: str | Mapping[str, str] | None = None,
+    heldout_share: float = 0.2,
+    reads: str = f"its file (data.path=FILE, or --path FILE), or a set on the Hub ({HUB}org/name?split=train)",
 ) -> Callable[[SideReader], SideReader]:
     """Decorator: registers a function from a `DatasetSide`, and options of its own, to examples as a dataset's reader.
 
@@ -109,6 +113,7 @@ def reader(
     Args:
         hub_id: as for `datasets.register`.
         heldout_share: the default.
+        reads: what a path leads to, for who gives none.
     """
 
     def add(examples: SideReader) -> SideReader:
@@ -123,10 +128,7 @@ def reader(
             **options: Any,
         ) -> Dataset:
             if path is None:
-                raise MissingDataError(
-                    f"dataset {name!r} needs a path: its file or folder (data.path=FILE, or --path FILE), "
-                    f"or a set on the Hub ({HUB}org/name?split=train)"
-                )
+                raise MissingDataError(f"dataset {name!r} needs a path: {reads}")
             num_documents = options.get("num_documents")
             if num_documents is not None and num_documents < 1:
                 raise ValueError(f"num_documents must be at least 1, not {num_documents}")

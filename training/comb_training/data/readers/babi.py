@@ -32,7 +32,12 @@ class BabiStory:
     statements: list[str] = field(default_factory=list)
 
 
-@reader("babi", hub_id="facebook/babi_qa", heldout_share=0.1)
+@reader(
+    "babi",
+    hub_id="facebook/babi_qa",
+    heldout_share=0.1,
+    reads="a bAbI text file, or a folder of them (data.path=en-10k)",
+)
 def read_babi(
     side: DatasetSide,
     *,

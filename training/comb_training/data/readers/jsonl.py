@@ -16,7 +16,7 @@ from comb_training.data.records import DatasetRow, read_records
 from comb_training.data.side import DatasetSide, reader
 
 
-@reader("jsonl", heldout_share=0.1)
+@reader("jsonl", heldout_share=0.1, reads="a file with documents, query and answer in each line")
 def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
     """Reads a JSONL file; documents stay in the order of the file.
 

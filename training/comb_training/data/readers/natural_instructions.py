@@ -52,8 +52,12 @@ class InstructionTask:
         return Document(self.instruction, title=f"Task: {self.title}")
 
 
-@reader("natural_instructions", hub_id="Muennighoff/natural-instructions")
-@reader("natural_instructions_v1")
+@reader(
+    "natural_instructions",
+    hub_id="Muennighoff/natural-instructions",
+    reads="a task file, or a folder of task*.json (data.path=FOLDER)",
+)
+@reader("natural_instructions_v1", reads="a task file, or a folder of subtask*.json (data.path=FOLDER)")
 def read_natural_instructions(
     side: DatasetSide,
     *,

@@ -25,7 +25,12 @@ UNANSWERABLE = "unanswerable"
 """The answer to a question that has none in its paragraph."""
 
 
-@reader("squad", hub_id={"v1": "rajpurkar/squad", "": "rajpurkar/squad_v2"})
+@reader(
+    "squad",
+    hub_id={"v1": "rajpurkar/squad", "": "rajpurkar/squad_v2"},
+    reads="the official SQuAD JSON (data.path=train-v2.0.json), or a set on the Hub "
+    "(data.path=hf://rajpurkar/squad_v2?split=train)",
+)
 def read_squad(
     side: DatasetSide,
     *,
