@@ -56,7 +56,7 @@ def load_hub_rows(path: str, dataset: str) -> Any:
 
 def _parse(path: str, dataset: str) -> tuple[str, dict[str, str]]:
     name, _, query = path.removeprefix(HUB).partition("?")
-    parts = [part.partition("=") for part in query.split("&") if part]
+    parts = [part.partition("=") for part in query.split("&")] if query else []
     wrong = ["".join(part) for part in parts if part[0] not in ("config", "split", "revision") or not part[2]]
     if wrong or not name.strip("/"):
         what = f"has {wrong[0]!r}" if wrong else "names no set"
