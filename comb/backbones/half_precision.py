@@ -1,4 +1,4 @@
-"""Does this CPU multiply 16-bit numbers, or does torch do it for it, tens of times slower than in float32?
+"""Does this CPU multiply 16-bit numbers, or does torch do it for it, several times slower than in float32?
 
 Most CPUs without AVX512-BF16 or AMX don't, and most checkpoints on the Hub are in bfloat16. Measured, not looked up:
 names of instructions say little of what torch makes of them.

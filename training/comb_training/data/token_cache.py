@@ -161,8 +161,8 @@ def read(path: Path) -> Tokenised:
     heads: dict[tuple[int, ...], tuple[int, ...]] = {}  # most rows begin alike: few-shot examples are held once
     for head, segments, tail, gaps, target, id, references in json.loads(columns["rows"].tobytes()):
         own = tuple(documents[number] for number in segments)
-        shared = heads.setdefault(tuple(head), tuple(head))
-        prompt = Prompt(shared, own, tuple(tail), tuple(map(tuple, gaps)))
+        head = tuple(head)
+        prompt = Prompt(heads.setdefault(head, head), own, tuple(tail), tuple(map(tuple, gaps)))
         examples.append(TrainingExample(prompt, tuple(target), id, tuple(references)))
     return examples, json.loads(told)
 
