@@ -13,8 +13,6 @@ from comb_training.config import load_config
 from comb_training.train import run_training
 
 START = [
-    # documents run through the backbone's own layers, and are read beside what else stands in the prompt
-    "model.options={shared_layers: true, joint_attention: true, primer: true}",
     "train.answers=on_policy",  # the backbone's own answers, with the documents in its prompt
     "train.ce_weight=0",
     "train.kl_weight=1",  # learn its whole distribution there

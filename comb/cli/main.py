@@ -35,6 +35,9 @@ ModelArgument = Annotated[str, typer.Argument(help="adapter folder, backbone fol
 BackboneOption = Annotated[str | None, typer.Option(help="load the adapter's backbone from here instead")]
 DtypeOption = Annotated[str, typer.Option(help="dtype to load weights in: auto, float32, bfloat16, float16")]
 DeviceOption = Annotated[str, typer.Option(help="device to run on: auto, cpu, cuda, cuda:1")]
+EncoderLayersOption = Annotated[
+    int | None, typer.Option(help="on a plain backbone, plan an encoder with so many layers of its own")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -64,7 +67,7 @@ def info(
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    encoder_layers: Annotated[int, typer.Option(help="encoder layers to plan for on a plain backbone")] = 8,
+    encoder_layers: EncoderLayersOption = None,
     check: Annotated[bool, typer.Option(help="run the equivalence gate")] = True,
     placement: Annotated[
         str | None, typer.Option(help="measure on this dataset through which layers documents are read")
@@ -94,7 +97,7 @@ def doctor(
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    encoder_layers: Annotated[int, typer.Option(help="encoder layers to try on a plain backbone")] = 8,
+    encoder_layers: EncoderLayersOption = None,
     methods: Annotated[str, typer.Option(help="methods to try: all, none, or names as in `comb bench`")] = "all",
     random: Annotated[
         bool, typer.Option("--random", help="try a small random model of this architecture; needs config.json only")
@@ -155,7 +158,7 @@ def _show_verdict(verdict: Any) -> None:
             console.print(f"         [bold red]{escape(check.name)}[/]: {escape(check.detail)}", soft_wrap=True)
 
 
-def _as_comb(model: Any, encoder_layers: int) -> Any:
+def _as_comb(model: Any, encoder_layers: int | None) -> Any:
     from comb.backbones.exclusive import backbone_of
     from comb.model.modeling import CombForCausalLM
 

@@ -28,7 +28,7 @@ from transformers import DynamicCache, PreTrainedModel
 from comb.backbones.attention_calls import ANSWERING, Attended, AttentionCall, attention, stand_in
 from comb.backbones.discovery import ATTENTION_NAMES, UnsupportedBackboneError, find_child, length_dependent_rope
 from comb.backbones.forward import decoder_of, run_decoder, takes_positions
-from comb.backbones.transformers_private import attention_name
+from comb.backbones.transformers_private import attention_name, can_set_attention
 from comb.model.cross_attention import KeyValues, LinkedDocuments
 from comb.model.encoder import Rotary, apply_rotary
 from comb.waits import on_device
@@ -231,10 +231,15 @@ def layers_with_attention(layers: nn.ModuleList) -> list[int]:
 
 @torch.no_grad()
 def check_turning(backbone: PreTrainedModel, chosen: Sequence[int], rotary: Rotary) -> None:
-    """Raises UnsupportedBackboneError if a chosen layer turns its keys otherwise than `rotary` does.
+    """Raises UnsupportedBackboneError if a chosen layer turns its keys otherwise than `rotary` does, or none is chosen.
 
     Asked of the layers themselves: a token alone sees nothing but itself, so its keys differ by its place only.
     """
+    if not chosen or not can_set_attention(backbone):
+        raise UnsupportedBackboneError(
+            f"no layer of {type(backbone).__name__} calls softmax attention in a way that lets it read documents: use "
+            "cross blocks (joint_attention: false)"
+        )
     if reason := length_dependent_rope(backbone):
         raise UnsupportedBackboneError(
             f"joint attention turns keys once, and of {type(backbone).__name__} {reason}: use cross blocks "

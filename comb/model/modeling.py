@@ -22,7 +22,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
@@ -216,8 +216,8 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         # layers behind the last one that is read have nothing in it
         name = "cache of the primer", tuple(primer), self.config.cross_attention_layers[-1]
         kept: Cache = identity_of(self.backbone).fact(name, lambda: run(1))
-        if any(not hasattr(layer, "batch_repeat_interleave") for layer in kept.layers):
-            return run(rows)  # a hybrid's, whose states transformers can't repeat
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in kept.layers):
+            return run(rows)  # a hybrid's, whose states transformers doesn't repeat
         cache = copy.deepcopy(kept)
         cache.batch_repeat_interleave(rows)
         return cache

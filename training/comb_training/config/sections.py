@@ -19,11 +19,12 @@ class ModelConfig:
 
     backbone: str = "nano"
     """Hub id, folder, or registered name of the frozen backbone."""
-    num_encoder_layers: StrictInt = 8
-    """Layers of the chunk encoder."""
+    num_encoder_layers: StrictInt | None = None
+    """Layers of an encoder of its own, which cross blocks read (the paper's form); null: documents run through the
+    backbone's layers, and are read by these (`CombForCausalLM.from_backbone`)."""
     cross_attention_layers: Items[StrictInt] | None = None
-    """Backbone layers that read documents, by a cross block in front of them or themselves (`options: {joint_attention:
-    true}`); null spreads one per encoder layer evenly."""
+    """Backbone layers that read documents, themselves or by a cross block in front of them; null: all, or cross blocks
+    evenly spread, one per encoder layer."""
     measured_cross_layers: AtLeastOne | None = None
     """Instead of naming them: so many, in front of the layers through which the backbone reads documents. That is
     measured on some of the training examples before the run; see docs/training.md."""
