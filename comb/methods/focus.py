@@ -36,7 +36,7 @@ class Focus(Looking):
         ValueError: for a model whose attention can't be seen from outside.
 
     Source: tokens chosen by the query's attention are ProphetKV's (arXiv 2602.02579) and FusionRAG's (arXiv
-    2601.12904) idea; the score is this project's, chosen among those that docs/training-free.md compares.
+    2601.12904) idea; the score is this project's, chosen among those that docs/experiments.md compares.
     """
 
     chooses_by_query = True
