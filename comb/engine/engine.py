@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -89,6 +90,8 @@ class PICEngine(AnswerSteps):
         executor: CompileExecutor | None = None,
         **parameters: Any,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is a loaded one: PICEngine.from_pretrained({model!r}, ...) loads it by its name")
         store = default_store(model) if store is None else store
         choose_attention(backbone_of(model).get_input_embeddings().weight.device)
         super().__init__(
@@ -211,6 +214,8 @@ class PICEngine(AnswerSteps):
     def _prepared(
         self, request: Request | tuple[Question, Sequence[str | Document]], encoder: bool
     ) -> PreparedQuestion:
+        if isinstance(request, str | Mapping):
+            raise ValueError(f"a request is a Request or a tuple (question, documents), not {request!r:.80}")
         row = request if isinstance(request, Request) else Request(*request)
         return self.prepare(row.question, self.segments_of(row.documents, row.document_ids), encoder=encoder)
 

@@ -175,6 +175,12 @@ def test_bad_documents(engine: PICEngine) -> None:
             engine.ask(question, documents)
     with pytest.raises(ValueError, match="list"):
         engine.ask(QUESTION, document_ids="lake")
+    for no_list in (None, 3, b"lake", {"lake": LAKE}):
+        with pytest.raises(ValueError, match=f"documents is a list.*{type(no_list).__name__}"):
+            engine.ask(QUESTION, no_list)
+    for no_request in (QUESTION, {"question": QUESTION}):
+        with pytest.raises(ValueError, match=r"\(question, documents\)"):
+            engine.ask_batch([no_request])
 
 
 def test_over_long_documents_and_prompts(tokenizer: Any) -> None:
@@ -214,6 +220,10 @@ def test_a_plain_model_has_no_encoder(backbone: LlamaForCausalLM, tokenizer: Any
         PICEngine(backbone, tokenizer, method="ful")
     with pytest.raises(ValueError, match="no parameter k"):
         PICEngine(backbone, tokenizer, method="full", k=3)
+    with pytest.raises(ValueError, match=r"from_pretrained\('nano'"):
+        PICEngine("nano", tokenizer, method="full")
+    with pytest.raises(ValueError, match=r"tokenizer.*NoneType"):
+        PICEngine(backbone, None, method="full")
 
 
 def test_another_tokenizer_is_refused(tokenizer: Any) -> None:
