@@ -44,6 +44,8 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
     pad = _first(settings.get("pad_token_id"), own.pad_token_id, tokenizer.pad_token_id)
     if pad is None:
         pad = 0 if eos is None else (eos[0] if isinstance(eos, list | tuple) else eos)
+    if _first(settings.get("stop_strings"), own.stop_strings) is not None:
+        settings.setdefault("tokenizer", tokenizer)
     # a generation config that asks for several answers can't mean this: a question has one
     return {"num_return_sequences": 1, **settings, "eos_token_id": eos, "pad_token_id": int(pad)}
 
