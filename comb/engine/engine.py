@@ -19,9 +19,9 @@ from comb.backbones.identity import one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.backbones.sdpa import choose_attention
 from comb.backbones.tokenizer import load_tokenizer
-from comb.cache.store import PICacheStore
+from comb.cache.store import PICacheStore, StoreFullError
 from comb.documents import splitting
-from comb.documents.catalog import UnknownDocumentError, by_document
+from comb.documents.catalog import KeyedSegment, UnknownDocumentError, by_document
 from comb.documents.document import Document, PromptBuilder
 from comb.documents.messages import Message
 from comb.documents.splitting import DEFAULT_SPLITTER, Boundaries, Splitter
@@ -255,6 +255,7 @@ class PICEngine(AnswerSteps):
         Raises:
             ValueError: empty or over-long documents, a ttl that isn't positive, or an id that
                 stands for another text.
+            StoreFullError: no room for a document, beside those that are in use or pinned.
         """
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
@@ -265,11 +266,21 @@ class PICEngine(AnswerSteps):
         # in chunks, so that a store smaller than the whole collection can make room
         starts = range(0, len(split), _ADD_CHUNK)
         for start in tqdm(starts, "compiling documents", disable=True if len(starts) < 2 else None):
-            chunk = split[start : start + _ADD_CHUNK]
-            with self.acquired([segment for parts in chunk for segment in parts], ttl=ttl):
-                for parts in chunk:
-                    self.catalog.add(parts, pin=pin, ttl=ttl)
+            self._add(split[start : start + _ADD_CHUNK], pin, ttl)
         return [parts[0].id for parts in split]
+
+    def _add(self, documents: Sequence[Sequence[KeyedSegment]], pin: bool, ttl: float | None) -> None:
+        """Compiles documents in one call, or by halves where the store has no room for all of them at once."""
+        try:
+            with self.acquired([segment for parts in documents for segment in parts], ttl=ttl):
+                for parts in documents:
+                    self.catalog.add(parts, pin=pin, ttl=ttl)
+        except StoreFullError:
+            half = len(documents) // 2
+            if not half:
+                raise
+            self._add(documents[:half], pin, ttl)
+            self._add(documents[half:], pin, ttl)
 
     def remove_documents(self, ids: Iterable[str]) -> None:
         """Forgets documents; answers under way keep theirs to the end.

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from comb import CombForCausalLM, Document
 from comb.backbones.tokenizer import tokenizer_fingerprint
-from comb.cache.store import PICacheStore, PICacheTooLargeError
+from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.documents import splitting
 from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine, Request, UnknownDocumentError
@@ -139,8 +139,11 @@ def test_a_small_store_evicts_and_compiles_again(comb_model: CombForCausalLM, to
     answer = engine.ask(QUESTION, document_ids=ids[:1], max_new_tokens=NEW)
     assert states(answer) == ["compiled"]
     assert answer.token_ids == one.token_ids
+    assert len(engine.add_documents([LAKE, CITY, BOOK[:20]])) == 3  # no two of them fit at once
     with pytest.raises(PICacheTooLargeError):
         engine.ask(QUESTION, [BOOK * 3], max_new_tokens=1)
+    with pytest.raises(StoreFullError):
+        engine.add_documents([LAKE, CITY], pin=True)
     idle(store)
 
 
