@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from comb import CombForCausalLM
 from comb.cli import main as cli
+from comb.engine.engine import PICEngine
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import BASE, open_gates, tiny
 
@@ -67,6 +69,19 @@ def test_ask_compares_methods(adapter: Path, tmp_path: Path) -> None:
     off = run("ask", adapter, "why?", *documents, "--encoder", "off")
     assert "a.txt: inlined" in full.output
     assert full.output.splitlines()[0] == off.output.splitlines()[0]
+
+
+def test_ask_prints_an_answer_as_it_is(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"[red] :key: {'long ' * 40}end"
+    monkeypatch.setattr(PICEngine, "answer", lambda *_, **__: SimpleNamespace(text=text, report="report"))
+    assert run("ask", adapter, "why?", "--max-new-tokens", 1).output.splitlines()[0] == text
+
+
+def test_ask_takes_the_answer_that_fits(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 240)
+    arguments = ["ask", adapter, "why?", "--doc", tmp_path / "a.txt", "--method", "full"]
+    assert run(*arguments).exit_code == 0
+    assert "ask for at most 9 tokens" in str(run(*arguments, "--max-new-tokens", 256).exception)
 
 
 def test_ask_keeps_documents_on_disk(adapter: Path, tmp_path: Path) -> None:
