@@ -191,7 +191,9 @@ class AnswerStream(Iterator[str]):
         """The whole answer. Raises RuntimeError while the stream is running, or if it has failed."""
         answer = None if self._thread.is_alive() else self._outcome.answer
         if answer is None:
-            raise RuntimeError("this stream has no answer yet: read it to its end, or close() it")
+            raise RuntimeError(
+                "no answer: this stream is running (read it to its end, or close() it), has failed, or was closed early"
+            )
         return answer
 
     @property

@@ -116,7 +116,7 @@ def test_first_piece_comes_before_the_last_token(engine: PICEngine) -> None:
     held = Always(engine.tokenizer.encode(" ")[0], lambda: held.steps < 3 or gate.wait(10))
     stream = engine.stream(QUESTION, [LAKE], max_new_tokens=NEW, logits_processor=[held])
     assert next(stream) == " "
-    with pytest.raises(RuntimeError, match="no answer yet"):
+    with pytest.raises(RuntimeError, match="no answer: this stream is running"):
         _ = stream.report
     gate.set()
     assert len(list(stream)) == NEW - 1

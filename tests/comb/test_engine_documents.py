@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from comb import CombForCausalLM, Document
+from comb import CombForCausalLM, Document, methods
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.documents import splitting
@@ -227,6 +227,10 @@ def test_a_plain_model_has_no_encoder(backbone: LlamaForCausalLM, tokenizer: Any
         PICEngine("nano", tokenizer, method="full")
     with pytest.raises(ValueError, match=r"tokenizer.*NoneType"):
         PICEngine(backbone, None, method="full")
+    with pytest.raises(ValueError, match="is for another model"):
+        PICEngine(make_backbone(), tokenizer, method=methods.create("full", backbone))
+    with pytest.raises(ValueError, match="a name, or a Method instance"):
+        PICEngine(backbone, tokenizer, method=methods.get("full"))
 
 
 def test_another_tokenizer_is_refused(tokenizer: Any) -> None:
