@@ -92,6 +92,8 @@ def test_ask_keeps_documents_on_disk(adapter: Path, tmp_path: Path) -> None:
     again = run(*arguments)
     assert "hit" in again.output
     assert "disk" in again.output
+    (tmp_path / "a.txt").write_text("some text", encoding="utf-8-sig")  # as Windows editors save it
+    assert "disk" in run(*arguments).output
 
 
 def test_convert_and_push_dry_run(tmp_path: Path, adapter: Path) -> None:
