@@ -367,6 +367,8 @@ class PromptBuilder:
                 continue
             if start < 0:
                 raise ValueError("the chat template leaves out a message; documents can't be placed in it")
+            if rendered.count(marker) > 1:
+                raise ValueError("the chat template shows a message more than once; documents can't be placed in it")
             blocks += self._template_ids(rendered[position:start])
             blocks += contents[marker]
             position = start + len(marker)

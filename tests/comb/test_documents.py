@@ -182,6 +182,12 @@ def test_a_template_that_leaves_out_a_message_is_refused() -> None:
         builder.build([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
 
 
+def test_a_template_that_shows_a_message_twice_is_refused() -> None:
+    builder = PromptBuilder(byte_tokenizer(chat_template="{{ messages[0].content }}|{{ messages[0].content }}"))
+    with pytest.raises(ValueError, match="shows a message more than once"):
+        builder.build("a")
+
+
 def test_what_a_template_refuses_is_an_error_of_the_messages() -> None:
     builder = PromptBuilder(byte_tokenizer(chat_template="{{ raise_exception('no system messages') }}"))
     with pytest.raises(ValueError, match=r"chat template.*no system messages"):
