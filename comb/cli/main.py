@@ -132,14 +132,13 @@ def doctor(
 
 
 def _random(model: str, device: str) -> Any:
-    import torch
     from transformers import AutoConfig
 
     from comb.backbones.loading import resolve_name
     from comb.cli.doctor import random_model
+    from comb.model.source import named_device
 
-    made = random_model(AutoConfig.from_pretrained(resolve_name(model)))
-    return made.to(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    return random_model(AutoConfig.from_pretrained(resolve_name(model))).to(named_device(device))
 
 
 def _show_verdict(verdict: Any) -> None:

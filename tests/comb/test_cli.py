@@ -114,6 +114,7 @@ def test_errors_are_one_line(
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty.txt").write_text("\n")
     tiny("llama").save_pretrained(tmp_path / "bare")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     cases = [
         (["ask", adapter, "why?", "--doc", tmp_path / "binary.txt"], "is not UTF-8 text"),
         (["ask", adapter, "why?", "--doc", tmp_path / "empty.txt"], "empty document"),
@@ -125,6 +126,8 @@ def test_errors_are_one_line(
         (["ask", adapter.parent / "backbone", "why?", "--method", "comb"], "from_backbone"),
         (["ask", adapter.parent / "bare", "why?"], "no tokenizer found in"),
         (["ask", adapter, "why?", "--encoder", "maybe"], "--encoder is on or off"),
+        (["ask", adapter, "why?", "--device", "cuda:1"], "--device cuda:1, but there is no GPU"),
+        (["doctor", adapter.parent / "backbone", "--random", "--device", "cuda"], "but there is no GPU"),
         (["info", adapter, "--dtype", "bf16"], "--dtype is auto, float32"),
         (["info", adapter.parent / "backbone", "--backbone", adapter.parent / "backbone"], "not a COMB adapter"),
         (["convert", adapter, tmp_path / "x"], "model_type 'comb'"),
