@@ -2,7 +2,8 @@
 
 from comb import methods
 from comb.cache.picache import PICache
-from comb.cache.store import PICacheStore
+from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
+from comb.documents.catalog import UnknownDocumentError
 from comb.documents.document import Document, Example, Prompt, PromptBuilder
 from comb.documents.splitting import splitters
 from comb.engine.conversation import Conversation
@@ -27,10 +28,13 @@ __all__ = [
     "PICEngine",
     "PICache",
     "PICacheStore",
+    "PICacheTooLargeError",
     "Prompt",
     "PromptBuilder",
     "Report",
     "Request",
+    "StoreFullError",
+    "UnknownDocumentError",
     "methods",
     "splitters",
 ]

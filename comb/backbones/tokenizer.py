@@ -56,6 +56,8 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
     Raises:
         ValueError: when the tokenizer has ids without an embedding, or isn't the one the model was trained with.
     """
+    if not hasattr(tokenizer, "get_vocab"):
+        raise ValueError(f"expected the model's tokenizer, for example AutoTokenizer's, not {type(tokenizer).__name__}")
     rows = int(backbone_of(model).get_input_embeddings().weight.shape[0])
     beyond = [token for token, number in tokenizer.get_vocab().items() if number >= rows]
     if any(token not in tokenizer.get_added_vocab() for token in beyond):

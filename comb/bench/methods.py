@@ -113,13 +113,12 @@ def panels(rows: Sequence[Row], metric: str) -> list[Panel]:
     found: list[Panel] = []
     for name, own in _by_set(rows):
         whole = next((row["computed_tokens"] for row in own if row["method"] == "full" and not row["refused"]), 1.0)
-        between = [row for row in own if row["method"] not in ("full", NO_DOCUMENTS)]
         found.append(
-            Frontier(between, partial(_share_computed, whole=whole), "of the prompt computed for a question, %", name)
+            Frontier(own, partial(_share_computed, whole=whole), "of the prompt computed for a question, %", name)
         )
         if any(row["ttft_cold_s"] for row in own):
             found += [
-                Frontier(between, _cached_ms, "time to first token, documents cached, ms", name),
+                Frontier(own, _cached_ms, "time to first token, documents cached, ms", name),
                 Quality(own, metric, name),
             ]
     return found

@@ -18,7 +18,7 @@ from comb.bench.work import random_model
 from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import Example, PromptBuilder
 from comb.evaluation.run import NO_DOCUMENTS, Setting
-from comb.model.source import load_named
+from comb.model.source import load_named, named_device
 
 LEAST_POSITIONS = 128  # of the random model: what is checked before anything is timed must fit
 
@@ -40,11 +40,10 @@ class DeviceOptions(OutOptions):
 
     def place(self) -> tuple[torch.dtype, str]:
         """What the options mean where no checkpoint says it: float32, and a GPU if there is one."""
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         dtype = torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {self.dtype!r}")
-        return dtype, device
+        return dtype, named_device(self.device)
 
 
 @dataclass(frozen=True)

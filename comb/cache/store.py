@@ -129,7 +129,7 @@ class PICacheStore(StoreTiers):
         wait_s: float = 600.0,
     ) -> None:
         budgets = {"device": device_bytes, "host": host_bytes, "disk": disk_bytes}
-        super().__init__(budgets, None if disk_path is None else Path(disk_path), clock, wall_clock)
+        super().__init__(budgets, None if disk_path is None else Path(disk_path).expanduser(), clock, wall_clock)
         self.device = torch.device(device)
         self._wait_s = wait_s
 

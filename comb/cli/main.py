@@ -26,8 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
-console = Console()
-errors = Console(stderr=True)
+console = Console(emoji=False)
+errors = Console(stderr=True, emoji=False)
 
 COMMANDS_GROUP = "comb.commands"
 
@@ -135,14 +135,13 @@ def doctor(
 
 
 def _random(model: str, device: str) -> Any:
-    import torch
     from transformers import AutoConfig
 
     from comb.backbones.loading import resolve_name
     from comb.cli.doctor import random_model
+    from comb.model.source import named_device
 
-    made = random_model(AutoConfig.from_pretrained(resolve_name(model)))
-    return made.to(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    return random_model(AutoConfig.from_pretrained(resolve_name(model))).to(named_device(device))
 
 
 def _show_verdict(verdict: Any) -> None:
@@ -189,7 +188,10 @@ def ask(
         str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")
     ] = DEFAULT_SPLITTER,
     encoder: Annotated[str, typer.Option(help="on or off; off puts the documents into the prompt")] = "on",
-    max_new_tokens: Annotated[int, typer.Option(help="longest answer, in tokens")] = DEFAULT_MAX_NEW_TOKENS,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help=f"longest answer, in tokens; by default the model's own, or {DEFAULT_MAX_NEW_TOKENS}"),
+    ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="ask again: the second time documents come from the cache")] = 1,
     cache: Annotated[Path | None, typer.Option(help="folder that keeps compiled documents between runs")] = None,
     mac: Annotated[
@@ -221,7 +223,7 @@ def ask(
     ) as engine:
         for _ in range(repeat):
             answer = engine.ask(question, documents=documents, encoder=encoder == "on", max_new_tokens=max_new_tokens)
-            console.print(f"[bold]{escape(answer.text)}[/]")
+            console.print(answer.text, style="bold", markup=False, highlight=False, soft_wrap=True)
             console.print(f"[dim]{escape(str(answer.report))}[/]", soft_wrap=True)
         if engine.executor is not None:
             console.print(f"[dim]{escape(f'workers {workers}: {engine.executor.stats}')}[/]", soft_wrap=True)
@@ -231,7 +233,7 @@ def ask(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # Windows editors put a mark in front
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 

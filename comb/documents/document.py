@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
-from comb.documents.messages import Generated, Message, message_parts
+from jinja2 import TemplateError
+
+from comb.documents.messages import Generated, Message, as_messages, message_parts
 from comb.locks import lock_of
 
 
@@ -28,12 +31,17 @@ class Document:
     def __post_init__(self) -> None:
         if (self.text is None) == (self.token_ids is None):
             raise ValueError(f"a document needs either text or token_ids, exactly one of them (id={self.id!r})")
+        if not isinstance(self.text, str | None):
+            raise ValueError(f"a document's text is a str, not {type(self.text).__name__} (id={self.id!r})")
         if self.text is not None and not self.text.strip():
             raise ValueError(f"empty document (id={self.id!r}): give it some text or leave it out")
         if self.token_ids is not None:
             if len(self.token_ids) == 0:
                 raise ValueError(f"empty document (id={self.id!r}): token_ids has no element")
-            object.__setattr__(self, "token_ids", tuple(int(token) for token in self.token_ids))
+            try:
+                object.__setattr__(self, "token_ids", tuple(map(operator.index, self.token_ids)))
+            except TypeError as error:
+                raise ValueError(f"a document's token_ids are one row of integers (id={self.id!r}): {error}") from error
 
     def name(self, key: str) -> str:
         """What reports and the catalog call it: its id, or, where it has none, after its content key."""
@@ -225,7 +233,7 @@ class PromptBuilder:
             one behind them.
 
     Raises:
-        ValueError: for a template without ``{text}``.
+        ValueError: for a template without ``{text}``, or with other fields.
     """
 
     tokenizer: Any
@@ -236,8 +244,16 @@ class PromptBuilder:
     lead: str = ""
 
     def __post_init__(self) -> None:
-        if self.document_template is not None and "{text}" not in self.document_template:
-            raise ValueError(f"document_template {self.document_template!r} has no {{text}}: documents would be empty")
+        if (template := self.document_template) is None:
+            return
+        try:
+            shows_text = template.format(text="a", title="") != template.format(text="b", title="")
+        except (LookupError, ValueError) as error:
+            raise ValueError(
+                f"document_template {template!r}: {error!r}; its fields are {{text}} and {{title}}"
+            ) from error
+        if not shows_text:
+            raise ValueError(f"document_template {template!r} has no {{text}}: documents would be empty")
 
     def segment(self, document: str | Document) -> tuple[int, ...]:
         """Token ids of one document. Raises ValueError if it tokenises to nothing."""
@@ -267,7 +283,7 @@ class PromptBuilder:
         Raises:
             ValueError: for an empty query, messages that a template can't render, or an unknown reference.
         """
-        messages = [{"role": "user", "content": query}] if isinstance(query, str) else [dict(m) for m in query]
+        messages = [dict(message) for message in as_messages(query)]
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
         chat = self.head is None and self.tokenizer.chat_template
@@ -291,6 +307,10 @@ class PromptBuilder:
     def _ids(self, text: str) -> tuple[int, ...]:
         # a document that spells a special token stays text: `split_special_tokens` keeps it from becoming one, and
         # lies on the tokenizer while it works, so that no other thread may use it meanwhile
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text holds half of a surrogate pair, at character {error.start}: {error}") from error
         with lock_of(self.tokenizer):
             return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
@@ -333,10 +353,13 @@ class PromptBuilder:
                 optional.add(marker)  # some templates show the calls alone
         if not placed:
             raise ValueError("no message with role 'user': documents and question belong to a user message")
-        with lock_of(self.tokenizer):
-            rendered: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
-            )
+        try:
+            with lock_of(self.tokenizer):
+                rendered: str = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+                )
+        except TemplateError as error:
+            raise ValueError(f"the tokenizer's chat template doesn't take these messages: {error}") from error
         blocks: list[int | _Reference] = []
         position = 0
         for start, marker in sorted((rendered.find(marker), marker) for marker in contents):
@@ -344,6 +367,8 @@ class PromptBuilder:
                 continue
             if start < 0:
                 raise ValueError("the chat template leaves out a message; documents can't be placed in it")
+            if rendered.count(marker) > 1:
+                raise ValueError("the chat template shows a message more than once; documents can't be placed in it")
             blocks += self._template_ids(rendered[position:start])
             blocks += contents[marker]
             position = start + len(marker)

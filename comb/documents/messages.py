@@ -17,16 +17,24 @@ class References:
     after: tuple[str, ...] = ()
 
 
+def as_messages(query: str | Sequence[Message]) -> Sequence[Message]:
+    """A question as chat messages. Raises ValueError for anything but text and messages."""
+    messages: Sequence[Message] = [{"role": "user", "content": query}] if isinstance(query, str) else query
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f'a question is text or a list of messages {{"role": ..., "content": ...}}, not {query!r:.80}')
+    return messages
+
+
 def referenced_documents(query: str | Sequence[Message]) -> References:
     """The documents that messages name in parts ``{"type": "document", "id": ...}``.
 
     Raises:
-        ValueError: for a malformed part.
+        ValueError: for what is no question, or a malformed part.
     """
     before: list[str] = []
     after: list[str] = []
     found = before
-    for message in () if isinstance(query, str) else query:
+    for message in as_messages(query):
         if message.get("role") == "user":
             found = after
         found += [str(part) for kind, part in message_parts(message) if kind == "document"]

@@ -31,12 +31,16 @@ def make_method(
     """The method from ``"name:parameters"`` and further `parameters`, or as it is.
 
     Raises:
-        ValueError: unknown method or parameter, or parameters beside an instance.
+        ValueError: unknown method or parameter, parameters beside an instance, or an instance for another model.
     """
     if isinstance(method, Method):
         if parameters:
             raise ValueError(f"parameters {', '.join(sorted(parameters))} belong into the Method instance")
+        if method.backbone is not backbone_of(model):
+            raise ValueError(f"the method {method.name!r} is for another model than this engine's: make one for it")
         return method
+    if not isinstance(method, str):
+        raise ValueError(f"method is a name, or a Method instance, not {method!r}")
     name, from_spec = methods.parse(method)
     cls = methods.get(name)
     extra = {"store": store, "salt": salt} if cls.needs_store else {}

@@ -44,6 +44,8 @@ def decoding_settings(arguments: Mapping[str, Any], backbone: Any, tokenizer: An
     pad = _first(settings.get("pad_token_id"), own.pad_token_id, tokenizer.pad_token_id)
     if pad is None:
         pad = 0 if eos is None else (eos[0] if isinstance(eos, list | tuple) else eos)
+    if _first(settings.get("stop_strings"), own.stop_strings) is not None:
+        settings.setdefault("tokenizer", tokenizer)
     # a generation config that asks for several answers can't mean this: a question has one
     return {"num_return_sequences": 1, **settings, "eos_token_id": eos, "pad_token_id": int(pad)}
 
@@ -189,7 +191,9 @@ class AnswerStream(Iterator[str]):
         """The whole answer. Raises RuntimeError while the stream is running, or if it has failed."""
         answer = None if self._thread.is_alive() else self._outcome.answer
         if answer is None:
-            raise RuntimeError("this stream has no answer yet: read it to its end, or close() it")
+            raise RuntimeError(
+                "no answer: this stream is running (read it to its end, or close() it), has failed, or was closed early"
+            )
         return answer
 
     @property

@@ -5,22 +5,24 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
+from comb import methods
 from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.backbones.sdpa import choose_attention
 from comb.backbones.tokenizer import load_tokenizer
-from comb.cache.store import PICacheStore
+from comb.cache.store import PICacheStore, StoreFullError
 from comb.documents import splitting
-from comb.documents.catalog import UnknownDocumentError, by_document
+from comb.documents.catalog import KeyedSegment, UnknownDocumentError, by_document
 from comb.documents.document import Document, PromptBuilder
 from comb.documents.messages import Message
 from comb.documents.splitting import DEFAULT_SPLITTER, Boundaries, Splitter
@@ -89,6 +91,8 @@ class PICEngine(AnswerSteps):
         executor: CompileExecutor | None = None,
         **parameters: Any,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is a loaded one: PICEngine.from_pretrained({model!r}, ...) loads it by its name")
         store = default_store(model) if store is None else store
         choose_attention(backbone_of(model).get_input_embeddings().weight.device)
         super().__init__(
@@ -109,10 +113,14 @@ class PICEngine(AnswerSteps):
     def from_pretrained(cls, name_or_path: str | Path, *, tokenizer: Any = None, **arguments: Any) -> PICEngine:
         """An engine from an adapter or a plain model: a folder, Hub id or registered name.
 
-        `arguments` are the engine's, and all others those of ``AutoModelForCausalLM.from_pretrained``; parameters of
-        the method are written as ``method="name:parameters"``.
+        `arguments` are the engine's, parameters of its method among them, and all others those of
+        ``AutoModelForCausalLM.from_pretrained`` (what both know, as ``token`` of the Hub, is the latter's; of a method
+        it is written as ``method="name:parameters"``).
         """
         names = set(inspect.signature(cls.__init__).parameters) - {"self", "model", "tokenizer", "parameters"}
+        if isinstance(method := arguments.get("method"), str):
+            chosen = methods.get(methods.parse(method)[0])
+            names |= {"quantize", *chosen.parameter_names()} - set(HUB_ARGUMENTS)
         options = {name: arguments.pop(name) for name in names & arguments.keys()}
         model = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), **arguments)
         if tokenizer is None:
@@ -211,6 +219,8 @@ class PICEngine(AnswerSteps):
     def _prepared(
         self, request: Request | tuple[Question, Sequence[str | Document]], encoder: bool
     ) -> PreparedQuestion:
+        if isinstance(request, str | Mapping):
+            raise ValueError(f"a request is a Request or a tuple (question, documents), not {request!r:.80}")
         row = request if isinstance(request, Request) else Request(*request)
         return self.prepare(row.question, self.segments_of(row.documents, row.document_ids), encoder=encoder)
 
@@ -250,6 +260,7 @@ class PICEngine(AnswerSteps):
         Raises:
             ValueError: empty or over-long documents, a ttl that isn't positive, or an id that
                 stands for another text.
+            StoreFullError: no room for a document, beside those that are in use or pinned.
         """
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
@@ -260,11 +271,21 @@ class PICEngine(AnswerSteps):
         # in chunks, so that a store smaller than the whole collection can make room
         starts = range(0, len(split), _ADD_CHUNK)
         for start in tqdm(starts, "compiling documents", disable=True if len(starts) < 2 else None):
-            chunk = split[start : start + _ADD_CHUNK]
-            with self.acquired([segment for parts in chunk for segment in parts], ttl=ttl):
-                for parts in chunk:
-                    self.catalog.add(parts, pin=pin, ttl=ttl)
+            self._add(split[start : start + _ADD_CHUNK], pin, ttl)
         return [parts[0].id for parts in split]
+
+    def _add(self, documents: Sequence[Sequence[KeyedSegment]], pin: bool, ttl: float | None) -> None:
+        """Compiles documents in one call, or by halves where the store has no room for all of them at once."""
+        try:
+            with self.acquired([segment for parts in documents for segment in parts], ttl=ttl):
+                for parts in documents:
+                    self.catalog.add(parts, pin=pin, ttl=ttl)
+        except StoreFullError:
+            half = len(documents) // 2
+            if not half:
+                raise
+            self._add(documents[:half], pin, ttl)
+            self._add(documents[half:], pin, ttl)
 
     def remove_documents(self, ids: Iterable[str]) -> None:
         """Forgets documents; answers under way keep theirs to the end.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -51,8 +51,10 @@ class Segmenter:
 
     def segments(self, documents: Sequence[str | Document]) -> list[KeyedSegment]:
         """All documents' segments, in order. Raises ValueError for empty ones, and for one that isn't in a list."""
-        if isinstance(documents, str | Document):
-            raise ValueError("documents is a list: write documents=[...] around a single one")
+        if isinstance(documents, str | Document | bytes | Mapping) or not isinstance(documents, Iterable):
+            raise ValueError(
+                f"documents is a list, not {type(documents).__name__}: write documents=[...] around a single one"
+            )
         checked = [as_document(document) for document in documents]
         how = self.tokenizer, len(self.tokenizer), self.builder, self.splitter
         split = [self.cut(*how, document) for document in checked]

@@ -167,7 +167,8 @@ class Frontier:
     """What a method leaves of full recompute over what it costs: its KL with the 95% interval, on a logarithmic axis.
 
     Args:
-        rows: of `summarize`; those that are refused or have no KL are left out. cost: of a row; None: no point.
+        rows: of `summarize`; those that are refused, have no KL or no documents are left out.
+        cost: of a row; None: no point.
     """
 
     rows: Sequence[Row]
@@ -179,15 +180,17 @@ class Frontier:
         """Each point with its name beside it."""
         from matplotlib.ticker import LogLocator, NullLocator
 
-        asked = [row for row in self.rows if not row.get("refused") and row.get("kl")]
-        points = [(row, cost) for row in asked if (cost := self.cost(row)) is not None]
-        for number, (row, cost) in enumerate(points):
+        # numbered as in `Quality`, whose legend stands for both
+        asked = enumerate(row for row in self.rows if not row.get("refused"))
+        shown = ((number, row) for number, row in asked if row.get("kl") and row["method"] != NO_DOCUMENTS)
+        points = [(number, row, cost) for number, row in shown if (cost := self.cost(row)) is not None]
+        for number, row, cost in points:
             low, high = row["intervals"]["kl"]
             low, kl, high = (max(_EXACT, value) for value in (low, row["kl"], high))
             reach = [[kl - low], [high - kl]]
             axes.errorbar(cost, kl, yerr=reach, **_look(number), markersize=5, elinewidth=0.8, capsize=2)
             axes.annotate(row["method"], (cost, kl), xytext=(6, 3), textcoords="offset points", fontsize="x-small")
-        axes.set(yscale="log", xlim=(0, 1.35 * max((cost for _, cost in points), default=1.0)))
+        axes.set(yscale="log", xlim=(0, 1.35 * max((cost for *_, cost in points), default=1.0)))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")

@@ -99,7 +99,7 @@ def text_table(
     )  # fmt: skip
     for number, name in enumerate(names):
         text = name in left
-        width = min(max((len(line[number]) for line in lines), default=0), _LONGEST_NAME) if text else None
+        width = min(max(map(len, (name, *(line[number] for line in lines)))), _LONGEST_NAME) if text else None
         table.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text, min_width=width)
     for line in lines:
         table.add_row(*line)

@@ -69,7 +69,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     """Splits ``"legolink:16"`` or ``"name:key=value,..."`` into a name and keyword parameters.
 
     Raises:
-        ValueError: for an unknown name, or for more positional values than the method takes.
+        ValueError: for an unknown name, more positional values than the method takes, or two values of a parameter.
     """
     name, _, arguments = spec.partition(":")
     cls = get(name)
@@ -85,7 +85,9 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
                     "write name:key=value"
                 )
             key, value = positional.pop(0), argument
-        parameters[key.strip()] = _value(value.strip())
+        if (key := key.strip()) in parameters:
+            raise ValueError(f"method {spec!r} says twice what {key} is")
+        parameters[key] = _value(value.strip())
     return name, parameters
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -287,9 +288,16 @@ class Method(ABC):
         if parameters:
             raise ValueError(
                 f"method {self.name!r} has no parameter {', '.join(sorted(parameters))}; "
-                f"it takes: {', '.join(self.positional) or 'none'}"
+                f"it takes: {', '.join(self.parameter_names()) or 'none'}"
             )
         self.model = model
+
+    @classmethod
+    def parameter_names(cls) -> list[str]:
+        """What may be written behind the method's name, `quantize` aside; those that need no name first."""
+        own = [set(inspect.signature(each.__init__).parameters) for each in cls.__mro__ if "__init__" in vars(each)]
+        others = set().union(*own) - {"self", "args", "kwargs", "model", "parameters", "store", "salt"}
+        return [*cls.positional, *sorted(others - set(cls.positional))]
 
     @classmethod
     def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:

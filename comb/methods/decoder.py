@@ -99,10 +99,14 @@ class Decoder(TakesPrimer):
         return find_support(self.backbone)
 
     @property
-    def max_segment_tokens(self) -> int | None:
+    def max_compiled_tokens(self) -> int | None:
         limits = [self.max_prompt_tokens, self.support.positions.max_segment_tokens]
-        known = [limit for limit in limits if limit is not None]
-        return min(known) - 1 - len(self.dummy_ids()) if known else None
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def max_segment_tokens(self) -> int | None:
+        limit = self.max_compiled_tokens
+        return None if limit is None else limit - 1 - len(self.dummy_ids())
 
     def select(self, spans: Sequence[Span]) -> list[int]:
         """Sorted positions of the document tokens to recompute; none unless a method says so."""

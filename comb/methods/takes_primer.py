@@ -32,6 +32,11 @@ class TakesPrimer(Method):
     def check_model(self) -> None:
         """Raises ValueError for a model that this method can't link; the message says why."""
 
+    @property
+    def max_compiled_tokens(self) -> int | None:
+        """Positions to compile in: a segment, and what it is compiled behind."""
+        return self.max_prompt_tokens
+
     def _primer(self, primer: Primer) -> tuple[int, ...]:
         if primer is False:
             return ()
@@ -39,11 +44,11 @@ class TakesPrimer(Method):
         vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
         if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
             raise ValueError(f"{self.name}:primer has token ids below {vocabulary}, got {wrong[0]!r}")
-        limit = self.max_prompt_tokens
+        limit = self.max_compiled_tokens
         if limit is not None and len(ids) > limit // 2:
             raise ValueError(
-                f"the primer's {len(ids)} tokens take more than half of the {limit} positions that the model has: "
-                "documents are compiled behind them, so give a shorter one"
+                f"the primer's {len(ids)} tokens take more than half of the {limit} positions that the model has to "
+                "compile in: documents stand behind them, so give a shorter one"
             )
         return tuple(ids)
 

@@ -77,14 +77,20 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def named_device(name: str) -> str:
+    """A device as a command line names it; "auto" is a GPU if there is one. Raises ValueError for one that isn't."""
+    there = torch.cuda.is_available()
+    if name.startswith("cuda") and not there:
+        raise ValueError(f"--device {name}, but there is no GPU that torch can use; --device cpu runs anywhere")
+    return ("cuda" if there else "cpu") if name == "auto" else name
+
+
 def load_named(model: str, *, backbone: str | None = None, dtype: str = "auto", device: str = "auto") -> Any:
     """A model as a command line names it: an adapter with its backbone, or a plain causal language model.
 
     Raises:
-        ValueError: for a dtype that torch doesn't have.
+        ValueError: for a dtype that torch doesn't have, or a GPU where there is none.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"--dtype is auto, float32, bfloat16 or float16, not {dtype!r}")
-    return ModelSource(model, {"backbone": backbone, "dtype": dtype}, device).load()
+    return ModelSource(model, {"backbone": backbone, "dtype": dtype}, named_device(device)).load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from comb import CombForCausalLM
 from comb.cli import main as cli
+from comb.engine.engine import PICEngine
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import BASE, open_gates, tiny
 
@@ -69,6 +71,19 @@ def test_ask_compares_methods(adapter: Path, tmp_path: Path) -> None:
     assert full.output.splitlines()[0] == off.output.splitlines()[0]
 
 
+def test_ask_prints_an_answer_as_it_is(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"[red] :key: {'long ' * 40}end"
+    monkeypatch.setattr(PICEngine, "answer", lambda *_, **__: SimpleNamespace(text=text, report="report"))
+    assert run("ask", adapter, "why?", "--max-new-tokens", 1).output.splitlines()[0] == text
+
+
+def test_ask_takes_the_answer_that_fits(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 240)
+    arguments = ["ask", adapter, "why?", "--doc", tmp_path / "a.txt", "--method", "full"]
+    assert run(*arguments).exit_code == 0
+    assert "ask for at most 9 tokens" in str(run(*arguments, "--max-new-tokens", 256).exception)
+
+
 def test_ask_keeps_documents_on_disk(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     arguments = ["ask", adapter, "why?", "--doc", tmp_path / "a.txt", "--max-new-tokens", 2]
@@ -77,6 +92,8 @@ def test_ask_keeps_documents_on_disk(adapter: Path, tmp_path: Path) -> None:
     again = run(*arguments)
     assert "hit" in again.output
     assert "disk" in again.output
+    (tmp_path / "a.txt").write_text("some text", encoding="utf-8-sig")  # as Windows editors save it
+    assert "disk" in run(*arguments).output
 
 
 def test_convert_and_push_dry_run(tmp_path: Path, adapter: Path) -> None:
@@ -97,6 +114,7 @@ def test_errors_are_one_line(
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty.txt").write_text("\n")
     tiny("llama").save_pretrained(tmp_path / "bare")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     cases = [
         (["ask", adapter, "why?", "--doc", tmp_path / "binary.txt"], "is not UTF-8 text"),
         (["ask", adapter, "why?", "--doc", tmp_path / "empty.txt"], "empty document"),
@@ -108,6 +126,8 @@ def test_errors_are_one_line(
         (["ask", adapter.parent / "backbone", "why?", "--method", "comb"], "from_backbone"),
         (["ask", adapter.parent / "bare", "why?"], "no tokenizer found in"),
         (["ask", adapter, "why?", "--encoder", "maybe"], "--encoder is on or off"),
+        (["ask", adapter, "why?", "--device", "cuda:1"], "--device cuda:1, but there is no GPU"),
+        (["doctor", adapter.parent / "backbone", "--random", "--device", "cuda"], "but there is no GPU"),
         (["info", adapter, "--dtype", "bf16"], "--dtype is auto, float32"),
         (["info", adapter.parent / "backbone", "--backbone", adapter.parent / "backbone"], "not a COMB adapter"),
         (["convert", adapter, tmp_path / "x"], "model_type 'comb'"),

@@ -20,7 +20,7 @@ from comb.documents.datasets import read_dataset
 from comb.documents.document import PromptBuilder
 from comb.evaluation.compare import AnswerRules, compare, kl_divergence
 from comb.evaluation.journal import Journal
-from comb.evaluation.plot import Frontier
+from comb.evaluation.plot import Frontier, Quality
 from comb.evaluation.run import Setting
 from comb.evaluation.sets import read_sets, spread
 from comb.evaluation.summary import comparison_tables, summarize
@@ -407,13 +407,18 @@ def test_the_frontier_shows_each_method_at_its_cost() -> None:
     from matplotlib.figure import Figure
 
     rows = [
+        {"method": "full", "refused": "", "kl": 0.0, "intervals": {}, "computed_tokens": 60},
         {"method": "naive", "refused": "", "kl": 0.2, "intervals": {"kl": (0.1, 0.4)}, "computed_tokens": 5},
         {"method": "exact", "refused": "", "kl": 1e-9, "intervals": {"kl": (0.0, 1e-9)}, "computed_tokens": 50},
         {"method": "hypic", "refused": "no linear layers"},
         {"method": "timeless", "refused": "", "kl": 0.1, "intervals": {"kl": (0.1, 0.1)}, "computed_tokens": None},
+        {"method": "none", "refused": "", "kl": 3.0, "intervals": {"kl": (2.0, 4.0)}, "computed_tokens": 1},
     ]
-    axes = Figure().subplots()
+    axes, beside = Figure().subplots(2)
     Frontier(rows, lambda row: row["computed_tokens"], "tokens", "squad").draw(axes)
+    Quality([{**row, "em": 0.5, "ttft_cold_s": None} for row in rows], "em").draw(beside)
+    colours = [line.get_color() for line in beside.lines]  # one method is one colour in both, as there is one legend
+    assert [container.lines[0].get_color() for container in axes.containers] == colours[1:3]
     assert [text.get_text() for text in axes.texts] == ["naive", "exact"]
     assert [tuple(text.xy) for text in axes.texts] == [(5, 0.2), (50, 1e-3)]
     assert (axes.get_title(), axes.get_yscale()) == ("squad", "log")

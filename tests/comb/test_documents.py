@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ def test_a_document_holds_one_thing() -> None:
             Document(**arguments)
     with pytest.raises(ValueError, match=r"str or a comb\.Document, not int"):
         as_document(3)
+    for arguments in ({"text": b"a"}, {"text": Path("a.txt")}, {"token_ids": [[1, 2]]}, {"token_ids": (1.5,)}):
+        with pytest.raises(ValueError, match="document's"):
+            Document(**arguments)
 
 
 def test_a_document_without_an_id_is_called_after_its_content() -> None:
@@ -163,6 +167,7 @@ def test_answers_end() -> None:
     [
         ([], "no messages"), ([{"role": "system", "content": "a"}], "no message with role 'user'"),
         ([{"role": "user", "content": ["a"]}], "content must be text"), ([{"role": "user"}], "content must be text"),
+        (None, "a question is text"), (["Who?"], "a question is text"), ({"role": "user"}, "a question is text"),
     ],
 )  # fmt: skip
 def test_chats_that_cannot_be_built(query: Any, message: str) -> None:
@@ -175,6 +180,29 @@ def test_a_template_that_leaves_out_a_message_is_refused() -> None:
     builder = PromptBuilder(byte_tokenizer(chat_template=only_last))
     with pytest.raises(ValueError, match="leaves out a message"):
         builder.build([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+def test_a_template_that_shows_a_message_twice_is_refused() -> None:
+    builder = PromptBuilder(byte_tokenizer(chat_template="{{ messages[0].content }}|{{ messages[0].content }}"))
+    with pytest.raises(ValueError, match="shows a message more than once"):
+        builder.build("a")
+
+
+def test_what_a_template_refuses_is_an_error_of_the_messages() -> None:
+    builder = PromptBuilder(byte_tokenizer(chat_template="{{ raise_exception('no system messages') }}"))
+    with pytest.raises(ValueError, match=r"chat template.*no system messages"):
+        builder.build([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+@pytest.mark.parametrize("template", ["{title}", "{{text}}", "{text} {source}", "{text} {0}", "{text} {"])
+def test_a_document_template_is_checked_at_once(template: str) -> None:
+    with pytest.raises(ValueError, match="document_template"):
+        PromptBuilder(byte_tokenizer(), document_template=template)
+
+
+def test_text_that_is_no_unicode_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        PromptBuilder(byte_tokenizer()).segment("a \ud83d")
 
 
 def test_token_ids_of_another_tokenizer() -> None:

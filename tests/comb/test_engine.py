@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from comb import CombForCausalLM, Document
+from comb import CombForCausalLM, Document, methods
 from comb.cache.store import PICacheStore
 from comb.engine.engine import PICEngine, Request
 from comb.engine.report import format_bytes
@@ -235,6 +235,10 @@ def test_from_pretrained(tmp_path: Path, tokenizer: Any) -> None:
     make_backbone().save_pretrained(tmp_path / "backbone")
     tokenizer.save_pretrained(tmp_path / "backbone")
     plain = PICEngine.from_pretrained(tmp_path / "backbone", method="full")
+    linked = PICEngine.from_pretrained(tmp_path / "backbone", method="legolink", k=3, quantize="int8")
+    assert linked.method.spec == methods.create("legolink:3,quantize=int8", plain.model).spec
+    with pytest.raises(ValueError, match="no parameter primers; it takes: k, primer"):
+        PICEngine(plain.model, tokenizer, method="legolink", primers=True)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "backbone")
     expected = PICEngine(make_backbone(), tokenizer, method="full").ask(QUESTION, [LAKE], max_new_tokens=NEW)
     assert plain.ask(QUESTION, [LAKE], max_new_tokens=NEW).token_ids == expected.token_ids

@@ -66,6 +66,14 @@ def test_bad_settings(engine: PICEngine, settings: dict[str, Any], message: str)
         engine.ask(QUESTION, [LAKE], **settings)
 
 
+def test_stop_strings_need_no_second_tokenizer(engine: PICEngine) -> None:
+    whole = engine.ask(QUESTION, [LAKE], max_new_tokens=NEW)
+    end = engine.tokenizer.decode(whole.token_ids[1:2])
+    for settings in ({"stop_strings": [end]}, {"generation_config": GenerationConfig(stop_strings=end)}):
+        stopped = engine.ask(QUESTION, [LAKE], max_new_tokens=NEW, **settings)
+        assert stopped.token_ids == whole.token_ids[:2]
+
+
 def test_default_length_stays_within_the_positions(tokenizer: Any) -> None:
     model = make_backbone(max_position_embeddings=40)
     answer = PICEngine(model, tokenizer, method="full").ask("x" * 30)
@@ -108,7 +116,7 @@ def test_first_piece_comes_before_the_last_token(engine: PICEngine) -> None:
     held = Always(engine.tokenizer.encode(" ")[0], lambda: held.steps < 3 or gate.wait(10))
     stream = engine.stream(QUESTION, [LAKE], max_new_tokens=NEW, logits_processor=[held])
     assert next(stream) == " "
-    with pytest.raises(RuntimeError, match="no answer yet"):
+    with pytest.raises(RuntimeError, match="no answer: this stream is running"):
         _ = stream.report
     gate.set()
     assert len(list(stream)) == NEW - 1

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from comb import CombForCausalLM, Document
+from comb import CombForCausalLM, Document, methods
 from comb.backbones.tokenizer import tokenizer_fingerprint
-from comb.cache.store import PICacheStore, PICacheTooLargeError
+from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.documents import splitting
 from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine, Request, UnknownDocumentError
@@ -139,8 +139,11 @@ def test_a_small_store_evicts_and_compiles_again(comb_model: CombForCausalLM, to
     answer = engine.ask(QUESTION, document_ids=ids[:1], max_new_tokens=NEW)
     assert states(answer) == ["compiled"]
     assert answer.token_ids == one.token_ids
+    assert len(engine.add_documents([LAKE, CITY, BOOK[:20]])) == 3  # no two of them fit at once
     with pytest.raises(PICacheTooLargeError):
         engine.ask(QUESTION, [BOOK * 3], max_new_tokens=1)
+    with pytest.raises(StoreFullError):
+        engine.add_documents([LAKE, CITY], pin=True)
     idle(store)
 
 
@@ -175,6 +178,12 @@ def test_bad_documents(engine: PICEngine) -> None:
             engine.ask(question, documents)
     with pytest.raises(ValueError, match="list"):
         engine.ask(QUESTION, document_ids="lake")
+    for no_list in (None, 3, b"lake", {"lake": LAKE}):
+        with pytest.raises(ValueError, match=f"documents is a list.*{type(no_list).__name__}"):
+            engine.ask(QUESTION, no_list)
+    for no_request in (QUESTION, {"question": QUESTION}):
+        with pytest.raises(ValueError, match=r"\(question, documents\)"):
+            engine.ask_batch([no_request])
 
 
 def test_over_long_documents_and_prompts(tokenizer: Any) -> None:
@@ -214,6 +223,14 @@ def test_a_plain_model_has_no_encoder(backbone: LlamaForCausalLM, tokenizer: Any
         PICEngine(backbone, tokenizer, method="ful")
     with pytest.raises(ValueError, match="no parameter k"):
         PICEngine(backbone, tokenizer, method="full", k=3)
+    with pytest.raises(ValueError, match=r"from_pretrained\('nano'"):
+        PICEngine("nano", tokenizer, method="full")
+    with pytest.raises(ValueError, match=r"tokenizer.*NoneType"):
+        PICEngine(backbone, None, method="full")
+    with pytest.raises(ValueError, match="is for another model"):
+        PICEngine(make_backbone(), tokenizer, method=methods.create("full", backbone))
+    with pytest.raises(ValueError, match="a name, or a Method instance"):
+        PICEngine(backbone, tokenizer, method=methods.get("full"))
 
 
 def test_another_tokenizer_is_refused(tokenizer: Any) -> None:

@@ -20,7 +20,7 @@ from comb.evaluation.metrics import agreement
 from comb.evaluation.plot import Lines, plot_results, plot_training
 from comb.evaluation.record import environment, write_results
 from comb.evaluation.run import MethodResult, Setting, Timing, evaluate
-from comb.evaluation.table import result_table
+from comb.evaluation.table import result_table, text_table
 from tests.helpers.training import TOKENIZER, backbone, comb_model
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "progress": False}
@@ -159,6 +159,12 @@ def test_tables_show_percent_and_milliseconds() -> None:
     lines = [line for line in result_table([result(), result("comb")]).markdown().splitlines() if "|" in line]
     assert len(lines) == 4
     assert {line.count("|") for line in lines} == {8 + 1}
+
+
+def test_a_crowded_table_keeps_its_first_heading_whole() -> None:
+    console = Console(width=74, file=io.StringIO())
+    console.print(text_table(("method", *"abcdefg"), [("full", *(["12345678"] * 7))]))
+    assert "method" in console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
 
 
 def test_json_says_how_it_was_made(tmp_path: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import comb
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("vllm", "deepspeed", "datasets", "triton", "peft", "matplotlib", "wandb", "ray")
@@ -53,3 +57,10 @@ def test_no_pickle_anywhere() -> None:
     for folder in ("comb", "serving", "training"):
         found = imported(ROOT / folder)
         assert not {"pickle", "dill", "cloudpickle", "marshal"} & found.keys()
+
+
+def test_errors_that_the_engine_names_can_be_imported_from_comb() -> None:
+    methods = (getattr(comb.PICEngine, name).__doc__ or "" for name in vars(comb.PICEngine) if name[0] != "_")
+    named = {name for text in methods for name in re.findall(r"\w+Error", text)}
+    assert "UnknownDocumentError" in named
+    assert not [name for name in named if not hasattr(comb, name) and not hasattr(builtins, name)]

@@ -77,6 +77,8 @@ def test_a_method_is_one_class_and_its_parameters_come_from_the_spec() -> None:
         assert methods.create("test-mine:16", model).parameters == (16, 1.0, False)
         assert methods.create("test-mine:16,scale=0.5,exact=true", model).parameters == (16, 0.5, True)
         assert methods.create("test-mine:16", model, k=2).parameters[0] == 2
+        with pytest.raises(ValueError, match="says twice what k is"):
+            methods.create("test-mine:16,k=2", model)
         with pytest.raises(ValueError, match="registered already"):
             methods.register("test-mine")(type("Other", (Mine,), {}))
     finally:

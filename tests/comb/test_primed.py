@@ -116,6 +116,8 @@ def test_errors_say_what_to_do(backbone: Any, tokenizer: Any, tmp_path: Path) ->
         primed(model, primer=[1, 128])
     with pytest.raises(ValueError, match="the primer's 129 tokens take more than half of the 256 positions"):
         primed(model, primer=[5] * 129)
+    with pytest.raises(ValueError, match="the primer's 33 tokens take more than half of the 32 positions"):
+        primed(tiny("dynamic_ntk"), primer=[5] * 33)  # of its 256, so many that a segment may be compiled in
     for spec in ("legolink-0", "legolink-0:2"):
         with pytest.raises(ValueError, match="takes no primer"):
             primed(model, spec)

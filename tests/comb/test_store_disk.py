@@ -126,6 +126,12 @@ def test_left_over_temporary_files_of_a_dead_process_are_deleted(tmp_path: Path)
     store.check_integrity()
 
 
+def test_a_folder_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    PICacheStore(disk_path="~/pics")
+    assert (tmp_path / "pics").is_dir()
+
+
 def test_the_folder_is_private(tmp_path: Path) -> None:
     old_mask = os.umask(0)
     try:

@@ -104,7 +104,7 @@ def reader(
     *,
     hub_id: str | Mapping[str, str] | None = None,
     heldout_share: float = 0.2,
-    reads: str = f"its file (data.path=FILE, or --path FILE), or a set on the Hub ({HUB}org/name?split=train)",
+    reads: str = f"its file, or a set on the Hub ({HUB}org/name?split=train)",
 ) -> Callable[[SideReader], SideReader]:
     """Decorator: registers a function from a `DatasetSide`, and options of its own, to examples as a dataset's reader.
 
@@ -128,7 +128,7 @@ def reader(
             **options: Any,
         ) -> Dataset:
             if path is None:
-                raise MissingDataError(f"dataset {name!r} needs a path: {reads}")
+                raise MissingDataError(f"dataset {name!r} needs a path (data.path=PATH, or --path PATH): {reads}")
             num_documents = options.get("num_documents")
             if num_documents is not None and num_documents < 1:
                 raise ValueError(f"num_documents must be at least 1, not {num_documents}")

@@ -36,7 +36,7 @@ class BabiStory:
     "babi",
     hub_id="facebook/babi_qa",
     heldout_share=0.1,
-    reads="a bAbI text file, or a folder of them (data.path=en-10k)",
+    reads="a bAbI text file, or a folder of them (en-10k)",
 )
 def read_babi(
     side: DatasetSide,

@@ -55,9 +55,9 @@ class InstructionTask:
 @reader(
     "natural_instructions",
     hub_id="Muennighoff/natural-instructions",
-    reads="a task file, or a folder of task*.json (data.path=FOLDER)",
+    reads="a task file, or a folder of task*.json",
 )
-@reader("natural_instructions_v1", reads="a task file, or a folder of subtask*.json (data.path=FOLDER)")
+@reader("natural_instructions_v1", reads="a task file, or a folder of subtask*.json")
 def read_natural_instructions(
     side: DatasetSide,
     *,

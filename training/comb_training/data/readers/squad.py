@@ -28,8 +28,7 @@ UNANSWERABLE = "unanswerable"
 @reader(
     "squad",
     hub_id={"v1": "rajpurkar/squad", "": "rajpurkar/squad_v2"},
-    reads="the official SQuAD JSON (data.path=train-v2.0.json), or a set on the Hub "
-    "(data.path=hf://rajpurkar/squad_v2?split=train)",
+    reads="the official SQuAD JSON (train-v2.0.json), or a set on the Hub (hf://rajpurkar/squad_v2?split=train)",
 )
 def read_squad(
     side: DatasetSide,
