@@ -130,6 +130,8 @@ class AdapterModel(PreTrainedModel):
         weights = self.state_dict() if state_dict is None else state_dict
         adapter = {name: tensor for name, tensor in weights.items() if not name.startswith("backbone.")}
         super().save_pretrained(folder, state_dict=adapter, **kwargs)
+        if not kwargs.get("is_main_process", True):  # then nothing of the model is written either
+            return
         write_card(self.config, folder)
         if push_to_hub:
             push(folder, repo_id or folder.name, private=private, api=_api(token))

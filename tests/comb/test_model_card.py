@@ -64,6 +64,8 @@ def test_the_card_is_valid_and_says_what_it_is(adapter: Path) -> None:
 
 def test_an_encoder_of_the_backbones_layers_is_no_encoder_of_its_own(tmp_path: Path) -> None:
     model = CombForCausalLM.from_backbone(tiny("llama"), cross_attention_layers=[1, 2], shared_layers=True)
+    model.save_pretrained(tmp_path, is_main_process=False)
+    assert not list(tmp_path.iterdir())
     model.save_pretrained(tmp_path)
     assert "| encoder | the backbone's own first 2 layers, documents up to" in (tmp_path / "README.md").read_text()
 
