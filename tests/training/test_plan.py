@@ -106,6 +106,14 @@ def test_counts_without_weights_are_those_of_the_loaded_model(form: list[str], l
     assert (parameters.parts["encoder layers"][1] < parameters.parts["encoder layers"][0]) == lora
 
 
+@pytest.mark.parametrize("method", ["block", "linktokens"])
+def test_other_methods_are_not_counted_as_an_encoder(method: str) -> None:
+    result = dry_run(str(CONFIGS["nano"]), f"train.method={method}", f"eval.methods=[full, {method}]")
+    assert result.exit_code == 0, result.output
+    assert "planned for train.method=comb only" in " ".join(result.output.split())
+    assert "cross blocks" not in result.output
+
+
 def test_a_primer_is_not_read_for_a_plan() -> None:
     """It has no weights, and a backbone without weights may have no tokenizer either."""
     options = "model.options={shared_layers: true, joint_attention: true, primer: /absent/passage.txt}"

@@ -63,7 +63,7 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
             backbone that isn't supported. What is merely not here (data, tokenizer, the backbone's configuration) is
             said in `Plan.notes`.
     """
-    if config.train.method == "block":
+    if config.train.method != "comb":
         return Plan(
             config, 1, notes=["no parameters, memory and batches: these are planned for train.method=comb only"]
         )
