@@ -19,7 +19,7 @@ class ModelConfig:
 
     backbone: str = "nano"
     """Hub id, folder, or registered name of the frozen backbone."""
-    num_encoder_layers: StrictInt = 8
+    num_encoder_layers: AtLeastOne = 8
     """Layers of the chunk encoder."""
     cross_attention_layers: Items[StrictInt] | None = None
     """Backbone layers that read documents, by a cross block in front of them or themselves (`options: {joint_attention:
@@ -38,7 +38,7 @@ class ModelConfig:
     """auto: a GPU where there is one. (CUDA_VISIBLE_DEVICES chooses among several.)"""
     init_from: str | None = None
     """An adapter folder to go on from, instead of a fresh encoder."""
-    cpu_threads: StrictInt | None = None
+    cpu_threads: AtLeastOne | None = None
     """Threads of torch on a CPU; null is torch's default. Tiny models are fastest with one: more only wait."""
     options: Options = Field(default_factory=dict)
     """More keyword arguments of `CombForCausalLM.from_backbone`, or `LinkTokensForCausalLM.from_backbone`."""
@@ -62,13 +62,13 @@ class EvalConfig:
 
     methods: Items[str] = ("full", "comb")
     """Methods to compare; "none" is the control without documents."""
-    limit: StrictInt = 100
-    """Held-out examples at most."""
-    max_new_tokens: StrictInt = 48
+    limit: AtLeastZero = 100
+    """Held-out examples at most; 0: no evaluation."""
+    max_new_tokens: AtLeastOne = 48
     """Longest answer."""
-    batch_size: StrictInt = 32
+    batch_size: AtLeastOne = 32
     """Questions answered at once."""
-    timing_examples: StrictInt = 8
+    timing_examples: AtLeastZero = 8
     """Examples of which the time to the first token is measured, one request at a time; 0 measures none."""
 
 
