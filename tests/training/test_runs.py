@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,26 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     [log] = run.glob("*.wandb")
     # written by a process of wandb's own, which may not be through when finish() is
     wait_for(lambda: b"train/loss" in log.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.report_to=wandbb", "train.report_to: wandbb is not installed"),
+        ("train.deepspeed=configs/deepspeed/zero2.json", "train.deepspeed needs a launcher"),
+        ("model.options={shared_layer: true}", "model.options=.* can't be used: .*'shared_layer'"),
+        ("eval.methods=[full, comp]", "unknown method 'comp'; known: .*comb"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_answered(
+    config_for: Callable[..., Any], tmp_path: Path, override: str, message: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config_for().to_dict()))
+    result = invoke("train", str(path), override)
+    assert isinstance(result.exception, ValueError)
+    assert re.search(message, str(result.exception))
+    assert not (tmp_path / "out").exists()
 
 
 def test_trained_config_of_other_folders(tmp_path: Path) -> None:

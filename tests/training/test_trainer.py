@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import resource
@@ -126,13 +125,6 @@ def test_nothing_to_train_is_refused(tmp_path: Path) -> None:
         trainer(comb_model(), tmp_path, [])
     with pytest.raises(ValueError, match="without documents"):
         trainer(comb_model(), tmp_path, [TrainingExample(Prompt((2,), (), (3,)), (4,), "x")])
-
-
-@pytest.mark.skipif(importlib.util.find_spec("trackio") is not None, reason="trackio is installed")
-@pytest.mark.filterwarnings("ignore:.*no supported trackers")
-def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train.report_to: trackio is not installed"):
-        trainer(comb_model(), tmp_path, report_to=["trackio"])
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
