@@ -108,7 +108,14 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
     # written by a process of wandb's own, which may not be through when finish() is
-    wait_for(lambda: b"train/loss" in log.read_bytes())
+    wait_for(lambda: all(name in log.read_bytes() for name in (b"train/loss", b"model.backbone", b"data.path")))
+
+
+def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
+    config_for: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_training(config_for(answers="gold", eval_steps=2, eval_answers=2))
+    assert re.search(r"^step 2: eval_loss [\d.]+, eval_em [\d.]+, eval_f1", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import resource
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +218,16 @@ def test_the_share_of_the_divergence_that_is_closed_is_logged(tmp_path: Path) ->
     assert none > 0
     assert kl > 0
     assert closed == pytest.approx(1 - kl / none)
+
+
+def test_tokens_per_second_are_without_the_time_of_an_evaluation(tmp_path: Path) -> None:
+    run = CombTrainer(
+        comb_model(), TrainConfig(steps=3, batch_size=4, eval_steps=1, logging_steps=1, output_dir=str(tmp_path)),
+        examples(), TOKENIZER, heldout=examples(2), answer=lambda: time.sleep(2) or {}, progress=False,
+    )  # fmt: skip
+    run.train()
+    tokens = max(sum(map(len, (*row.segments, row.prompt.query, row.target))) for row in examples())
+    assert all(speed > 4 * tokens / 2 for _, speed in run.logged("tokens_per_second"))
 
 
 def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:

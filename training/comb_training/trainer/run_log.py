@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import time
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,16 @@ class RunLog:
     """The records of a run: in memory on every rank; in a file, on a bar and in trackers on the first one."""
 
     def __init__(
-        self, config: TrainConfig, schedule: LearningRateSchedule, accelerator: Accelerator, *, progress: bool
+        self,
+        config: TrainConfig,
+        schedule: LearningRateSchedule,
+        accelerator: Accelerator,
+        *,
+        settings: Mapping[str, Any],
+        progress: bool,
     ) -> None:
         self.config = config
+        self._settings = settings  # what trackers show of the run's configuration
         self.schedule = schedule
         self.accelerator = accelerator
         self.history: list[dict[str, Any]] = []
@@ -47,7 +54,7 @@ class RunLog:
         if distributed.is_main():
             self._keep_lines(step)
         if self.config.report_to:
-            settings = asdict(self.config)
+            settings = self._settings
             self.accelerator.init_trackers(
                 os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers names it
                 config={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()},
@@ -82,12 +89,19 @@ class RunLog:
         self._tokens, self._since = 0, now
         return rate
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What takes its time inside is no training: `tokens_per_second` is without it."""
+        start = time.monotonic()
+        yield
+        self._since += time.monotonic() - start
+
     def advance(self, step: int) -> None:
         """Moves the bar: over the steps or over the seconds, whichever is nearer to the end."""
         self._bar.update(int(1000 * self.schedule.progress(step)) - self._bar.n)
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        """Adds a record, everywhere."""
+        """Adds a record, everywhere; on the terminal one without a loss is a line of its own, which stays."""
         self.history.append({**record, "step": step})
         if not distributed.is_main():
             return
@@ -99,6 +113,8 @@ class RunLog:
             logger.warning("%s: a record is lost (%s)", self.path, error)
         if "loss" in record:
             self._bar.set_postfix_str(self._summary(step, record))
+        elif self._progress:
+            self._bar.write(f"step {step}: {', '.join(f'{name} {value:.4g}' for name, value in record.items())}")
         if self.config.report_to:
             sides = {name: f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}" for name in record}
             self.accelerator.log({sides[name]: value for name, value in record.items()}, step=step)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class CombTrainer:
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged every `eval_steps`.
         answer: scores that are logged with it.
+        settings: what trackers show of the configuration; by default `config`.
 
     Raises:
         ValueError: if nothing is trainable, there is no example, or one has no documents or is over the budget.
@@ -68,6 +70,7 @@ class CombTrainer:
         *,
         heldout: Sequence[TrainingExample] = (),
         answer: Callable[[], dict[str, float]] | None = None,
+        settings: Mapping[str, Any] | None = None,
         use_cpu: bool = True,
         progress: bool = True,
     ) -> None:
@@ -109,7 +112,9 @@ class CombTrainer:
         self.optimizer: Any = adamw(model, config)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.objective = Objective(model, self.method, config)
-        self.log = RunLog(config, self.schedule, self.accelerator, progress=progress)
+        self.log = RunLog(
+            config, self.schedule, self.accelerator, settings=settings or asdict(config), progress=progress
+        )
         self.step = 0
         """Optimizer steps done."""
         self.terminated = False
@@ -177,10 +182,11 @@ class CombTrainer:
                 record["epoch"] = self.step / self.sampler.steps_per_epoch
                 self.log.write(self.step, record | self.log.tokens_per_second())
                 self._loss, logged_at = torch.zeros_like(self._loss), self.step
-            if config.eval_steps is not None and (last or self.step % config.eval_steps == 0):
-                self.evaluate()
-            if self.terminated or (config.save_steps is not None and (last or self.step % config.save_steps == 0)):
-                self.save_checkpoint()
+            with self.log.paused():
+                if config.eval_steps is not None and (last or self.step % config.eval_steps == 0):
+                    self.evaluate()
+                if self.terminated or (config.save_steps is not None and (last or self.step % config.save_steps == 0)):
+                    self.save_checkpoint()
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """This rank's batches from the step on that comes next, epoch after epoch without end."""
