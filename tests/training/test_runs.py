@@ -145,7 +145,9 @@ def test_trained_config_of_other_folders(tmp_path: Path) -> None:
         trained_config(tmp_path)
 
 
-def test_train_then_eval_on_the_same_held_out_rows(config_for: Callable[..., Any], tmp_path: Path) -> None:
+def test_train_then_eval_on_the_same_held_out_rows(
+    config_for: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     content = config_for(answers="gold", save_steps=2).to_dict()
     content["eval"].update(methods=["full", "comb", "none"], max_new_tokens=4, timing_examples=1)
@@ -162,9 +164,16 @@ def test_train_then_eval_on_the_same_held_out_rows(config_for: Callable[..., Any
     second = json.loads((tmp_path / "again.json").read_text())
     assert [row["predictions"] for row in second["results"]] == [row["predictions"] for row in first["results"]]
     assert second["data"] == first["data"]
-    resumed = invoke("train", str(path), "--resume", "auto", "--no-eval", "train.steps=5")
+    caplog.clear()
+    resumed = invoke(
+        "train", str(path), "--resume", "auto", "--no-eval", "train.steps=5", "data.seed=1", "eval.limit=3"
+    )
     assert resumed.exit_code == 0, resumed.output
     assert "in 5 steps" in resumed.output
+    assert "checkpoint-4 was made with other values of data.seed, train.steps: it goes on" in caplog.text
+    assert "of an earlier run" not in caplog.text
+    assert invoke("train", str(path), "--no-eval").exit_code == 0
+    assert "checkpoint-5 of an earlier run goes when this one writes its first" in caplog.text
 
 
 def test_commands_say_what_is_missing(backbone_folder: Path, tmp_path: Path) -> None:

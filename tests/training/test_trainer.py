@@ -227,7 +227,9 @@ def test_tokens_per_second_are_without_the_time_of_an_evaluation(tmp_path: Path)
     )  # fmt: skip
     run.train()
     tokens = max(sum(map(len, (*row.segments, row.prompt.query, row.target))) for row in examples())
-    assert all(speed > 4 * tokens / 2 for _, speed in run.logged("tokens_per_second"))
+    speeds = run.logged("tokens_per_second")
+    assert [step for step, _ in speeds] == [2, 3]  # the first step warms up
+    assert all(speed > 4 * tokens / 2 for _, speed in speeds)
 
 
 def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:
@@ -314,6 +316,12 @@ def test_half_of_a_checkpoint_is_none(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == []
     trainer(comb_model(), tmp_path, steps=2, save_steps=1, save_total_limit=1).train()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "log.jsonl"]
+
+
+def test_checkpoints_of_a_longer_run_in_the_same_folder_make_way(tmp_path: Path) -> None:
+    trainer(comb_model(), tmp_path, steps=6, save_steps=3).train()
+    trainer(comb_model(), tmp_path, steps=2, save_steps=1).train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:

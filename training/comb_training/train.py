@@ -130,7 +130,7 @@ def _run_stage(
         examples,
         run.tokenizer,
         **_heldout(run),
-        settings={f"{part}.{key}": value for part, keys in config.to_dict().items() for key, value in keys.items()},
+        settings=config.to_dict(),
         use_cpu=device_of(config).type == "cpu",
         progress=progress,
     )

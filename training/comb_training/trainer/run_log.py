@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ class RunLog:
         progress: bool,
     ) -> None:
         self.config = config
-        self._settings = settings  # what trackers show of the run's configuration
+        self._settings = {f"{part}.{key}": value for part, keys in settings.items() for key, value in keys.items()}
         self.schedule = schedule
         self.accelerator = accelerator
         self.history: list[dict[str, Any]] = []
@@ -47,17 +48,16 @@ class RunLog:
         self._progress = progress
         self._bar: tqdm[Any]  # from `start` to `close`
         self._tokens = 0
-        self._since = 0.0
+        self._since = math.inf
 
     def start(self, step: int) -> None:
         """Opens everything for a run that goes on from `step`."""
         if distributed.is_main():
             self._keep_lines(step)
         if self.config.report_to:
-            settings = self._settings
             self.accelerator.init_trackers(
                 os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers names it
-                config={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()},
+                config={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in self._settings.items()},
                 init_kwargs={"wandb": {"name": self.config.run_name or self.config.output_dir}},
             )
         self._bar = tqdm(
@@ -85,7 +85,7 @@ class RunLog:
         """What all ranks counted since the call before, as a record; empty at the first call. Collective."""
         now = time.monotonic()
         [tokens] = distributed.summed(self._tokens)
-        rate = {"tokens_per_second": round(tokens / (now - self._since), 1)} if 0 < self._since < now else {}
+        rate = {"tokens_per_second": round(tokens / (now - self._since), 1)} if self._since < now else {}
         self._tokens, self._since = 0, now
         return rate
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from comb_training.models import training_method
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import make_accelerator
 from comb_training.trainer.checkpoints import (
+    changed_keys,
     check_finite,
     check_names,
     load_random_state,
@@ -55,7 +55,7 @@ class CombTrainer:
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged every `eval_steps`.
         answer: scores that are logged with it.
-        settings: what trackers show of the configuration; by default `config`.
+        settings: the run's whole configuration, for trackers, and to tell what a resumed run changes.
 
     Raises:
         ValueError: if nothing is trainable, there is no example, or one has no documents or is over the budget.
@@ -112,9 +112,8 @@ class CombTrainer:
         self.optimizer: Any = adamw(model, config)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.objective = Objective(model, self.method, config)
-        self.log = RunLog(
-            config, self.schedule, self.accelerator, settings=settings or asdict(config), progress=progress
-        )
+        self.settings = settings or {}
+        self.log = RunLog(config, self.schedule, self.accelerator, settings=self.settings, progress=progress)
         self.step = 0
         """Optimizer steps done."""
         self.terminated = False
@@ -284,6 +283,7 @@ class CombTrainer:
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
                 state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
+                state["settings"] = self.settings
                 (path / TRAINER_STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
 
     def _read_state(self, folder: Path) -> None:
@@ -293,7 +293,15 @@ class CombTrainer:
             self.step, self.schedule.used = int(state["global_step"]), float(state["seconds"])
             self.log.history = state["log_history"]
         except (OSError, json.JSONDecodeError, KeyError) as error:
-            raise ValueError(f"{folder} is no checkpoint that this version can resume from ({error!r})") from error
+            raise ValueError(
+                f"{folder} is no checkpoint that this version can resume from ({type(error).__name__}: {error}); give "
+                "a checkpoint-N folder, or auto for the newest of train.output_dir"
+            ) from error
+        its = state.get("settings")
+        if self.settings and its and (changed := changed_keys(self.settings, its, "model", "data", "train")):
+            logger.warning(
+                "%s was made with other values of %s: it goes on with the new ones", folder, ", ".join(changed)
+            )
 
     def _load(self, folder: Path) -> None:
         if self.sharded:
