@@ -63,6 +63,8 @@ def test_overrides_take_lists_null_and_nested_options() -> None:
         ("train: {adam_beta2: 1.5}", "train.adam_beta2 must be less than 1, not 1.5"),
         ("train: {save_total_limit: -1}", "train.save_total_limit must be at least 0, not -1"),
         ("data: {heldout_share: 2}", "data.heldout_share must be less than 1, not 2"),
+        ("data: {query_template: Why}", "query_template 'Why' has no {query}"),
+        ("data: {options: {split: all}}", "data.options can't hold 'split'"),
         ("eval: {batch_size: 0}", "eval.batch_size must be at least 1, not 0"),
         ("train: {teacher: nano, answers: gold}", "train.teacher answers only with train.answers=on_policy"),
         ("train: 3", "train is a section of keys, got 3"),

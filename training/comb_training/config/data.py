@@ -16,6 +16,11 @@ MIXTURE = "mixture"
 """`DataConfig.dataset` where there is a mixture: what tables and plots call the data."""
 
 
+def _check_template(template: str | None, where: str) -> None:
+    if template is not None and "{query}" not in template:
+        raise ValueError(f"{where}: query_template {template!r} has no {{query}}: every question would be the same")
+
+
 @dataclass(frozen=True, config=KNOWN_KEYS)
 class MixtureEntry:
     """One set of a mixture (`DataConfig.mixture`). What is null is as in `DataConfig`.
@@ -49,8 +54,7 @@ class MixtureEntry:
         where = f"data.mixture, set {self.name!r}"
         if not self.name or "/" in self.name or "@" in self.name:
             raise ValueError(f"{where}: a name is a text without / and @, which ids have behind it")
-        if self.query_template is not None and "{query}" not in self.query_template:
-            raise ValueError(f"{where}: query_template {self.query_template!r} has no {{query}}")
+        _check_template(self.query_template, where)
         decided = sorted({"split", "limit"} & self.options.keys())
         if decided:
             raise ValueError(f"{where}: options can't hold {decided[0]!r}, which the mixture decides")
@@ -118,6 +122,9 @@ class DataConfig:
                 "data.questions_per_row joins questions as plain text: give data.head ('' for none), as without one "
                 "the tokenizer's chat template writes them"
             )
+        _check_template(self.query_template, "data")
+        if "split" in self.options:
+            raise ValueError("data.options can't hold 'split': what is trained on would count as held out")
         if not self.mixture:
             if self.dataset == MIXTURE:
                 raise ValueError(f"data.dataset={MIXTURE} needs data.mixture: a list of sets, each with a dataset")

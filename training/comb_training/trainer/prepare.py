@@ -66,6 +66,8 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = prompt_builder(config.data, tokenizer)
     examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
+    if not examples:
+        raise ValueError(f"no example is left to train on: {counts}")
     model = method.fitted(model, config, examples, resume)
     sets = statistics_by_set(examples) if config.data.mixture else {}
     return PreparedRun(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)
