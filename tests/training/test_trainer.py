@@ -17,7 +17,13 @@ from safetensors.torch import load_file
 from comb import CombForCausalLM, Prompt
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.trainer.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
+from comb_training.trainer.checkpoints import (
+    CheckpointError,
+    TrainingDivergedError,
+    checkpoints,
+    load_trainable,
+    new_checkpoint,
+)
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.optimizer import adamw
 from comb_training.trainer.sampler import batch_sampler
@@ -309,6 +315,14 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
     resumed.train(tmp_path / "b" / "checkpoint-2")
     assert resumed.losses == straight.losses
     assert [path.name for path in checkpoints(tmp_path / "b")] == ["checkpoint-6"]
+
+
+def test_a_tokenizer_that_a_full_disk_does_not_take_is_a_checkpoint_that_was_not_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="step 3 could not be written"), new_checkpoint(tmp_path, 3, keep=0):
+        raise Exception("No space left on device (os error 28)")  # noqa: TRY002  # tokenizers does
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(KeyError), new_checkpoint(tmp_path, 3, keep=0):
+        raise KeyError
 
 
 def test_half_of_a_checkpoint_is_none(tmp_path: Path) -> None:

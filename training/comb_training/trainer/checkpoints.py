@@ -69,7 +69,10 @@ def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
         yield folder
     except TrainingDivergedError:
         raise
-    except (OSError, RuntimeError, SafetensorError) as error:  # what Python, torch and safetensors say on a full disk
+    except Exception as error:
+        # what Python, torch, safetensors, and tokenizers (an Exception of no kind) say on a full disk
+        if not (type(error) is Exception or isinstance(error, OSError | RuntimeError | SafetensorError)):
+            raise
         shutil.rmtree(run / PARTIAL, ignore_errors=True)
         newest = [path.name for path in checkpoints(run)][-1:]
         raise CheckpointError(
