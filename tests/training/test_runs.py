@@ -182,6 +182,8 @@ def test_commands_say_what_is_missing(backbone_folder: Path, tmp_path: Path) -> 
     result = invoke("eval", str(backbone_folder))
     assert isinstance(result.exception, ValueError)
     assert "--dataset" in str(result.exception)
+    result = invoke("eval", str(tmp_path / "absent"))
+    assert "absent is no folder here" in str(result.exception)
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {{backbone: {backbone_folder}}}")
     result = invoke("train", str(path), "--resume", str(tmp_path / "absent"))
@@ -234,13 +236,14 @@ def test_evaluating_on_the_training_dataset_keeps_its_split(
 
     run_training(config_for(answers="gold"), progress=False)
     seen: list[Any] = []
-    monkeypatch.setattr(
-        evaluate, "show_evaluation", lambda model, tokenizer, settings, *a, **k: seen.append(settings.data)
-    )
+    monkeypatch.setattr(evaluate, "show_evaluation", lambda model, tokenizer, settings, *a, **k: seen.append(settings))
     evaluate.evaluate(str(tmp_path / "out"), dataset="jsonl", path=str(tmp_path / "data.jsonl"))
-    evaluate.evaluate(str(tmp_path / "out"), dataset="squad", path="elsewhere.json")
-    assert seen[0].heldout_share == 0.2
-    assert (seen[1].dataset, seen[1].path, seen[1].heldout_share) == ("squad", "elsewhere.json", None)
+    specs = "full,naive:rotate=false,quantize=int8"
+    evaluate.evaluate(str(tmp_path / "out"), dataset="squad", path="elsewhere.json", methods=specs)
+    assert seen[0].data.heldout_share == 0.2
+    data = seen[1].data
+    assert (data.dataset, data.path, data.heldout_share) == ("squad", "elsewhere.json", None)
+    assert seen[1].eval.methods == ("full", "naive:rotate=false,quantize=int8")
 
 
 def test_init_from_needs_an_adapter(config_for: Callable[..., Any], backbone_folder: Path) -> None:
