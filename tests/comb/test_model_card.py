@@ -70,6 +70,15 @@ def test_an_encoder_of_the_backbones_layers_is_no_encoder_of_its_own(tmp_path: P
     assert "| encoder | the backbone's own first 2 layers, documents up to" in (tmp_path / "README.md").read_text()
 
 
+def test_a_backbone_without_a_name_on_the_hub_is_given_to_the_server_too(adapter: Path) -> None:
+    served = "comb serve my-adapter --backbone FOLDER"
+    assert served not in (adapter / "README.md").read_text()
+    config = json.loads((adapter / "config.json").read_text())
+    (adapter / "config.json").write_text(json.dumps({**config, "backbone_name_or_path": "/data/backbone"}))
+    refresh_card(adapter)
+    assert served in (adapter / "README.md").read_text()
+
+
 def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
     write_results(adapter, "squad", ROW, REFUSED, path="/data/dev-v2.0.json")
     write_results(adapter, "nano", {**ROW, "n": 7})

@@ -66,6 +66,9 @@ def test_the_command_answers_and_training_finds_the_answers(tmp_path: Path, monk
     assert len(list(folder.iterdir())) == 3  # a part per batch
     asked = record_questions(monkeypatch)
     assert "24 found, 0 generated" in answers(tmp_path, "--engine", "transformers").words
+    gold = "train.answers=gold takes the data's answers"
+    assert gold not in first.words
+    assert gold in answers(tmp_path, "train.answers=gold").words
     result = run_training(config(tmp_path / "out"), progress=False)
     assert asked == []
     assert result.teacher is not None

@@ -234,9 +234,10 @@ def test_jsonl_drops_empty_rows_and_counts_them(tmp_path: Path) -> None:
     [
         ("{not json", "own.jsonl:2 is not JSON"),
         ([1], "own.jsonl:2: expected an object"),
-        ({"documents": "text", "query": "q", "answer": "a"}, "'documents' must be a list"),
+        ({"documents": "text", "query": "q", "answer": "a"}, "'documents' must be a list .*, got 'text'"),
+        ({"documents": ["x"], "query": "\ud83d", "answer": "a"}, "own.jsonl:2 holds half of a character"),
         ({"documents": [3], "query": "q", "answer": "a"}, "a document is a text or an object"),
-        ({"documents": ["x"], "answer": "a"}, "'query' must be a text"),
+        ({"documents": ["x"], "answer": "a"}, "'query' must be a text, and the row has 'documents', 'answer'"),
         ({"documents": ["x"], "query": "q"}, "'answer' must be a text"),
     ],
 )

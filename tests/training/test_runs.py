@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,36 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
     # written by a process of wandb's own, which may not be through when finish() is
-    wait_for(lambda: b"train/loss" in log.read_bytes())
+    wait_for(lambda: all(name in log.read_bytes() for name in (b"train/loss", b"model.backbone", b"data.path")))
+
+
+def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
+    config_for: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_training(config_for(answers="gold", eval_steps=2, eval_answers=2))
+    assert re.search(r"^step 2: eval_loss [\d.]+, eval_em [\d.]+, eval_f1", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.report_to=wandbb", "train.report_to: wandbb is not installed"),
+        (f"train.output_dir={__file__}/out", "test_runs.py is no folder that can be written to"),
+        ("train.deepspeed=configs/deepspeed/zero2.json", "train.deepspeed needs a launcher"),
+        ("model.options={shared_layer: true}", "model.options=.* can't be used: .*'shared_layer'"),
+        ("data.max_query_tokens=1", "no example is left to train on: .* dropped: query and answer of more than 1"),
+        ("eval.methods=[full, comp]", "unknown method 'comp'; known: .*comb"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_answered(
+    config_for: Callable[..., Any], tmp_path: Path, override: str, message: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config_for().to_dict()))
+    result = invoke("train", str(path), override)
+    assert isinstance(result.exception, ValueError)
+    assert re.search(message, str(result.exception))
+    assert not (tmp_path / "out").exists()
 
 
 def test_trained_config_of_other_folders(tmp_path: Path) -> None:
@@ -117,7 +147,9 @@ def test_trained_config_of_other_folders(tmp_path: Path) -> None:
         trained_config(tmp_path)
 
 
-def test_train_then_eval_on_the_same_held_out_rows(config_for: Callable[..., Any], tmp_path: Path) -> None:
+def test_train_then_eval_on_the_same_held_out_rows(
+    config_for: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, out = tmp_path / "run.yaml", tmp_path / "out"
     content = config_for(answers="gold", save_steps=2).to_dict()
     content["eval"].update(methods=["full", "comb", "none"], max_new_tokens=4, timing_examples=1)
@@ -134,15 +166,24 @@ def test_train_then_eval_on_the_same_held_out_rows(config_for: Callable[..., Any
     second = json.loads((tmp_path / "again.json").read_text())
     assert [row["predictions"] for row in second["results"]] == [row["predictions"] for row in first["results"]]
     assert second["data"] == first["data"]
-    resumed = invoke("train", str(path), "--resume", "auto", "--no-eval", "train.steps=5")
+    caplog.clear()
+    resumed = invoke(
+        "train", str(path), "--resume", "auto", "--no-eval", "train.steps=5", "data.seed=1", "eval.limit=3"
+    )
     assert resumed.exit_code == 0, resumed.output
     assert "in 5 steps" in resumed.output
+    assert "checkpoint-4 was made with other values of data.seed, train.steps: it goes on" in caplog.text
+    assert "of an earlier run" not in caplog.text
+    assert invoke("train", str(path), "--no-eval").exit_code == 0
+    assert "checkpoint-5 of an earlier run goes when this one writes its first" in caplog.text
 
 
 def test_commands_say_what_is_missing(backbone_folder: Path, tmp_path: Path) -> None:
     result = invoke("eval", str(backbone_folder))
     assert isinstance(result.exception, ValueError)
     assert "--dataset" in str(result.exception)
+    result = invoke("eval", str(tmp_path / "absent"))
+    assert "absent is no folder here" in str(result.exception)
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {{backbone: {backbone_folder}}}")
     result = invoke("train", str(path), "--resume", str(tmp_path / "absent"))
@@ -195,13 +236,14 @@ def test_evaluating_on_the_training_dataset_keeps_its_split(
 
     run_training(config_for(answers="gold"), progress=False)
     seen: list[Any] = []
-    monkeypatch.setattr(
-        evaluate, "show_evaluation", lambda model, tokenizer, settings, *a, **k: seen.append(settings.data)
-    )
+    monkeypatch.setattr(evaluate, "show_evaluation", lambda model, tokenizer, settings, *a, **k: seen.append(settings))
     evaluate.evaluate(str(tmp_path / "out"), dataset="jsonl", path=str(tmp_path / "data.jsonl"))
-    evaluate.evaluate(str(tmp_path / "out"), dataset="squad", path="elsewhere.json")
-    assert seen[0].heldout_share == 0.2
-    assert (seen[1].dataset, seen[1].path, seen[1].heldout_share) == ("squad", "elsewhere.json", None)
+    specs = "full,naive:rotate=false,quantize=int8"
+    evaluate.evaluate(str(tmp_path / "out"), dataset="squad", path="elsewhere.json", methods=specs)
+    assert seen[0].data.heldout_share == 0.2
+    data = seen[1].data
+    assert (data.dataset, data.path, data.heldout_share) == ("squad", "elsewhere.json", None)
+    assert seen[1].eval.methods == ("full", "naive:rotate=false,quantize=int8")
 
 
 def test_init_from_needs_an_adapter(config_for: Callable[..., Any], backbone_folder: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import resource
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,13 @@ from safetensors.torch import load_file
 from comb import CombForCausalLM, Prompt
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
-from comb_training.trainer.checkpoints import CheckpointError, TrainingDivergedError, checkpoints, load_trainable
+from comb_training.trainer.checkpoints import (
+    CheckpointError,
+    TrainingDivergedError,
+    checkpoints,
+    load_trainable,
+    new_checkpoint,
+)
 from comb_training.trainer.losses import target_loss
 from comb_training.trainer.optimizer import adamw
 from comb_training.trainer.sampler import batch_sampler
@@ -128,13 +134,6 @@ def test_nothing_to_train_is_refused(tmp_path: Path) -> None:
         trainer(comb_model(), tmp_path, [TrainingExample(Prompt((2,), (), (3,)), (4,), "x")])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trackio") is not None, reason="trackio is installed")
-@pytest.mark.filterwarnings("ignore:.*no supported trackers")
-def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train.report_to: trackio is not installed"):
-        trainer(comb_model(), tmp_path, report_to=["trackio"])
-
-
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
     model = comb_model(gate=0.5)
     with torch.no_grad():
@@ -227,6 +226,18 @@ def test_the_share_of_the_divergence_that_is_closed_is_logged(tmp_path: Path) ->
     assert closed == pytest.approx(1 - kl / none)
 
 
+def test_tokens_per_second_are_without_the_time_of_an_evaluation(tmp_path: Path) -> None:
+    run = CombTrainer(
+        comb_model(), TrainConfig(steps=3, batch_size=4, eval_steps=1, logging_steps=1, output_dir=str(tmp_path)),
+        examples(), TOKENIZER, heldout=examples(2), answer=lambda: time.sleep(2) or {}, progress=False,
+    )  # fmt: skip
+    run.train()
+    tokens = max(sum(map(len, (*row.segments, row.prompt.query, row.target))) for row in examples())
+    speeds = run.logged("tokens_per_second")
+    assert [step for step, _ in speeds] == [2, 3]  # the first step warms up
+    assert all(speed > 4 * tokens / 2 for _, speed in speeds)
+
+
 def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:
     lengths = [{"epochs": 2.0}, {"epochs": 0.5}, {"steps": 5, "epochs": 2.0}, {"steps": 500, "epochs": 1.0}]
     assert [total_steps(TrainConfig(**length), 7) for length in lengths] == [14, 4, 5, 7]
@@ -306,11 +317,25 @@ def test_a_full_disk_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path / "b")] == ["checkpoint-6"]
 
 
+def test_a_tokenizer_that_a_full_disk_does_not_take_is_a_checkpoint_that_was_not_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="step 3 could not be written"), new_checkpoint(tmp_path, 3, keep=0):
+        raise Exception("No space left on device (os error 28)")  # noqa: TRY002  # tokenizers does
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(KeyError), new_checkpoint(tmp_path, 3, keep=0):
+        raise KeyError
+
+
 def test_half_of_a_checkpoint_is_none(tmp_path: Path) -> None:
     (tmp_path / "partial" / "checkpoint-9").mkdir(parents=True)
     assert checkpoints(tmp_path) == []
     trainer(comb_model(), tmp_path, steps=2, save_steps=1, save_total_limit=1).train()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "log.jsonl"]
+
+
+def test_checkpoints_of_a_longer_run_in_the_same_folder_make_way(tmp_path: Path) -> None:
+    trainer(comb_model(), tmp_path, steps=6, save_steps=3).train()
+    trainer(comb_model(), tmp_path, steps=2, save_steps=1).train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def _run_stage(
         examples,
         run.tokenizer,
         **_heldout(run),
+        settings=config.to_dict(),
         use_cpu=device_of(config).type == "cpu",
         progress=progress,
     )

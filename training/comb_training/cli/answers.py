@@ -42,6 +42,8 @@ def answers(
         raise ValueError(f"--vllm is for vLLM, but the engine is {chosen}")
     if chosen == "vllm":  # the GPU is vLLM's; the weights are loaded here to tell what the answers belong to
         settings = override(settings, ["model.device=cpu"])
+    if settings.train.answers == "gold":
+        console.print("comb train with train.answers=gold takes the data's answers, and won't look for these")
     options = dict(engine_option(item) for item in vllm or [])
     for stage in run_stages(settings):
         run = prepare(stage.config)

@@ -38,6 +38,7 @@ def evaluate(
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb.backbones.tokenizer import load_tokenizer
+    from comb.methods import split_specs
     from comb_training.config import DataConfig, config_from_dict, override
     from comb_training.models.loading import load_checkpoint
     from comb_training.train import trained_config
@@ -57,11 +58,12 @@ def evaluate(
             kept = {name: getattr(settings.data, name) for name in WRITING_KEYS}
             settings = replace(settings, data=DataConfig(dataset=dataset, path=path, **kept))
     elif settings is None:
-        raise ValueError(f"{checkpoint} has no training.json that names its data: use --dataset and --path")
+        why = "has no training.json" if Path(checkpoint).is_dir() else "is no folder here with a training.json"
+        raise ValueError(f"{checkpoint} {why} that names its data: use --dataset and --path")
     elif path is not None:
         given.append(f"data.path={json.dumps(path)}")
     if methods is not None:
-        given.append(f"eval.methods=[{methods}]")
+        given.append(f"eval.methods={json.dumps(split_specs(methods))}")
     if limit is not None:
         given.append(f"eval.limit={limit}")
     settings = override(settings, [*given, *(overrides or [])])

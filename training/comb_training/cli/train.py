@@ -35,12 +35,16 @@ def train(
     evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
 ) -> None:
     """Fine-tune an encoder for a frozen backbone."""
+    from comb import methods
+    from comb.evaluation.run import NO_DOCUMENTS
     from comb_training.config import load_config
     from comb_training.models.loading import load_checkpoint
     from comb_training.train import run_training
     from comb_training.trainer import distributed
 
     settings = load_config(config, overrides or [])
+    for method in {*settings.eval.methods} - {NO_DOCUMENTS} if evaluation else ():
+        methods.parse(method.partition("@")[0])  # an unknown one is an error now, not when the training is done
     if dry_run:
         from comb_training.plan import plan
         from comb_training.trainer.stages import run_stages

@@ -8,10 +8,17 @@ from typing import Annotated
 from pydantic import Field, StrictBool, StrictInt
 from pydantic.dataclasses import dataclass
 
-from comb_training.config.types import KNOWN_KEYS, AtLeastOne, Items, Number, Options
+from comb_training.config.types import KNOWN_KEYS, AtLeastOne, Items, Number, Options, Positive
+
+HeldoutShare = Annotated[Number, Field(gt=0, lt=1)]
 
 MIXTURE = "mixture"
 """`DataConfig.dataset` where there is a mixture: what tables and plots call the data."""
+
+
+def _check_template(template: str | None, where: str) -> None:
+    if template is not None and "{query}" not in template:
+        raise ValueError(f"{where}: query_template {template!r} has no {{query}}: every question would be the same")
 
 
 @dataclass(frozen=True, config=KNOWN_KEYS)
@@ -28,13 +35,13 @@ class MixtureEntry:
     """The dataset's file or folder; null for generated data."""
     name: str | None = None
     """What the set is called in counts and ids; null is `dataset`. Two sets can't have the same name."""
-    weight: Number = 1.0
+    weight: Positive = 1.0
     """Share of the epoch's examples, relative to the other weights."""
-    num_documents: StrictInt | None = None
+    num_documents: AtLeastOne | None = None
     """Documents per example."""
-    heldout_share: Number | None = None
+    heldout_share: HeldoutShare | None = None
     """Share of the groups (articles, stories) kept for evaluation."""
-    limit: StrictInt | None = None
+    limit: AtLeastOne | None = None
     """Different examples of this set at most, for training."""
     query_template: str | None = None
     """How a question is written; {query} is replaced."""
@@ -47,14 +54,7 @@ class MixtureEntry:
         where = f"data.mixture, set {self.name!r}"
         if not self.name or "/" in self.name or "@" in self.name:
             raise ValueError(f"{where}: a name is a text without / and @, which ids have behind it")
-        if not 0 < self.weight < float("inf"):
-            raise ValueError(f"{where}: weight must be greater than 0, not {self.weight}")
-        for name in ("num_documents", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{where}: {name} must be at least 1, not {value}")
-        if self.query_template is not None and "{query}" not in self.query_template:
-            raise ValueError(f"{where}: query_template {self.query_template!r} has no {{query}}")
+        _check_template(self.query_template, where)
         decided = sorted({"split", "limit"} & self.options.keys())
         if decided:
             raise ValueError(f"{where}: options can't hold {decided[0]!r}, which the mixture decides")
@@ -72,12 +72,12 @@ class DataConfig:
     """Several sets instead of one `dataset`, each with a weight."""
     epoch_examples: AtLeastOne | None = None
     """Examples of an epoch of the mixture; null: as many as `max_repeats` allows."""
-    max_repeats: Annotated[Number, Field(ge=1, allow_inf_nan=False)] = 1.0
+    max_repeats: Annotated[Number, Field(ge=1)] = 1.0
     """How often an epoch of the mixture holds each example of a set at most, in the mean over the set. The set that
     runs out first decides how long the epoch is."""
     num_documents: AtLeastOne | None = None
     """Documents per example; null is the dataset's own default."""
-    heldout_share: Number | None = None
+    heldout_share: HeldoutShare | None = None
     """Share of the groups (articles, stories) kept for evaluation; null is the dataset's own default."""
     limit: AtLeastOne | None = None
     """Examples at most, for training."""
@@ -122,6 +122,9 @@ class DataConfig:
                 "data.questions_per_row joins questions as plain text: give data.head ('' for none), as without one "
                 "the tokenizer's chat template writes them"
             )
+        _check_template(self.query_template, "data")
+        if "split" in self.options:
+            raise ValueError("data.options can't hold 'split': what is trained on would count as held out")
         if not self.mixture:
             if self.dataset == MIXTURE:
                 raise ValueError(f"data.dataset={MIXTURE} needs data.mixture: a list of sets, each with a dataset")

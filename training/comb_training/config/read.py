@@ -34,6 +34,7 @@ EXPECTED = {
     "dict_type": "must be a section of keys, not {input!r}",
     "dataclass_type": "is a section of keys, got {input!r}",
     "greater_than": "must be greater than {gt}, not {input!r}",
+    "less_than": "must be less than {lt}, not {input!r}",
     "greater_than_equal": "must be at least {ge}, not {input!r}",
     "literal_error": "is one of {expected}, not {input!r}",
 }

@@ -19,7 +19,7 @@ class ModelConfig:
 
     backbone: str = "nano"
     """Hub id, folder, or registered name of the frozen backbone."""
-    num_encoder_layers: StrictInt | None = None
+    num_encoder_layers: AtLeastOne | None = None
     """Layers of an encoder of its own, which cross blocks read (the paper's form); null: documents run through the
     backbone's layers, and are read by these (`CombForCausalLM.from_backbone`)."""
     cross_attention_layers: Items[StrictInt] | None = None
@@ -39,7 +39,7 @@ class ModelConfig:
     """auto: a GPU where there is one. (CUDA_VISIBLE_DEVICES chooses among several.)"""
     init_from: str | None = None
     """An adapter folder to go on from, instead of a fresh encoder."""
-    cpu_threads: StrictInt | None = None
+    cpu_threads: AtLeastOne | None = None
     """Threads of torch on a CPU; null is torch's default. Tiny models are fastest with one: more only wait."""
     options: Options = Field(default_factory=dict)
     """More keyword arguments of `CombForCausalLM.from_backbone`, or `LinkTokensForCausalLM.from_backbone`."""
@@ -63,13 +63,13 @@ class EvalConfig:
 
     methods: Items[str] = ("full", "comb")
     """Methods to compare; "none" is the control without documents."""
-    limit: StrictInt = 100
-    """Held-out examples at most."""
-    max_new_tokens: StrictInt = 48
+    limit: AtLeastZero = 100
+    """Held-out examples at most; 0: no evaluation."""
+    max_new_tokens: AtLeastOne = 48
     """Longest answer."""
-    batch_size: StrictInt = 32
+    batch_size: AtLeastOne = 32
     """Questions answered at once."""
-    timing_examples: StrictInt = 8
+    timing_examples: AtLeastZero = 8
     """Examples of which the time to the first token is measured, one request at a time; 0 measures none."""
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import StrictBool, StrictInt
 from pydantic.dataclasses import dataclass
 
 from comb_training.config.stage import StageConfig
-from comb_training.config.types import KNOWN_KEYS, AboveZero, AtLeastOne, AtLeastZero, Items, Number
+from comb_training.config.types import (
+    KNOWN_KEYS,
+    AboveZero,
+    AtLeastOne,
+    AtLeastZero,
+    Items,
+    NotNegative,
+    Positive,
+    Share,
+)
 
 
 @dataclass(frozen=True, config=KNOWN_KEYS)
@@ -20,9 +29,9 @@ class TrainConfig:
     document; block fine-tunes the backbone itself (all of it, or LoRA) to read documents that see only themselves."""
     steps: AboveZero | None = None
     """Optimizer steps."""
-    epochs: Annotated[Number, Field(gt=0)] | None = None
+    epochs: Positive | None = None
     """Passes over the data."""
-    max_seconds: Annotated[Number, Field(gt=0)] | None = None
+    max_seconds: Positive | None = None
     """Wall-clock seconds of optimisation; the learning rate then follows the clock."""
     batch_size: AtLeastOne = 32
     """Questions per forward pass and rank, at most."""
@@ -33,33 +42,33 @@ class TrainConfig:
     With either budget, examples of like length share a batch."""
     gradient_accumulation_steps: AtLeastOne = 1
     """Forward passes per optimizer step."""
-    learning_rate: Number = 2e-3
+    learning_rate: NotNegative = 2e-3
     """Peak learning rate of everything but the gates."""
-    gate_learning_rate_multiplier: Number = 10.0
+    gate_learning_rate_multiplier: NotNegative = 10.0
     """The gates start at zero and decide how soon the encoder is heard: they learn faster by this factor."""
-    warmup: Number = 0.05
+    warmup: Share = 0.05
     """Share of the run in which the learning rate rises linearly."""
-    final_learning_rate: Number = 0.02
+    final_learning_rate: NotNegative = 0.02
     """Where the cosine ends, as a share of the peak."""
-    ce_weight: Annotated[Number, Field(ge=0)] = 1.0
+    ce_weight: NotNegative = 1.0
     """Weight of the cross-entropy on the answers; 0 with `kl_weight` distils alone, which sharpens nothing."""
-    kl_weight: Annotated[Number, Field(ge=0)] = 0.0
+    kl_weight: NotNegative = 0.0
     """Weight of the divergence from the backbone that reads the documents in its prompt, beside the cross-entropy; it
     costs a forward pass over the full prompts."""
     kl_top_k: AtLeastOne = 64
     """Likeliest tokens of the backbone that the divergence tells apart; all others count as one."""
-    lora_rank: StrictInt | None = None
+    lora_rank: AtLeastOne | None = None
     """LoRA of this rank on the encoder's layers (method block: the backbone's) instead of training them in full; what
     is published is merged."""
-    lora_alpha: Number = 16.0
+    lora_alpha: NotNegative = 16.0
     """LoRA's scale is lora_alpha / lora_rank."""
-    lora_dropout: Number = 0.0
+    lora_dropout: Share = 0.0
     """Dropout in front of LoRA's matrices."""
-    weight_decay: Number = 0.01
+    weight_decay: NotNegative = 0.01
     """AdamW's, on matrices only (not on norms, biases and gates)."""
-    adam_beta2: Number = 0.98
+    adam_beta2: Share = 0.98
     """AdamW's second beta."""
-    max_grad_norm: Number = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
     gradient_checkpointing: StrictBool = False
     """Less memory for more time."""
@@ -84,7 +93,7 @@ class TrainConfig:
     """Folder where answers are kept for the next run; null is answers in output_dir."""
     teacher: str | None = None
     """Hub id, folder or registered name of another model that answers in the backbone's place."""
-    logging_steps: StrictInt = 5
+    logging_steps: AtLeastOne = 5
     """Steps between two loss records."""
     save_steps: AboveZero | None = None
     """Steps between two resumable checkpoints; null writes the final adapter only."""
@@ -92,8 +101,8 @@ class TrainConfig:
     """Steps between two records of the loss on held-out examples (`eval.limit` of them); null: none."""
     eval_answers: AtLeastZero = 32
     """Held-out questions answered at each of these evaluations, for exact match and F1; 0: none (as under ZeRO-3)."""
-    save_total_limit: StrictInt = 2
-    """Older resumable checkpoints are removed."""
+    save_total_limit: AtLeastZero = 2
+    """Older resumable checkpoints are removed; 0 keeps all."""
     output_dir: str = "out/comb"
     """Folder of the adapter, training.json and the loss plot."""
     report_to: Items[str] = ()
@@ -122,5 +131,3 @@ class TrainConfig:
             raise ValueError(f"train.torch_compile compiles an encoder, and train.method={self.method} trains none")
         if self.teacher is not None and self.answers != "on_policy":
             raise ValueError(f"train.teacher answers only with train.answers=on_policy, not {self.answers!r}")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"train.warmup is a share of the run, 0 <= warmup < 1, not {self.warmup}")

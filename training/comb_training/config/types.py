@@ -25,7 +25,10 @@ def _items(value: Any) -> Any:
     return value if value is None or isinstance(value, tuple) else tuple(value) if isinstance(value, list) else (value,)
 
 
-Number = Annotated[float, Field(strict=True), BeforeValidator(_number)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(_number)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, lt=1)]
 AboveZero = Annotated[StrictInt, Field(gt=0)]
 AtLeastZero = Annotated[StrictInt, Field(ge=0)]
 AtLeastOne = Annotated[StrictInt, Field(ge=1)]

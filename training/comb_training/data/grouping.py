@@ -44,8 +44,8 @@ def split_groups(groups: Iterable[str], split: Split, *, heldout_share: float, s
         raise ValueError(f"heldout_share must be between 0 and 1, not {heldout_share}")
     if len(names) < 2:
         raise ValueError(
-            f"can't hold out part of {len(names)} group(s): a group (article, story) stays on one side. "
-            'Use split="all", or a second file for evaluation'
+            f"can't hold out part of {len(names)} group(s): rows over the same documents (an article, a story) stay on "
+            "one side of the split, so that the data needs two at least"
         )
     ranked = sorted(names, key=lambda name: hashlib.sha256(f"{seed}\x1f{name}".encode()).digest())
     cut = min(math.ceil(heldout_share * len(names)), len(names) - 1)

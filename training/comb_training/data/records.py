@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,9 @@ from typing import Any
 
 from comb.documents.document import Document, Example
 from comb_training.data.hub import load_hub_rows, on_hub
+
+_HALF = re.compile("[\ud800-\udfff]")
+"""What JSON can escape, and no tokenizer takes."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,9 @@ def _without_nulls(value: Any) -> Any:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
+    if "\\ud" in text.lower() and _HALF.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError(f"{where} holds half of a character, such as \\ud83d alone: replace it")
+    return value

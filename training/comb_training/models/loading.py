@@ -22,13 +22,9 @@ def load_checkpoint(name_or_path: str, config: Config) -> Any:
 
 
 def set_threads(config: Config) -> None:
-    """Applies `model.cpu_threads` to this process. Raises ValueError if it is less than one."""
-    threads = config.model.cpu_threads
-    if threads is None:
-        return
-    if threads < 1:
-        raise ValueError(f"model.cpu_threads must be at least 1, not {threads}")
-    torch.set_num_threads(threads)
+    """Applies `model.cpu_threads` to this process."""
+    if config.model.cpu_threads is not None:
+        torch.set_num_threads(config.model.cpu_threads)
 
 
 def device_of(config: Config) -> torch.device:

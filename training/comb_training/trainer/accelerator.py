@@ -6,12 +6,14 @@ import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from comb_training.config import TrainConfig
@@ -21,7 +23,7 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
     """What wraps model and optimizer, and adds up gradients. One per process at a time.
 
     Raises:
-        ValueError: for a DeepSpeed configuration that can't be used, or a tracker that isn't installed.
+        ValueError: as `check_tools` does.
     """
     # accelerate keeps one state per process: without this, a second run would have the precision of the first.
     # Private; seen in accelerate 1.15, and used by transformers' TrainingArguments for the same reason
@@ -29,7 +31,7 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
     plugin = _deepspeed_plugin(config, use_cpu=use_cpu) if config.deepspeed is not None else None
     if use_cpu:
         PartialState(cpu=True)  # and not `Accelerator(cpu=True)`, which would leave DeepSpeed out
-    accelerator = Accelerator(
+    return Accelerator(
         # DeepSpeed's own autocast keeps trained weights in float32; asking for both would be two of them
         mixed_precision="bf16" if config.bf16 and not _own_autocast(plugin) else "no",
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -41,10 +43,23 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
             InitProcessGroupKwargs(timeout=timedelta(minutes=30)),  # held-out answers may keep one rank busy
         ],
     )
-    missing = sorted(set(config.report_to) - {"all", *map(str, accelerator.log_with)})
-    if missing:
-        raise ValueError(f"train.report_to: {missing[0]} is not installed (pip install {missing[0]})")
-    return accelerator
+
+
+def check_tools(config: TrainConfig) -> None:
+    """Raises ValueError for a DeepSpeed configuration that can't be used, a tracker that isn't installed, or a folder
+    that can't be written to."""
+    folder = Path(config.output_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"train.output_dir={config.output_dir}: {there} is no folder that can be written to")
+    installed = set(map(str, get_available_trackers()))
+    if missing := sorted(set(config.report_to) - {"all", *installed}):
+        raise ValueError(
+            f"train.report_to: {missing[0]} is not installed (pip install {missing[0]}), or no tracker of accelerate; "
+            f"there are: {', '.join(sorted(installed)) or 'none'}"
+        )
+    if config.deepspeed is not None:
+        _deepspeed_settings(config)
 
 
 def engine_autocast(accelerator: Accelerator) -> AbstractContextManager[Any]:
@@ -61,22 +76,27 @@ def _own_autocast(plugin: DeepSpeedPlugin | None) -> dict[str, Any]:
 
 
 def _deepspeed_plugin(config: TrainConfig, *, use_cpu: bool) -> DeepSpeedPlugin:
+    settings = _deepspeed_settings(config)
+    if use_cpu:
+        import deepspeed.ops
+
+        # a shared-memory operator for CPU ranks that only its inference uses; building it needs a compiler and a
+        # minute. Private; seen in DeepSpeed 0.19.8
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return DeepSpeedPlugin(hf_ds_config=settings)
+
+
+def _deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
     """DeepSpeed's configuration as it is, but for its "auto" values; accelerate fills in those not named here."""
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(
             "train.deepspeed needs a launcher, also for one process: torchrun --nproc_per_node 1 -m "
             "comb_training.train CONFIG ..."
         )
+    if find_spec("deepspeed") is None:
+        raise ValueError("train.deepspeed: DeepSpeed is not installed (pip install 'comb-pic[train]')")
     try:
-        import deepspeed.ops
-    except ImportError as error:
-        raise ValueError("train.deepspeed: DeepSpeed is not installed (pip install 'comb-pic[train]')") from error
-    if use_cpu:
-        # a shared-memory operator for CPU ranks that only its inference uses; building it needs a compiler and a
-        # minute. Private; seen in DeepSpeed 0.19.8
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    try:
-        settings = json.loads(Path(str(config.deepspeed)).read_text(encoding="utf-8"))
+        settings: dict[str, Any] = json.loads(Path(str(config.deepspeed)).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"train.deepspeed={config.deepspeed!r} is no DeepSpeed configuration: {error}") from error
     for name, value in (
@@ -89,4 +109,4 @@ def _deepspeed_plugin(config: TrainConfig, *, use_cpu: bool) -> DeepSpeedPlugin:
                 f'{config.deepspeed}: {name} is {settings[name]} and the run has {value}: write "auto" there'
             )
         settings[name] = value
-    return DeepSpeedPlugin(hf_ds_config=settings)
+    return settings

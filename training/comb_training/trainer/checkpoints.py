@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,13 @@ from comb_training.trainer import distributed
 
 PARTIAL = "partial"
 """Subfolder in which a checkpoint is written before it gets its name; a leftover of a killed run is removed."""
+
+
+_MAY_CHANGE = (
+    "path", "cache", "cache_dir", "output_dir", "answers_dir", "answer_batch_size", "run_name", "report_to",
+    "logging_steps", "save_steps", "save_total_limit", "eval_steps", "eval_answers", "cpu_threads", "device",
+)  # fmt: skip
+"""Keys that say where things are and what is shown, not what is learned."""
 
 
 class CheckpointError(RuntimeError):
@@ -46,7 +54,7 @@ def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
     So a killed run leaves no half of one. Collective.
 
     Args:
-        keep: so many of the newest checkpoints stay, all with 0.
+        keep: so many of the newest checkpoints stay, all with 0; those of later steps go.
 
     Raises:
         CheckpointError: if writing fails; the checkpoints of before are intact.
@@ -61,7 +69,10 @@ def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
         yield folder
     except TrainingDivergedError:
         raise
-    except (OSError, RuntimeError, SafetensorError) as error:  # what Python, torch and safetensors say on a full disk
+    except Exception as error:
+        # what Python, torch, safetensors, and tokenizers (an Exception of no kind) say on a full disk
+        if not (type(error) is Exception or isinstance(error, OSError | RuntimeError | SafetensorError)):
+            raise
         shutil.rmtree(run / PARTIAL, ignore_errors=True)
         newest = [path.name for path in checkpoints(run)][-1:]
         raise CheckpointError(
@@ -70,10 +81,13 @@ def new_checkpoint(run: Path, step: int, *, keep: int) -> Iterator[Path]:
         ) from error
     distributed.barrier()
     if distributed.is_main():
-        shutil.rmtree(run / name, ignore_errors=True)  # of a longer run in the same folder
+        shutil.rmtree(run / name, ignore_errors=True)
         folder.rename(run / name)
         (run / PARTIAL).rmdir()
-        for old in checkpoints(run)[:-keep] if keep else []:
+        found = checkpoints(run)
+        own = found.index(run / name) + 1
+        # those of later steps are of a longer run in the same folder, and --resume auto would take them for this one's
+        for old in [*found[own:], *(found[: max(0, own - keep)] if keep else [])]:
             shutil.rmtree(old, ignore_errors=True)
     distributed.barrier()
 
@@ -93,6 +107,16 @@ def load_random_state(folder: Path) -> None:
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def changed_keys(ours: Mapping[str, Any], its: Mapping[str, Any], *sections: str) -> list[str]:
+    """Keys of a configuration's sections that are other than they were, of those that say what is learned."""
+    return [
+        f"{section}.{key}"
+        for section in sections
+        for key, value in ours[section].items()
+        if key not in _MAY_CHANGE and its[section].get(key, value) != value
+    ]
 
 
 def check_names(model: nn.Module, folder: str | Path) -> None:

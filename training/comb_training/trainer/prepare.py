@@ -18,6 +18,7 @@ from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.loading import set_threads
+from comb_training.trainer.accelerator import check_tools
 
 
 @dataclass
@@ -49,15 +50,24 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
         resume: the checkpoint that the run goes on from; it has what was measured before.
 
     Raises:
-        ValueError: for data that is missing, malformed or empty, or a backbone without a tokenizer it fits.
+        ValueError: for a tool that isn't installed, options that make no sense, data that is missing, malformed or
+            empty, or a backbone without a tokenizer it fits.
     """
+    check_tools(config.train)  # before hours of answers
     set_threads(config)
     set_seed(config.train.seed)
     method = training_method(config.train.method)
-    model = method.load(config)
+    try:
+        model = method.load(config)
+    except TypeError as error:
+        if not config.model.options:
+            raise
+        raise ValueError(f"model.options={config.model.options} can't be used: {error}") from error
     tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
     builder = prompt_builder(config.data, tokenizer)
     examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
+    if not examples:
+        raise ValueError(f"no example is left to train on: {counts}")
     model = method.fitted(model, config, examples, resume)
     sets = statistics_by_set(examples) if config.data.mixture else {}
     return PreparedRun(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,16 @@ class RunLog:
     """The records of a run: in memory on every rank; in a file, on a bar and in trackers on the first one."""
 
     def __init__(
-        self, config: TrainConfig, schedule: LearningRateSchedule, accelerator: Accelerator, *, progress: bool
+        self,
+        config: TrainConfig,
+        schedule: LearningRateSchedule,
+        accelerator: Accelerator,
+        *,
+        settings: Mapping[str, Any],
+        progress: bool,
     ) -> None:
         self.config = config
+        self._settings = {f"{part}.{key}": value for part, keys in settings.items() for key, value in keys.items()}
         self.schedule = schedule
         self.accelerator = accelerator
         self.history: list[dict[str, Any]] = []
@@ -40,17 +48,16 @@ class RunLog:
         self._progress = progress
         self._bar: tqdm[Any]  # from `start` to `close`
         self._tokens = 0
-        self._since = 0.0
+        self._since = math.inf
 
     def start(self, step: int) -> None:
         """Opens everything for a run that goes on from `step`."""
         if distributed.is_main():
             self._keep_lines(step)
         if self.config.report_to:
-            settings = asdict(self.config)
             self.accelerator.init_trackers(
                 os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers names it
-                config={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()},
+                config={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in self._settings.items()},
                 init_kwargs={"wandb": {"name": self.config.run_name or self.config.output_dir}},
             )
         self._bar = tqdm(
@@ -78,16 +85,23 @@ class RunLog:
         """What all ranks counted since the call before, as a record; empty at the first call. Collective."""
         now = time.monotonic()
         [tokens] = distributed.summed(self._tokens)
-        rate = {"tokens_per_second": round(tokens / (now - self._since), 1)} if 0 < self._since < now else {}
+        rate = {"tokens_per_second": round(tokens / (now - self._since), 1)} if self._since < now else {}
         self._tokens, self._since = 0, now
         return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What takes its time inside is no training: `tokens_per_second` is without it."""
+        start = time.monotonic()
+        yield
+        self._since += time.monotonic() - start
 
     def advance(self, step: int) -> None:
         """Moves the bar: over the steps or over the seconds, whichever is nearer to the end."""
         self._bar.update(int(1000 * self.schedule.progress(step)) - self._bar.n)
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        """Adds a record, everywhere."""
+        """Adds a record, everywhere; on the terminal one without a loss is a line of its own, which stays."""
         self.history.append({**record, "step": step})
         if not distributed.is_main():
             return
@@ -99,6 +113,8 @@ class RunLog:
             logger.warning("%s: a record is lost (%s)", self.path, error)
         if "loss" in record:
             self._bar.set_postfix_str(self._summary(step, record))
+        elif self._progress:
+            self._bar.write(f"step {step}: {', '.join(f'{name} {value:.4g}' for name, value in record.items())}")
         if self.config.report_to:
             sides = {name: f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}" for name in record}
             self.accelerator.log({sides[name]: value for name, value in record.items()}, step=step)

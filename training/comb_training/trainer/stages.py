@@ -18,7 +18,7 @@ from comb_training.config import Config, config_from_dict
 from comb_training.models import training_method
 from comb_training.models.loading import shaping_options
 from comb_training.trainer import distributed
-from comb_training.trainer.checkpoints import checkpoints
+from comb_training.trainer.checkpoints import changed_keys, checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,6 @@ TRAINING_JSON = "training.json"
 """What a stage has ended with: its record."""
 FOLDER = "stages"
 AUTO = "auto"
-_MAY_CHANGE = (
-    "path", "cache", "cache_dir", "output_dir", "answers_dir", "answer_batch_size", "run_name", "report_to",
-    "logging_steps", "save_steps", "save_total_limit",
-)  # fmt: skip
-"""Keys that say where things are and what is shown, not what is learned."""
 CURVES = ("losses", "heldout_losses", "heldout_closed", "heldout_em", "heldout_f1")
 """Values of a record that are (step, value)."""
 
@@ -107,6 +102,11 @@ def starting_point(stages: Sequence[RunStage], resume: str | Path | None) -> Sta
         ValueError: for a folder that isn't there, or isn't a checkpoint of any stage.
     """
     if resume is None:
+        if not stages[-1].name and (found := checkpoints(stages[-1].folder)):
+            logger.warning(
+                "%s of an earlier run goes when this one writes its first: stop it and add --resume auto to go on from "
+                "there, or choose another train.output_dir", found[-1],
+            )  # fmt: skip
         if stages[-1].name and distributed.is_main():  # or a later --resume would take them for this run's
             for old in (stages[-1].folder / FOLDER, *checkpoints(stages[-1].folder)):
                 shutil.rmtree(old, ignore_errors=True)
@@ -145,13 +145,7 @@ def _record(stage: RunStage) -> dict[str, Any]:
         raise ValueError(
             f"stage {stage.name} is not finished: {path} can't be read ({error}); use --resume auto"
         ) from error
-    ours, its = stage.config.to_dict(), record["config"]
-    changed = [
-        f"{section}.{key}"
-        for section in ("data", "train")
-        for key, value in ours[section].items()
-        if key not in _MAY_CHANGE and its[section].get(key) != value
-    ]
+    changed = changed_keys(stage.config.to_dict(), record["config"], "data", "train")
     if changed:
         logger.warning(
             "stage %s is finished and stays as it is, though %s changed: start without --resume to train it again",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from comb_training.models import training_method
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import make_accelerator
 from comb_training.trainer.checkpoints import (
+    changed_keys,
     check_finite,
     check_names,
     load_random_state,
@@ -54,6 +55,7 @@ class CombTrainer:
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged every `eval_steps`.
         answer: scores that are logged with it.
+        settings: the run's whole configuration, for trackers, and to tell what a resumed run changes.
 
     Raises:
         ValueError: if nothing is trainable, there is no example, or one has no documents or is over the budget.
@@ -68,6 +70,7 @@ class CombTrainer:
         *,
         heldout: Sequence[TrainingExample] = (),
         answer: Callable[[], dict[str, float]] | None = None,
+        settings: Mapping[str, Any] | None = None,
         use_cpu: bool = True,
         progress: bool = True,
     ) -> None:
@@ -109,7 +112,8 @@ class CombTrainer:
         self.optimizer: Any = adamw(model, config)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.objective = Objective(model, self.method, config)
-        self.log = RunLog(config, self.schedule, self.accelerator, progress=progress)
+        self.settings = settings or {}
+        self.log = RunLog(config, self.schedule, self.accelerator, settings=self.settings, progress=progress)
         self.step = 0
         """Optimizer steps done."""
         self.terminated = False
@@ -177,10 +181,11 @@ class CombTrainer:
                 record["epoch"] = self.step / self.sampler.steps_per_epoch
                 self.log.write(self.step, record | self.log.tokens_per_second())
                 self._loss, logged_at = torch.zeros_like(self._loss), self.step
-            if config.eval_steps is not None and (last or self.step % config.eval_steps == 0):
-                self.evaluate()
-            if self.terminated or (config.save_steps is not None and (last or self.step % config.save_steps == 0)):
-                self.save_checkpoint()
+            with self.log.paused():
+                if config.eval_steps is not None and (last or self.step % config.eval_steps == 0):
+                    self.evaluate()
+                if self.terminated or (config.save_steps is not None and (last or self.step % config.save_steps == 0)):
+                    self.save_checkpoint()
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """This rank's batches from the step on that comes next, epoch after epoch without end."""
@@ -278,6 +283,7 @@ class CombTrainer:
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
                 state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
+                state["settings"] = self.settings
                 (path / TRAINER_STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
 
     def _read_state(self, folder: Path) -> None:
@@ -287,7 +293,15 @@ class CombTrainer:
             self.step, self.schedule.used = int(state["global_step"]), float(state["seconds"])
             self.log.history = state["log_history"]
         except (OSError, json.JSONDecodeError, KeyError) as error:
-            raise ValueError(f"{folder} is no checkpoint that this version can resume from ({error!r})") from error
+            raise ValueError(
+                f"{folder} is no checkpoint that this version can resume from ({type(error).__name__}: {error}); give "
+                "a checkpoint-N folder, or auto for the newest of train.output_dir"
+            ) from error
+        its = state.get("settings")
+        if self.settings and its and (changed := changed_keys(self.settings, its, "model", "data", "train")):
+            logger.warning(
+                "%s was made with other values of %s: it goes on with the new ones", folder, ", ".join(changed)
+            )
 
     def _load(self, folder: Path) -> None:
         if self.sharded:

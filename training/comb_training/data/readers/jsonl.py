@@ -7,8 +7,9 @@ train/held-out split must not cut (default: the documents themselves, so that ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import content_group
@@ -31,9 +32,10 @@ def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
     """The example of a row, or the reason why it gives none. Raises ValueError for a malformed row."""
     row, where = record.row, record.where
     if not isinstance(row.get("documents"), list):
-        raise ValueError(f"{where}: 'documents' must be a list of texts or objects with 'text'")
+        found = _found(row, "documents")
+        raise ValueError(f"{where}: 'documents' must be a list of texts or objects with 'text', {found}")
     if not isinstance(row.get("query"), str):
-        raise ValueError(f"{where}: 'query' must be a text")
+        raise ValueError(f"{where}: 'query' must be a text, {_found(row, 'query')}")
     answers = _answers(record)
     items = row["documents"][:num_documents]
     if len(items) < len(row["documents"]):
@@ -64,8 +66,16 @@ def _answers(record: DatasetRow) -> tuple[str, ...]:
     """``answer``, or the first of ``answers``, and all others that are accepted."""
     accepted = record.row.get("answers") or []
     if not isinstance(accepted, list):
-        raise ValueError(f"{record.where}: 'answers' must be a list of texts")
+        raise ValueError(f"{record.where}: 'answers' must be a list of texts, {_found(record.row, 'answers')}")
     answers = [*([record.row["answer"]] if "answer" in record.row else []), *accepted]
     if not answers or not all(isinstance(answer, str) for answer in answers):
-        raise ValueError(f"{record.where}: 'answer' must be a text, or 'answers' a list of texts")
+        raise ValueError(
+            f"{record.where}: 'answer' must be a text, or 'answers' a list of texts, {_found(record.row, 'answer')}"
+        )
     return tuple(dict.fromkeys(answers))
+
+
+def _found(row: Mapping[str, Any], name: str) -> str:
+    if name in row:
+        return f"got {str(row[name])[:80]!r}"
+    return f"and the row has {', '.join(map(repr, row)) or 'nothing'}"
