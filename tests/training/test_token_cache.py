@@ -254,9 +254,7 @@ def test_whatever_changes_the_tokens_changes_the_file(tmp_path: Path, builder: P
     builder.tokenizer.add_tokens(["Box"])
     read()
     assert files(tmp_path) == number + 2
-    builder.tokenizer.chat_template = (builder.tokenizer.chat_template or "") + (
-        "{% for message in messages %}{{ message['content'] }}{% endfor %}!"
-    )
+    builder.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}!"
     read()
     assert files(tmp_path) == number + 3
 
