@@ -15,6 +15,8 @@ from comb.methods import register
 from comb.methods.checks import check_token_count
 from comb.methods.decoder import Looking, PromptLayout
 
+SEAM = 4
+
 
 @register("focus")
 class Focus(Looking):
@@ -30,7 +32,9 @@ class Focus(Looking):
 
     Args:
         ratio: share of document tokens, above 0, at most 1 (full recompute).
-        seam: tokens at the start of each segment that are chosen before all others.
+        seam: tokens at the start of each segment that are chosen before all others; by default 4, and none behind a
+            primer. A segment that was compiled alone begins with an attention sink, which few questions look at and
+            all other tokens do (docs/training-free.md compares).
 
     Raises:
         ValueError: for a model whose attention can't be seen from outside.
@@ -42,8 +46,9 @@ class Focus(Looking):
     chooses_by_query = True
     with_last_token = True  # what a prompt ends with asks as much as the rest
 
-    def __init__(self, model: Any, *, seam: int = 0, **parameters: Any) -> None:
+    def __init__(self, model: Any, *, seam: int | None = None, **parameters: Any) -> None:
         super().__init__(model, **parameters)
+        seam = (0 if self.primer else SEAM) if seam is None else seam
         check_token_count("focus:seam", seam)
         if self.support.masks is None or not can_set_attention(self.backbone):
             raise ValueError(

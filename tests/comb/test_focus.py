@@ -37,6 +37,16 @@ def test_attention_that_cannot_be_seen_is_refused(family: str) -> None:
         methods.create("focus", model_of(family))
 
 
+@pytest.mark.parametrize(
+    ("spec", "options", "seam"),
+    [("focus:0.2", {}, 4), ("focus:0.2", {"primer": [5, 6, 7]}, 0), ("focus:0.2,seam=2", {"primer": [5, 6, 7]}, 2)],
+)
+def test_seams_come_first_where_documents_are_compiled_alone(spec: str, options: dict[str, Any], seam: int) -> None:
+    method = methods.create(spec, model_of("llama"), **options)
+    assert isinstance(method, Focus)
+    assert method.seam == seam
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "deepseek_v3"])
 def test_the_chosen_are_those_that_the_query_looks_at(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the weights that eager attention returns, over an ordinary cache with the naively linked documents."""
