@@ -295,8 +295,9 @@ class Method(ABC):
     @classmethod
     def parameter_names(cls) -> list[str]:
         """What may be written behind the method's name, `quantize` aside; those that need no name first."""
-        own = [set(inspect.signature(each.__init__).parameters) for each in cls.__mro__ if "__init__" in vars(each)]
-        others = set().union(*own) - {"self", "args", "kwargs", "model", "parameters", "store", "salt"}
+        own = (inspect.signature(vars(each)["__init__"]).parameters for each in cls.__mro__ if "__init__" in vars(each))
+        given_by_others = {"self", "args", "kwargs", "model", "parameters", "store", "salt"}
+        others = {name for parameters in own for name in parameters} - given_by_others
         return [*cls.positional, *sorted(others - set(cls.positional))]
 
     @classmethod
