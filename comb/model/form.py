@@ -54,15 +54,19 @@ BLOCKS = EncoderForm(shared_layers=True, key_distance=32, cross_mlp=False, gate=
 
 
 def default_form(backbone: PreTrainedModel, info: BackboneInfo, given: Mapping[str, Any]) -> EncoderForm:
-    """`JOINT` where that can be and `given` has nothing that only cross blocks have, else `BLOCKS`; with what is given.
+    """`JOINT` where it is asked for, or can be and `given` has nothing that only cross blocks have; else `BLOCKS`.
 
     Raises:
         ValueError: as `EncoderForm.with_options`.
     """
-    if given.get("joint_attention") is False or given.keys() & {"key_distance", "cross_mlp", "gate"}:
-        return BLOCKS.with_options(given)
-    if reason := why_not_joint(backbone, info):
-        logger.warning("cross blocks read documents, not the layers themselves: %s", reason)
+    joint = given.get("joint_attention")
+    if joint is None:
+        of_blocks = given.keys() & {"key_distance", "cross_mlp", "gate"}
+        reason = "" if of_blocks else why_not_joint(backbone, info)
+        if reason:
+            logger.warning("cross blocks read documents, not the layers themselves: %s", reason)
+        joint = not of_blocks and not reason
+    if not joint:
         return BLOCKS.with_options(given)
     form = JOINT.with_options(given)
     return form if "primer" in given else replace(form, primer=_passage(backbone))

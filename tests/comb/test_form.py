@@ -76,6 +76,14 @@ def test_what_is_said_holds(options: dict[str, Any], joint: bool, gate: float | 
         assert model.config.cross_attention_layers == [1, 2]
 
 
+def test_joint_attention_can_be_asked_for_where_it_is_not_the_default() -> None:
+    asked = CombForCausalLM.from_backbone(tiny("mistral"), joint_attention=True)
+    assert asked.places_documents
+    assert not CombForCausalLM.from_backbone(tiny("mistral")).places_documents
+    with pytest.raises(ValueError, match="no gates"):
+        CombForCausalLM.from_backbone(tiny("mistral"), joint_attention=True, gate=0.5)
+
+
 @pytest.mark.parametrize("family", ["falcon", "mamba2"])
 def test_joint_attention_that_nobody_would_hear_is_refused(family: str) -> None:
     with pytest.raises(UnsupportedBackboneError, match="lets it read documents: use cross blocks"):
