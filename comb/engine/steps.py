@@ -28,7 +28,7 @@ from comb.documents.catalog import DocumentCatalog, KeyedSegment
 from comb.documents.document import Document, Prompt, PromptBuilder
 from comb.documents.messages import Message, referenced_documents
 from comb.documents.splitting import Splitter
-from comb.engine.decoding import FirstTokenTimer, check_wanted, decoding_settings, trim, with_length
+from comb.engine.decoding import FirstTokenTimer, answer_text, check_wanted, decoding_settings, trim, with_length
 from comb.engine.report import Answer, Report, cache_bytes, document_reports
 from comb.engine.segmenter import REMEMBERED, Segmenter, cut_document
 from comb.engine.workers import CompileExecutor
@@ -292,7 +292,7 @@ class AnswerSteps:
             total_s=decoded.total_s,
             mac=decoded.mac,
         )
-        return Answer(self.tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, report)
+        return Answer(answer_text(self.tokenizer, token_ids), token_ids, report)
 
     # ---- all of them ----
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +46,20 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def check_writable(folder: str | Path, *names: str) -> None:
+    """Raises ValueError unless these files can be written into the folder, which may not be there yet."""
+    folder = Path(folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{there} is no folder that can be written to ({error.strerror})") from error
+    for name in names:
+        if (folder / name).is_dir():
+            raise ValueError(f"{folder / name} is a folder, where a file is to be written: take it away")
 
 
 def _plain(value: Any) -> Any:
