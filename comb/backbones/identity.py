@@ -188,11 +188,22 @@ def _digest(model: Any) -> str:
 
 
 def bit_sums(tensor: Tensor) -> list[int]:
-    """Sums of the raw bits, exact on every device, and position-weighted so that swapped values are noticed too."""
+    """Sums of the raw bits, exact on every device, and position-weighted so that swapped values are noticed too.
+
+    Raises:
+        ValueError: for weights that aren't there.
+    """
+    if tensor.is_meta:
+        raise ValueError(
+            "some weights are on the meta device (offloaded by accelerate), so what is cached can't be named after "
+            "them: load the model whole, or use method='full'"
+        )
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     bits = tensor.detach().reshape(-1).view(words)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _CHUNK):
         wide = bits[start : start + _CHUNK].long()
-        sums += torch.stack((wide.sum(), (wide * torch.arange(start + 1, start + len(wide) + 1, device=wide.device)).sum()))
+        sums += torch.stack(
+            (wide.sum(), (wide * torch.arange(start + 1, start + len(wide) + 1, device=wide.device)).sum())
+        )
     return [int(value) for value in sums.tolist()]
