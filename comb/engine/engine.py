@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from comb import methods
 from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
-from comb.backbones.identity import one_walk
+from comb.backbones.identity import forget_identity, one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
 from comb.backbones.sdpa import choose_attention
 from comb.backbones.tokenizer import load_tokenizer
@@ -207,8 +207,9 @@ class PICEngine(AnswerSteps):
         """
         start, on = time.perf_counter(), self.with_encoder(encoder)
         check_no_streamer(generate_kwargs)
-        settings = self.settings(generate_kwargs)
-        prepared = self._prepared(Request(question, documents, document_ids), on)
+        with one_walk():
+            settings = self.settings(generate_kwargs)
+            prepared = self._prepared(Request(question, documents, document_ids), on)
 
         def run(streamer: Any, stop: threading.Event) -> Answer:
             with one_walk():
@@ -294,6 +295,18 @@ class PICEngine(AnswerSteps):
             UnknownDocumentError: an unknown id; then none is removed.
         """
         self.catalog.remove(ids)
+
+    # ---- weights ----
+
+    def model_changed(self) -> None:
+        """To be called when weights were written in a way that nothing shows: a few elements through ``.data``, weights
+        that accelerate has offloaded, or tensors that are no parameter and no buffer.
+
+        All other changes are noticed at the next call (docs/python.md). Documents compiled before count as hits only
+        if all weights turn out to be what they were; conversations are linked from their start. For all engines on this
+        model.
+        """
+        forget_identity(self.model)
 
     # ---- the same in the papers' words (EPIC sec. 5: Implementation) ----
 

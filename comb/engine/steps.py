@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from comb import methods
 from comb.backbones.forward import counted_passes
-from comb.backbones.identity import one_walk
+from comb.backbones.identity import CHANGED, one_walk
 from comb.backbones.tokenizer import check_tokenizer
 from comb.cache.picache import PICache
 from comb.cache.store import PICacheRef, PICacheStore
@@ -215,7 +215,6 @@ class AnswerSteps:
         """PICaches of `segments`; notes in `compiled` what of the backbone's work is each one's, by its tokens."""
         token_ids = [segment.token_ids for segment in segments]
         lengths = [len(ids) for ids in token_ids]
-        # waiting for the model takes time, in which its weights may have changed
         with one_walk(), counted_passes() as passed:
             if self.executor is None:
                 picaches = self.method.compile(token_ids)
@@ -223,6 +222,10 @@ class AnswerSteps:
                 picaches = self.executor.compile(self.method, token_ids)
                 # other processes' passes aren't counted here
                 passed.tokens = 0 if self.method.uses_encoder or self.method.keeps_tokens_only else sum(lengths)
+        # the weights may have changed since the keys were made, or in between: nothing is filed under another's name
+        with one_walk():
+            if self.segmenter.keyed_anew(segments) != list(segments):
+                raise ValueError(CHANGED)
         ends = [round(passed.tokens * end / sum(lengths)) for end in accumulate(lengths)]
         compiled |= {each.key: end - start for each, start, end in zip(segments, [0, *ends], ends, strict=False)}
         return picaches

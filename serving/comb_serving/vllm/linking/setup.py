@@ -13,6 +13,7 @@ from comb.backbones.loading import resolve_name
 from comb.backbones.primer import primer_ids
 from comb.linktokens.config import LinkTokensConfig
 from comb_serving.linking.methods import LinkMethod
+from comb_serving.vllm.fixed_weights import check_no_transfer
 from comb_serving.vllm.versions import TESTED, is_tested
 
 CONNECTOR = "LinkingConnector"
@@ -105,6 +106,7 @@ def check_engine(vllm_config: Any) -> None:
         raise ValueError("documents are linked without LoRA: each document would have other keys under each of them")
     if model.enable_sleep_mode:
         raise ValueError("documents are linked without sleep mode: the pool would not sleep with the cache")
+    check_no_transfer(vllm_config)
 
 
 def check_backbone(model: Any, config: LinkTokensConfig) -> None:
