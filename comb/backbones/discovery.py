@@ -17,8 +17,6 @@ ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 LINEAR_NAMES = ("linear_attn", "mamba", "mixer", "conv", "short_conv", "ssm")
 NORM_EPS_NAMES = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies change with the length of the prompt."""
 
 
 class UnsupportedBackboneError(ValueError):
@@ -282,16 +280,6 @@ def _rope_parameters(config: Any, head_dim: int) -> dict[str, Any]:
     if factor and factor != 1.0:
         parameters["partial_rotary_factor"] = float(factor)
     return parameters
-
-
-def length_dependent_rope(model: Any) -> str:
-    """Says so if a model's rotary embedding changes all keys with the length of the prompt; empty if not."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {str(rope.get("rope_type"))} | {
-        str(part.get("rope_type")) for part in rope.values() if isinstance(part, dict)
-    }
-    scaled = sorted(kinds.intersection(LENGTH_DEPENDENT))
-    return f"its rotary embedding ({scaled[0]}) changes all keys with the length of the prompt" if scaled else ""
 
 
 def _first(config: Any, *names: str, default: Any = ...) -> Any:

@@ -125,7 +125,7 @@ def _try(model: Any) -> LinkSupport:
     if ordered is None or distance(ordered, reference) > prompt.tolerance:
         raise UnmovableError("its forward pass doesn't continue a cache of ordinary keys and values exactly")
     masks = _understood(model, prompt)
-    if masks is None and positions.length_dependent:
+    if masks is None and positions.limit is not None:
         raise UnmovableError("it takes no mask by position, and its rotary embedding depends on the prompt's length")
     return LinkSupport(positions, masks)
 
