@@ -278,9 +278,10 @@ def _errors(seen: Tensor, rerotation: Rerotation) -> Iterator[tuple[float, Rotat
 
 
 def _sizes(seen: Tensor) -> tuple[Tensor, float]:
-    """Each channel's size [H, D], and what is added to it: errors count relative to each channel's own size (a pair's,
-    for a rotation), since key biases can make one channel of a real model a thousand times larger than the others, which
-    must not hide how these turn."""
+    """Each channel's size [H, D], and what is added to it; errors count relative to that.
+
+    A key bias can make one channel of a real model a thousand times larger than others, whose turning it must not hide.
+    """
     size = seen.abs().amax(dim=(0, 1))
     return size, float(size.amax().clamp_min(1e-30)) * _NEGLIGIBLE
 
@@ -296,7 +297,7 @@ def _pair_sizes(size: Tensor, rotation: Rotation, m: int) -> Tensor:
 
 
 def _probe_positions(model: Any, limit: int | None) -> list[int]:
-    """A few positions below `limit`: some near each number in the configuration, at which a model may change its way."""
+    """A few positions below `limit`, some at each number in the configuration: there a model may change its way."""
     config = model.config.get_text_config(decoder=True)
     # embeddings that depend on the length go back to their short form only below the original length
     end = limit - 1 if limit else _position_count(model)

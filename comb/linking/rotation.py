@@ -58,7 +58,7 @@ class PositionMap:
             length: of the whole prompt, for embeddings that depend on it.
         """
         compiled, linked = on_device(compiled, device), on_device(linked, device)
-        return Rerotation.between([(source.turns(compiled, 1), source.turns(linked, length)) for source in self.sources])
+        return Rerotation.between((source.turns(compiled, 1), source.turns(linked, length)) for source in self.sources)
 
 
 @dataclass(frozen=True)

@@ -242,8 +242,11 @@ class DecodeState:
         return None
 
     def _check_crossing(self, generate_kwargs: dict[str, Any]) -> None:
-        """Raises ValueError where `generate` would forget the prompt: Phi-3 gives up its cache at the limit of its rotary
-        embedding, and transformers then goes on from the last token alone (seen in 5.19)."""
+        """Raises ValueError where `generate` would forget the prompt.
+
+        Phi-3 gives up its cache at the limit of its rotary embedding, and transformers then goes on from the last token
+        alone (seen in 5.19).
+        """
         limit, tokens = length_limit(backbone_of(self.model)), self.input_ids.shape[1]
         if limit is None:
             return
@@ -252,14 +255,14 @@ class DecodeState:
         end = tokens + new - 1 if new is not None else self._setting("max_length", generate_kwargs) or limit + 2
         if covered and drops_cache(self.model, tokens, covered):
             raise ValueError(
-                f"{type(self.model).__name__} drops a cache of {covered} tokens, as it is linked, in a prompt of {tokens}: "
-                f"its rotary embedding changes beyond {limit}. Make the prompt longer or shorter, or use method='full'"
+                f"{type(self.model).__name__} drops the linked cache of {covered} tokens in a prompt of {tokens}, since "
+                f"its rotary embedding changes beyond {limit}: make the prompt longer or shorter, or use method='full'"
             )
         if tokens <= limit < end and drops_cache(self.model, limit + 1, limit):
             raise ValueError(
-                f"an answer of up to {end - tokens + 1} tokens may go beyond {limit} tokens with its prompt of {tokens}, "
-                f"where {type(self.model).__name__} forgets the prompt (its rotary embedding changes): ask for at most "
-                f"{limit - tokens + 1} new tokens, or in a prompt of more than {limit}"
+                f"a prompt of {tokens} tokens and an answer of up to {end - tokens + 1} may go beyond {limit}, where "
+                f"{type(self.model).__name__} forgets the prompt (its rotary embedding changes): ask for at most "
+                f"{limit - tokens + 1} new tokens, or make the prompt longer than {limit}"
             )
 
     def _check_generation(self, generate_kwargs: dict[str, Any]) -> None:

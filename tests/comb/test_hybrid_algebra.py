@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from comb.backbones.rotary import RotaryEmbedding
 from comb.hybrid import convolution
 from comb.hybrid.families import dense, diagonal, elementwise, scalar
 from comb.hybrid.picache import SegmentState
 from comb.hybrid.transition import TRANSITIONS, Transition, TransitionError
-from comb.backbones.rotary import RotaryEmbedding
 from comb.linking.rotation import PositionMap, Rotation
 
 HEADS, KEYS, VALUES = 3, 12, 20
