@@ -56,6 +56,12 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def position_count(config: Any) -> int | None:
+    """Positions that a text configuration names; None where it names none (ALiBi, states)."""
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+    return next((int(count) for name in names if (count := getattr(config, name, None))), None)
+
+
 def start_token_id(config: Any) -> int | None:
     """The BOS token's id in a text configuration, or its EOS token's (the first one's); None where there is neither."""
     for name in ("bos_token_id", "eos_token_id"):
@@ -105,7 +111,7 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=int(embeddings.weight.shape[0]),
-        max_position_embeddings=int(_first(config, "max_position_embeddings", "n_positions", default=1 << 17)),
+        max_position_embeddings=position_count(config) or 1 << 17,
         hidden_act=str(_first(config, "hidden_act", "hidden_activation", "activation_function", default="silu")),
         rms_norm_eps=float(_first(config, *NORM_EPS_NAMES, default=1e-6)),
         rope_parameters=_rope_parameters(config, head_dim),

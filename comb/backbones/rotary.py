@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from comb.backbones.discovery import position_count
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import decoder_of, takes_positions
 from comb.backbones.identity import identity_of
@@ -67,6 +68,27 @@ def rotary_embeddings(model: Any) -> tuple[RotaryEmbedding, ...]:
 def length_limit(model: Any) -> int | None:
     """Positions of a pass up to which their number changes no key; None where it never does."""
     return min((each.limit for each in rotary_embeddings(model) if each.limit is not None), default=None)
+
+
+def prompt_limit(model: Any) -> int | None:
+    """Tokens that a prompt may have; None when the model's configuration names no limit."""
+    config = model.config.get_text_config(decoder=True)
+    limit, rope = position_count(config), getattr(config, "rope_parameters", None) or {}
+    if limit is None:
+        return None
+    # dynamic NTK keeps the trained length there and stretches beyond it
+    return int(limit * rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else limit
+
+
+def compile_limit(model: Any) -> int | None:
+    """Positions that a segment is compiled in, with what stands in front of it; None where any number is right."""
+    return min((limit for limit in (prompt_limit(model), length_limit(model)) if limit is not None), default=None)
+
+
+def primer_limit(model: Any) -> int | None:
+    """Tokens of a primer that leave its half of those positions to segments."""
+    limit = compile_limit(model)
+    return None if limit is None else limit // 2
 
 
 def settle(model: Any, length: int) -> None:
@@ -127,7 +149,7 @@ def _returned(model: Any) -> Iterator[RotaryEmbedding]:
         finally:
             for handle in handles:
                 handle.remove()
-        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**17
+        longest = position_count(model.config.get_text_config(decoder=True)) or 2**17
         distinct: list[tuple[int | None, Turns]] = []
         for call in calls:
             embedding = _asked(*call, longest)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from comb.backbones.discovery import position_count
 from comb.backbones.forward import run_decoder, takes_positions
 from comb.backbones.rotary import RotaryEmbedding, length_limit, rotary_embeddings, tabulated_embeddings
 from comb.linking.rotation import PositionMap, Rerotation, Rotation
@@ -61,7 +62,7 @@ class RotaryProbe:
         self.embeddings = rotary_embeddings(model)
         limits = sorted({each.limit for each in self.embeddings if each.limit is not None})
         short = _probe_positions(model, limits[0] if limits else None)
-        longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
+        longest = position_count(model.config.get_text_config(decoder=True)) or 0
         self.passes = [short, *([*short, limit - 1, limit, max(longest - 1, limit + 2)] for limit in limits)]
         self._ids = _probe_ids(model)
         self._guesses = tabulated_embeddings(model)
@@ -132,9 +133,7 @@ def states_by_position(
     return {number: torch.stack(states, dim=1) for number, states in found.items()}
 
 
-def explain_states(
-    model: Any, number: int, seen: Tensor
-) -> tuple[tuple[RotaryEmbedding, Rotation] | str, int]:
+def explain_states(model: Any, number: int, seen: Tensor) -> tuple[tuple[RotaryEmbedding, Rotation] | str, int]:
     """How the state of linear layer `number` turns with a token's position, and its axis (-2 or -1).
 
     Args:
@@ -179,9 +178,7 @@ def _with_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
     return PositionMap(tuple(layers), tuple(sources))  # type: ignore[arg-type]
 
 
-def numbered(
-    found: tuple[RotaryEmbedding, Rotation] | str | None, sources: list[RotaryEmbedding]
-) -> Rotation | None:
+def numbered(found: tuple[RotaryEmbedding, Rotation] | str | None, sources: list[RotaryEmbedding]) -> Rotation | None:
     """A rotation whose source counts among `sources`, where the embedding is put if it isn't there."""
     if not isinstance(found, tuple):
         return None
@@ -300,17 +297,10 @@ def _probe_positions(model: Any, limit: int | None) -> list[int]:
     """A few positions below `limit`, some at each number in the configuration: there a model may change its way."""
     config = model.config.get_text_config(decoder=True)
     # embeddings that depend on the length go back to their short form only below the original length
-    end = limit - 1 if limit else _position_count(model)
+    end = limit - 1 if limit else position_count(config) or 1010
     numbers = {number for number in _integers(config.to_dict()) if number > _USUAL[-1]}
     near = {position for number in numbers for position in (number - 1, number)}
     return sorted(position for position in {*_USUAL, *near, end - 1} if 0 <= position < end)
-
-
-def _position_count(model: Any) -> int:
-    """The positions that a model has for sure."""
-    config = model.config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "max_target_positions", "n_positions")
-    return int(next((count for name in names if (count := getattr(config, name, None))), 1010))
 
 
 def _integers(values: Any) -> Iterator[int]:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import cache_argument, takes_positions
-from comb.backbones.rotary import drops_cache, length_limit, settle
+from comb.backbones.rotary import drops_cache, length_limit, prompt_limit, settle
 from comb.backbones.state_cache import StateCache, generating_behind
 from comb.cache.picache import PICache, content_key
 from comb.linking.fork import fork_cache, repeat_rows
@@ -255,8 +255,8 @@ class DecodeState:
         end = tokens + new - 1 if new is not None else self._setting("max_length", generate_kwargs) or limit + 2
         if covered and drops_cache(self.model, tokens, covered):
             raise ValueError(
-                f"{type(self.model).__name__} drops the linked cache of {covered} tokens in a prompt of {tokens}, since "
-                f"its rotary embedding changes beyond {limit}: make the prompt longer or shorter, or use method='full'"
+                f"{type(self.model).__name__} drops a cache of {covered} tokens in a prompt of {tokens}, since its "
+                f"rotary embedding changes beyond {limit}: make the prompt longer or shorter, or use method='full'"
             )
         if tokens <= limit < end and drops_cache(self.model, limit + 1, limit):
             raise ValueError(
@@ -332,7 +332,7 @@ class Method(ABC):
         return [*cls.positional, *sorted(others - set(cls.positional))]
 
     @classmethod
-    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
         """`parameters` with text among them as token ids, so that other processes need no tokenizer for them."""
         return dict(parameters)
 
@@ -421,13 +421,7 @@ class Method(ABC):
     @property
     def max_prompt_tokens(self) -> int | None:
         """Positions of the backbone; None when its configuration names no limit."""
-        config = self.backbone.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
-        if limit is None:
-            return None
-        rope = getattr(config, "rope_parameters", None) or {}
-        # dynamic NTK keeps the trained length there and stretches beyond it
-        return int(limit * rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else int(limit)
+        return prompt_limit(self.backbone)
 
     def check_prompt(self, document_tokens: int, query_tokens: int) -> None:
         """Raises ValueError when a decoder prompt of these parts is empty or leaves no position to answer in."""

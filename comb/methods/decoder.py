@@ -17,7 +17,7 @@ from torch import Tensor
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
 from comb.backbones.identity import identity_of
-from comb.backbones.rotary import why_length_dependent
+from comb.backbones.rotary import compile_limit, why_length_dependent
 from comb.backbones.stages import StageTimes
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble
@@ -99,13 +99,8 @@ class Decoder(TakesPrimer):
         return find_support(self.backbone)
 
     @property
-    def max_compiled_tokens(self) -> int | None:
-        limits = [self.max_prompt_tokens, self.support.positions.limit]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
     def max_segment_tokens(self) -> int | None:
-        limit = self.max_compiled_tokens
+        limit = compile_limit(self.backbone)
         return None if limit is None else limit - 1 - len(self.dummy_ids())
 
     def select(self, spans: Sequence[Span]) -> list[int]:
