@@ -189,6 +189,9 @@ class AnswerSteps:
             [segment.token_ids for segment in segments],
             {name: [segment.token_ids for segment in parts] for name, parts in inside.items()},
         )
+        if not (encoder and self.method.uses_encoder):  # else documents are no tokens of the prompt
+            own = len(prompt.head) + sum(map(len, prompt.gaps)) + len(prompt.tail)
+            self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)
         return PreparedQuestion(every, prompt)
 
     # ---- acquire: PICaches from the store, compiled where it has none ----

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from comb.backbones.discovery import position_count
 from comb.backbones.fingerprint import same_embedding
 from comb.backbones.loading import resolve_name
 from comb.backbones.primer import primer_ids
@@ -60,7 +61,11 @@ def primer_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | No
     if link_tokens is not None:
         config = LinkTokensConfig.from_pretrained(link_tokens)
         return [config.placeholder_id] * config.num_link_tokens
-    return primer_ids(True, AutoTokenizer.from_pretrained(resolve_name(checkpoint))) if method.primed else []
+    if not method.primed:
+        return []
+    place = resolve_name(checkpoint)
+    positions = position_count(AutoConfig.from_pretrained(place).get_text_config(decoder=True))
+    return primer_ids(True, AutoTokenizer.from_pretrained(place), None if positions is None else positions // 2)
 
 
 def method_of(vllm_config: Any) -> LinkMethod:
