@@ -14,10 +14,10 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not re-exported by name
 from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from comb.backbones.adapter import AdapterConfig, is_adapter
-from comb.backbones.loading import backbones, is_hub_id
+from comb.backbones.loading import backbones, is_hub_id, load_config
 from comb.hub.card.facts import RESULTS, TRAINING
 from comb.hub.card.parts import Card, edited_last, parse_card
 from comb.hub.card.render import render
@@ -64,7 +64,7 @@ def refresh_card(folder: Path) -> None:
     """
     config, _ = PreTrainedConfig.get_config_dict(folder) if (folder / "config.json").is_file() else ({}, None)
     if is_adapter(config):
-        write_card(AutoConfig.from_pretrained(folder), folder)
+        write_card(load_config(folder), folder)
 
 
 def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, private: bool = False) -> PushPlan:
@@ -88,7 +88,7 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
         raise ValueError(f"{repo!r} is no name for a repository: {error}") from error
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json: give the folder that save_pretrained or `comb train` wrote")
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     if not isinstance(config, AdapterConfig):
         raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
     weights = read_weights(folder, config.parts)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from comb.backbones.fingerprint import same_embedding
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
+from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.versions import TESTED, is_tested
@@ -57,9 +56,9 @@ def primer_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | No
         ValueError: for a checkpoint without a tokenizer.
     """
     if link_tokens is not None:
-        config = LinkTokensConfig.from_pretrained(link_tokens)
+        config = load_config(link_tokens, LinkTokensConfig)
         return [config.placeholder_id] * config.num_link_tokens
-    return primer_ids(True, AutoTokenizer.from_pretrained(resolve_name(checkpoint))) if method.primed else []
+    return primer_ids(True, load_tokenizer(checkpoint)) if method.primed else []
 
 
 def method_of(vllm_config: Any) -> LinkMethod:
