@@ -56,6 +56,9 @@ def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
     if isinstance(error, ImportError):
         install = "" if "install" in message or not error.name else f": pip install {error.name}"
         return ImportError(f"{what} can't be loaded, a package is missing: {message}{install}")
+    if Path(place).is_file():
+        why = f"({type(error).__name__}: {message}): it is damaged or cut off, or of a kind that isn't known"
+        return OSError(_damage(Path(place)) or f"{place} can't be read as a model {why}; {_AGAIN}")
     folder = local_folder(place)
     found = None if folder is None else damage_in(folder, tokenizer=tokenizer)
     if found is not None:
