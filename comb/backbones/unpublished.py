@@ -41,22 +41,30 @@ def write_private(folder: str | Path, **values: Any) -> None:
     path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
-def public(value: Any) -> Any:
-    """`value` (of JSON) with every path in it by its last part: ``/home/me/data.jsonl`` is ``data.jsonl``."""
+def public(value: Any, *, here: bool = False) -> Any:
+    """`value` (of JSON) with every path in it by its last part: ``/home/me/data.jsonl`` is ``data.jsonl``.
+
+    Args:
+        here: it was made on this machine, so that texts which name something here are paths, relative ones too.
+    """
     if isinstance(value, dict):
-        return {public(key): public(item) for key, item in value.items()}
+        return {public(key, here=here): public(item, here=here) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [public(item) for item in value]
+        return [public(item, here=here) for item in value]
+    if isinstance(value, PurePath):
+        return public_name(value)
     if not isinstance(value, str):
         return value
-    parts = PurePath(value).parts
-    # one part is a slash command of a chat template, or nobody's folder
-    if "\n" not in value and ((value.startswith("/") and len(parts) > 2) or (len(parts) > 1 and _exists(value))):
-        return public_name(value)
+    if "\n" not in value:
+        option, equals, path = value.rpartition("=")
+        parts = PurePath(path).parts
+        # one part is a slash command of a chat template, or nobody's folder
+        if (path.startswith("/") and len(parts) > 2) or (here and len(parts) > 1 and _exists(path)):
+            return option + equals + public_name(path)
     return _PATH.sub(lambda found: public_name(found[0]), value)
 
 
-def public_name(path: str | Path) -> str:
+def public_name(path: str | PurePath) -> str:
     """The last part of a path; of a home folder, which is called after its owner, nothing but ``~``."""
     whole = Path(path).expanduser()
     return "~" if whole == Path.home() else whole.name or str(path)
