@@ -62,6 +62,6 @@ def own_tokenizer(model: Any) -> Any:
         return load_tokenizer(name, model)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"a primer is text, and {name or 'this model'!r} has no tokenizer beside its weights: give its token ids, "
-            "or ask through a PICEngine, which has a tokenizer"
+            f"a primer is text, and there is no tokenizer beside the weights of {name or 'this model'!r} that can be "
+            f"read ({error}): give its token ids, or ask through a PICEngine, which has a tokenizer"
         ) from error

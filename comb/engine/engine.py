@@ -11,13 +11,12 @@ from typing import Any, Self
 
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM
 
 from comb import methods
 from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import forget_identity, one_walk
-from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
+from comb.backbones.loading import HUB_ARGUMENTS, load_model
 from comb.backbones.sdpa import choose_attention
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.store import PICacheStore, StoreFullError
@@ -122,7 +121,7 @@ class PICEngine(AnswerSteps):
             chosen = methods.get(methods.parse(method)[0])
             names |= {"quantize", *chosen.parameter_names()} - set(HUB_ARGUMENTS)
         options = {name: arguments.pop(name) for name in names & arguments.keys()}
-        model = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), **arguments)
+        model = load_model(name_or_path, **arguments)
         if tokenizer is None:
             places = ("revision", "subfolder", *HUB_ARGUMENTS)
             hub = {key: value for key, value in arguments.items() if key in places}

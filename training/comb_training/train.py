@@ -7,7 +7,6 @@ argv, versions, commit, configuration, counts, losses) and ``loss.png``.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import sys
 import time
@@ -19,11 +18,12 @@ from typing import Any
 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from comb.backbones.unpublished import public
 from comb.documents.datasets import Counts
 from comb.documents.document import Example
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
-from comb.evaluation.record import environment, write_json
+from comb.evaluation.record import environment, read_training, write_training
 from comb.evaluation.run import MethodResult, evaluate, rehearse
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
@@ -194,14 +194,14 @@ def _run_stage(
 
 def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     """training.json, the plot of its losses, and the card, which tells what it says."""
-    write_json(folder / TRAINING_JSON, record)
+    write_training(folder, record)
     scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"], "KL closed": record["heldout_closed"]}
     # held-out losses are cross-entropy: no curve to lay beside a divergence that is minimised
     heldout = () if config.train.kl_weight else record["heldout_losses"]
     try:
         plot_training(
             record["losses"], folder / LOSS_PLOT, heldout=heldout, scores=scores,
-            title=f"{config.model.backbone}: {config.data.label}",
+            title=public(f"{config.model.backbone}: {config.data.label}", here=True),
             stages=[(stage["name"], stage["first_step"]) for stage in record.get("stages", ())],
         )  # fmt: skip
     except ImportError:
@@ -293,13 +293,8 @@ def evaluate_heldout(
 
 def trained_config(folder: str | Path) -> Config | None:
     """The configuration an adapter was trained with, from its training.json; None if there is none."""
-    path = Path(folder) / TRAINING_JSON
-    if not path.is_file():
-        return None
-    try:
-        return config_from_dict(json.loads(path.read_text(encoding="utf-8"))["config"], str(path))
-    except (KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): name the dataset on the command line") from error
+    record = read_training(folder)
+    return None if record is None else config_from_dict(record["config"], str(Path(folder) / TRAINING_JSON))
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

@@ -9,9 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import load_config, resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.picache import content_key
 from comb.cache.store import PICacheStore
@@ -320,8 +318,8 @@ def tokenizer_of(options: ServeOptions) -> Any:
     """The tokenizer that prompts and documents are made with: the checkpoint's."""
     checkpoint = resolve_name(options.model)
     if options.method is not None:
-        return AutoTokenizer.from_pretrained(checkpoint)
-    config = CombConfig.from_pretrained(checkpoint)
+        return load_tokenizer(checkpoint)
+    config = load_config(checkpoint, CombConfig)
     if options.backbone is not None:
         config.backbone_name_or_path = str(Path(resolve_name(options.backbone)))
     return load_tokenizer(checkpoint, SimpleNamespace(config=config))
@@ -331,7 +329,7 @@ def placing_of(options: ServeOptions) -> Placing | None:
     """What is known of the places of the adapter's documents; None where they have none."""
     if options.method is not None:
         return None
-    config = CombConfig.from_pretrained(resolve_name(options.checkpoint))
+    config = load_config(options.checkpoint, CombConfig)
     encoder: Any = config.encoder_config
     if not encoder.joint_attention:
         return None

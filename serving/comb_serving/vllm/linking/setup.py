@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
-
 from comb.backbones.discovery import position_count
 from comb.backbones.fingerprint import same_embedding
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
+from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.fixed_weights import check_no_transfer
@@ -59,13 +58,12 @@ def primer_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | No
         ValueError: for a checkpoint without a tokenizer.
     """
     if link_tokens is not None:
-        config = LinkTokensConfig.from_pretrained(link_tokens)
+        config = load_config(link_tokens, LinkTokensConfig)
         return [config.placeholder_id] * config.num_link_tokens
     if not method.primed:
         return []
-    place = resolve_name(checkpoint)
-    positions = position_count(AutoConfig.from_pretrained(place).get_text_config(decoder=True))
-    return primer_ids(True, AutoTokenizer.from_pretrained(place), None if positions is None else positions // 2)
+    positions = position_count(load_config(checkpoint).get_text_config(decoder=True))
+    return primer_ids(True, load_tokenizer(checkpoint), None if positions is None else positions // 2)
 
 
 def method_of(vllm_config: Any) -> LinkMethod:
