@@ -220,8 +220,8 @@ class Preprocessor:
 
     def check(self, body: Mapping[str, Any]) -> None:
         """Refuses a body for its names and sizes alone, whatever it asks for. Raises RequestError (400)."""
-        check_names(body)
         check_counts(body)
+        check_names(body)
         if self.max_tokens is not None:
             check_characters(body, self.max_tokens, self._longest)
 
