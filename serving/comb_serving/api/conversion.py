@@ -17,6 +17,7 @@ from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import TEMPLATE_RESERVED
 from comb_serving.api.routes import CHAT, RESPONSES
 
+_MARK = re.compile("(comb[0-9a-f]{32})")
 _FUNCTIONS = ("function", "custom", "namespace")  # the client runs these
 
 
@@ -100,11 +101,11 @@ def _for_template(message: Mapping[str, Any], references: Mapping[str, dict[str,
 
 def _restored(content: Any, references: Mapping[str, dict[str, Any]]) -> Any:
     """Content with its documents back in place."""
-    if not references or not any(marker in str(content) for marker in references):
+    if references.keys().isdisjoint(_MARK.findall(str(content)) if references else ()):
         return content
-    marks, parts = re.compile(f"({'|'.join(references)})"), []
+    parts = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        for piece in marks.split(part["text"]):
+        for piece in _MARK.split(part["text"]):
             parts += [references.get(piece, {"type": "text", "text": piece})] if piece else []
     return parts
 
