@@ -83,6 +83,8 @@ def check_combinations(body: dict[str, Any]) -> None:
             raise RequestError(400, f"{name} can't be combined with documents", param=name)
     if body.get("add_generation_prompt", True) is not True:
         raise RequestError(400, "add_generation_prompt can't be false with documents", param="add_generation_prompt")
+    if body.get("add_special_tokens", False) and "prompt" not in body:
+        raise RequestError(400, "add_special_tokens can't be combined with documents", param="add_special_tokens")
     if body.get("vllm_xargs") is not None and not isinstance(body["vllm_xargs"], dict):
         raise RequestError(400, "vllm_xargs is an object", param="vllm_xargs")
 

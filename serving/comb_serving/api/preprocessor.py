@@ -24,7 +24,7 @@ from comb.model.config import CombConfig
 from comb_serving.api.body import MAX_VALUES
 from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.conversation import FIELD, messages_of, turns, without_references
-from comb_serving.api.conversion import converted
+from comb_serving.api.conversion import as_rendered, converted
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import (
     check_combinations,
@@ -342,11 +342,12 @@ class Preprocessor:
         if messages is None:
             if not inside and not self._in_prompt(request) and self.placing is None:
                 return request  # vLLM renders it
-            messages, arguments = converted(path, request.body)
-            if references_of(messages) != named:
-                reason = "these messages don't keep their documents in place: put them into those of the user"
-                raise RequestError(400, reason, param=FIELD[path])
+            messages, arguments = converted(path, request.body, builder)
             builder = replace(builder, chat_template_kwargs=arguments)
+        messages = as_rendered(messages, builder)
+        if references_of(messages) != named:
+            reason = "these messages don't keep their documents in place: put them into those of the user"
+            raise RequestError(400, reason, param=FIELD[path])
         referenced = {name: [segment.token_ids] for name, segment in inside.items()}
         try:
             prompt = builder.build(messages, [segment.token_ids for segment in listed], referenced)
@@ -360,19 +361,22 @@ class Preprocessor:
 
     def _completion(self, request: PreprocessedRequest, builder: PromptBuilder, gone: Gone) -> PreprocessedRequest:
         documents, prompts = [segment.token_ids for segment in request.segments], prompts_of(request.body.get("prompt"))
+        special = request.body.get("add_special_tokens", True)
+        if not isinstance(special, bool):
+            raise RequestError(400, "add_special_tokens is true or false", param="add_special_tokens")
         if (tokens := (len(prompts) - 1) * sum(map(len, documents))) > MAX_VALUES:
             reason = f"the documents of {len(prompts)} prompts have more than {tokens} tokens: ask in several requests"
             raise RequestError(400, reason, param="prompt")
-        built = [self._complete(prompt, documents, builder) for prompt in prompts if not gone()]
+        built = [self._complete(prompt, documents, builder, special) for prompt in prompts if not gone()]
         request = self._with_prompts(request, built)
         return replace(request, body={**request.body, "prompt": list(request.prompts)})
 
     def _complete(
-        self, prompt: str | list[int], documents: Sequence[tuple[int, ...]], builder: PromptBuilder
+        self, prompt: str | list[int], documents: Sequence[tuple[int, ...]], builder: PromptBuilder, special: bool
     ) -> Prompt:
         if isinstance(prompt, str):
             try:
-                return builder.complete(prompt, documents)
+                return builder.complete(prompt, documents, add_special_tokens=special)
             except ValueError as error:
                 raise RequestError(400, str(error), param="prompt") from error
         starts = int(prompt[0] == self.builder.tokenizer.bos_token_id)

@@ -41,7 +41,9 @@ _REFUSED = {
     "model": "the checkpoint comes first: comb serve CHECKPOINT",
     "config": "give its options on the command line",
     "chat-template": "the front renders with the checkpoint's template: save it with the tokenizer",
+    "chat-template-content-format": "the front finds it in the template",
     "default-chat-template-kwargs": "send chat_template_kwargs with requests",
+    "exclude-tools-when-tool-choice-none": "leave tools out of such requests",
     "headless": "all processes must run on this machine",
 }
 # what linking in a plain model needs itself
