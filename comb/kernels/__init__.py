@@ -1,7 +1,7 @@
 """Triton kernels, each with its plain-torch twin: MAC attention (`mac`) and attention to paged documents (`paged`).
 
 Importing this package imports no triton; `mac.dispatch` and `paged.attention` say where it is taken.
-A step of MAC is five launches, none of which waits for the host, so it can be captured in a CUDA graph:
+A step of MAC is five launches, none of which waits for the host:
 
     match     one program per (row, query head, tile of the ring): nearest reusable query of the tile
     select    one program per (row, key/value head): the nearest of all tiles, and how many tiles of keys its heads need

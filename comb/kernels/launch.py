@@ -1,4 +1,4 @@
-"""How the kernels are launched, and where paged keys lie."""
+"""How the kernels are launched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
 
 SINK, AMEND, TAIL = 0, 1, 2
 """A row's key/value head has a span of keys of each kind, in this order; any of them may be empty."""
@@ -46,19 +45,6 @@ class Launch:
     def count(self, device: torch.device) -> int:
         """Programs of the attention on `device`."""
         return self.programs or self.per_processor * _processors(device)
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Keys and values in pages: with these, `keys` are [pages, page size, G, D] and `values` [pages, page size, G, V].
-
-    Args:
-        table: [B, N], the page of each row that holds its keys n * page size and up.
-        lengths: [B], keys of each row, padding in front included.
-    """
-
-    table: Tensor
-    lengths: Tensor
 
 
 @cache

@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from comb.kernels.launch import Launch, Pages
+from comb.kernels.launch import Launch
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step_kernel import mac_step_triton
@@ -76,34 +76,28 @@ def buffers(kernel: Any, width: int, keys: int) -> list[int]:
     return [int(count) for count, *shape in found if {int(one) for one in shape} == {width, keys}]
 
 
-def step(dtype: torch.dtype, *, shared: int, width: int, value_width: int, paged: bool, launch: Launch) -> None:
+def step(dtype: torch.dtype, *, shared: int, width: int, value_width: int, launch: Launch) -> None:
     config = MacConfig(window=1024, min_length=0, ring_dtype="bfloat16" if dtype == torch.bfloat16 else "auto")
     rows, groups, length = 2, 2, 64
     query = torch.zeros(rows, groups * shared, width, dtype=dtype)
-    shape = (8, 16, groups) if paged else (rows, groups, length)
-    pages = Pages(torch.zeros(rows, 4, dtype=torch.int32), torch.full((rows,), length)) if paged else None
+    shape = rows, groups, length
     state = MacState.empty(rows, groups * shared, width, value_width, config, query)
     keys, values = torch.zeros(*shape, width, dtype=dtype), torch.zeros(*shape, value_width, dtype=dtype)
     start = torch.zeros(rows, dtype=torch.long)
-    mac_step_triton(
-        state, query.float(), query, keys, values, start, config, 1.0, write=True, pages=pages, launch=launch
-    )
+    mac_step_triton(state, query.float(), query, keys, values, start, config, 1.0, write=True, launch=launch)
 
 
 if __name__ == "__main__":
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
     some, wide = Launch(programs=264), Launch(programs=264, key_tile=128)
-    for paged in (False, True):
-        step(torch.bfloat16, shared=4, width=128, value_width=128, paged=paged, launch=some)
+    step(torch.bfloat16, shared=4, width=128, value_width=128, launch=some)
     usual = len(compiled)
     if "--all" in sys.argv:
-        step(
-            torch.bfloat16, shared=8, width=128, value_width=128, paged=False, launch=Launch(programs=264, key_tile=128)
-        )
-        step(torch.float16, shared=5, width=80, value_width=96, paged=True, launch=some)
-        step(torch.float32, shared=3, width=72, value_width=40, paged=False, launch=some)
-        step(torch.float32, shared=1, width=192, value_width=128, paged=True, launch=some)
+        step(torch.bfloat16, shared=8, width=128, value_width=128, launch=wide)
+        step(torch.float16, shared=5, width=80, value_width=96, launch=some)
+        step(torch.float32, shared=3, width=72, value_width=40, launch=some)
+        step(torch.float32, shared=1, width=192, value_width=128, launch=some)
     for number, (name, kernel) in enumerate(compiled):
         assert len(kernel.asm["cubin"]) > 1000, name
         print(name, kernel.metadata.shared, "bytes shared", kernel.metadata.num_warps, "warps")

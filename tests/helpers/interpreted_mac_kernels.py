@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from comb.kernels.launch import Launch, Pages
+from comb.kernels.launch import Launch
 from comb.kernels.mac import attend as attend_module
 from comb.kernels.mac import match_kernel as match_module
 from comb.kernels.mac import merge as merge_module
@@ -28,7 +28,6 @@ from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep, step
 from comb.kernels.mac.step_kernel import mac_step_triton
 from comb.mac import mac
-from comb.mac.breakeven import PAPER_H100
 from tests.helpers.interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from tests.helpers.mac_decode import Decode, noise
 
@@ -52,22 +51,6 @@ class Stream(Decode):
         queries = (alike * common + (1 - alike**2) ** 0.5 * own).to(dtype)
         keys, values = (tensor.to(dtype) for tensor in stored)
         super().__init__(config, queries, keys, values, rotated=queries.roll(1, -1), start=start[:rows])
-
-    def paged(self, m: int, page: int = 7) -> tuple[tuple[Any, ...], Pages]:
-        """`inputs` with keys in shuffled pages among others that hold NaN."""
-        rows, groups = self.keys.shape[:2]
-        count = -(-(m + 1) // page)
-        table = torch.randperm(rows * count + 3, generator=torch.Generator().manual_seed(4))[: rows * count]
-        table = table.view(rows, count).int()
-        stored = []
-        for tensor in (self.keys, self.values):
-            pages = torch.full((rows * count + 3, page, groups, tensor.shape[-1]), math.nan, dtype=tensor.dtype)
-            for b in range(rows):
-                for t in range(m + 1):
-                    pages[table[b, t // page], t % page] = tensor[b, :, t]
-            stored.append(pages)
-        inputs = self.inputs(m)
-        return (*inputs[:3], *stored, *inputs[5:]), Pages(table, torch.full((rows,), m + 1))
 
 
 def assert_same(fast: MacStep, plain: MacStep, bound: float) -> None:
@@ -164,18 +147,6 @@ def test_empty_rings_and_forgotten_rows() -> None:
     assert_same(mac_step_triton(*stream.inputs(50), launch=TILES), plain, EXACT)
 
 
-def test_keys_with_room_behind_them() -> None:
-    """As at fixed addresses: the room holds NaN, which isn't read. The control: a length that goes into it."""
-    stream = Stream(SMALL, 60, rows=2)
-    stream.fill(50)
-    inputs = stream.inputs(50)
-    room = tuple(torch.nn.functional.pad(tensor, (0, 0, 0, 13), value=math.nan) for tensor in inputs[3:5])
-    plain = mac_step_triton(*inputs, launch=TILES)
-    given = (*inputs[:3], *room, *inputs[5:])
-    assert torch.equal(mac_step_triton(*given, lengths=torch.tensor([51, 51]), launch=TILES).output, plain.output)
-    assert mac_step_triton(*given, lengths=torch.tensor([51, 55]), launch=TILES).output.isnan().any()
-
-
 @pytest.mark.parametrize("programs", [1, 2, 7, 64])
 def test_any_number_of_programs_gives_the_same(programs: int) -> None:
     stream = Stream(SMALL, 60)
@@ -186,32 +157,12 @@ def test_any_number_of_programs_gives_the_same(programs: int) -> None:
     assert_same_rings(stream.state, before, 1e-30)  # it wasn't asked to write
 
 
-def test_pages_and_strides_equal_contiguous_keys() -> None:
+def test_keys_may_have_any_strides() -> None:
     stream = Stream(SMALL, 60, rows=2, heads=3, groups=1)
     stream.fill(50)
-    inputs, pages = stream.paged(50)
     plain = mac_step_triton(*stream.inputs(50), launch=TILES)
-    again = mac_step_triton(*inputs, pages=pages, launch=TILES)
-    assert torch.equal(again.output, plain.output)
-    assert torch.equal(again.rows.o, plain.rows.o)
-    # a page that isn't the row's own holds NaN: the table is really followed
-    wrong = replace(pages, table=pages.table.roll(1, 0))
-    assert distance(mac_step_triton(*inputs, pages=wrong, launch=TILES).output, plain.output) > 1e-2
     stream.keys = stream.keys.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(mac_step_triton(*stream.inputs(50), launch=TILES).output, plain.output)
-
-
-def test_pages_with_rows_of_different_lengths() -> None:
-    stream = Stream(SMALL, 60, rows=2, heads=4, start=(0, 0))
-    stream.fill(40)
-    inputs, pages = stream.paged(50)
-    fast = mac_step_triton(*inputs, pages=replace(pages, lengths=torch.tensor([51, 41])), launch=TILES)
-    long, short = step(*stream.inputs(50)), step(*stream.inputs(40))
-    # both were given the query of position 50
-    short = step(stream.state, *stream.inputs(50)[1:3], *stream.inputs(40)[3:])
-    assert distance(fast.output[0], long.output[0]) < EXACT
-    assert distance(fast.output[1], short.output[1]) < EXACT
-    assert distance(fast.output[1], long.output[1]) > 1e-2
 
 
 def test_launches_are_on_the_device_of_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +351,7 @@ def test_a_session_takes_the_kernels_and_gives_the_same_tokens() -> None:
     ).eval()  # fmt: skip
     ids, mask = torch.randint(3, 50, (2, 24)), torch.ones(2, 24, dtype=torch.long)
     mask[1, :5] = 0
-    config = replace(SMALL, window=8, band=4, tau=0.0, audit_bound=None, break_even=False)
+    config = replace(SMALL, window=8, band=4, tau=0.0, audit_bound=None)
     found = {}
     for kernels in ("torch", "triton"):
         with mac(model, replace(config, kernels=kernels)) as session:
@@ -410,8 +361,3 @@ def test_a_session_takes_the_kernels_and_gives_the_same_tokens() -> None:
             assert not any(event.startswith("no kernels") for event in session.events)
     assert found["torch"][:3] == found["triton"][:3]
     assert distance(found["torch"][3], found["triton"][3]) < EXACT
-    # where the rule says that it doesn't pay, the kernels aren't asked
-    with mac(model, replace(config, kernels="triton", break_even=True), costs=PAPER_H100) as session:
-        model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
-        assert session.exact == {"does not pay": 2}
-        assert session.report().layers == ()

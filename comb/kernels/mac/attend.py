@@ -19,7 +19,7 @@ from torch import Tensor
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import AMEND as AMEND_KIND
 from comb.kernels.launch import SINK as SINK_KIND
-from comb.kernels.launch import Launch, Pages, power_of_two
+from comb.kernels.launch import Launch, power_of_two
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.schedule import SpanSchedule
 
@@ -46,10 +46,10 @@ def _product(left, right, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _attend_kernel(
-    query_ptr, key_ptr, value_ptr, table_ptr, low_ptr, position_ptr, start_ptr, first_ptr, share_ptr, o_ptr, lse_ptr,
-    stride_qb, stride_qh, stride_kb, stride_kg, stride_kt, stride_vb, stride_vg, stride_vt, stride_table,
+    query_ptr, key_ptr, value_ptr, low_ptr, position_ptr, start_ptr, first_ptr, share_ptr, o_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_kb, stride_kg, stride_kt, stride_vb, stride_vg, stride_vt,
     scale, groups, heads, band, sink, spans,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr,
+    SHARED: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr,
     WIDE: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDE: tl.constexpr, KEYS: tl.constexpr,
     SPANS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -86,22 +86,12 @@ def _attend_kernel(
             highest = tl.full([M], float("-inf"), tl.float32)
             total = tl.zeros([M], tl.float32)
             o = tl.zeros([M, VALUE_WIDE], tl.float32)
-            if PAGED:
-                # the table is read a turn ahead: keys that wait for their addresses are no two tiles in flight
-                place = begin + (tile - first) * KEYS + column
-                page = tl.load(
-                    table_ptr + b * stride_table + (place + start) // PAGE, mask=place < finish, other=0
-                ).to(tl.int64)  # fmt: skip
             for one in range(tile, upto):
                 place = begin + (one - first) * KEYS + column
                 inside = place < finish
                 index = place + start
-                if PAGED:
-                    key_row = page * stride_kb + (index % PAGE) * stride_kt + g * stride_kg
-                    value_row = page * stride_vb + (index % PAGE) * stride_vt + g * stride_vg
-                else:
-                    key_row = b * stride_kb + g * stride_kg + index * stride_kt
-                    value_row = b * stride_vb + g * stride_vg + index * stride_vt
+                key_row = b * stride_kb + g * stride_kg + index * stride_kt
+                value_row = b * stride_vb + g * stride_vg + index * stride_vt
                 key = tl.load(
                     key_ptr + key_row[None, :] + channel[:, None],
                     mask=inside[None, :] & (channel < WIDTH)[:, None], other=0.0,
@@ -119,11 +109,6 @@ def _attend_kernel(
                 total = total * shrink + tl.sum(weights, axis=1)
                 o = o * shrink[:, None] + _product(weights.to(value.dtype), value, PRECISION, UPCAST)
                 highest = higher
-                if PAGED:
-                    ahead = place + KEYS
-                    page = tl.load(
-                        table_ptr + b * stride_table + (ahead + start) // PAGE, mask=ahead < finish, other=0
-                    ).to(tl.int64)  # fmt: skip
 
             some = total > 0
             kept = tl.where(some, total, 1.0)
@@ -139,12 +124,12 @@ def _attend_kernel(
 
 def attend_spans(
     query: Tensor, keys: Tensor, values: Tensor, start: Tensor, position: Tensor, schedule: SpanSchedule,
-    config: MacConfig, scale: float, launch: Launch, pages: Pages | None = None,
+    config: MacConfig, scale: float, launch: Launch,
 ) -> PartialAttention:  # fmt: skip
     """Attention of `query` [B, H, D] to every span of `schedule`, in pieces.
 
     Args:
-        keys, values: [B, G, L, D] and [B, G, L, V], or in `pages`; adjacent channels, any other strides.
+        keys, values: [B, G, L, D] and [B, G, L, V]; adjacent channels, any other strides.
         start, position: [B], the key index of each row's first key, and m.
     """
     rows, heads, width = query.shape
@@ -154,15 +139,11 @@ def attend_spans(
     shared, wide, value_wide = heads // groups, power_of_two(width, 16), power_of_two(value_width, 16)
     o = torch.empty(programs + spans, shared, value_width, dtype=torch.float32, device=query.device)
     lse = torch.empty(programs + spans, shared, dtype=torch.float32, device=query.device)
-    if pages is None:
-        key_strides, value_strides = keys.stride()[:3], values.stride()[:3]
-    else:
-        key_strides, value_strides = ((t.stride(0), t.stride(2), t.stride(1)) for t in (keys, values))
     _attend_kernel[(programs,)](
-        query, keys, values, position if pages is None else pages.table, schedule.low, position, start,
-        schedule.first_tile, schedule.share, o, lse, query.stride(0), query.stride(1), *key_strides, *value_strides,
-        0 if pages is None else pages.table.stride(0), scale * LOG2_E, groups, heads, config.band, config.sink, spans,
-        PAGED=pages is not None, PAGE=1 if pages is None else keys.shape[1], SHARED=shared, M=power_of_two(shared, 16),
+        query, keys, values, schedule.low, position, start,
+        schedule.first_tile, schedule.share, o, lse, query.stride(0), query.stride(1), *keys.stride()[:3],
+        *values.stride()[:3], scale * LOG2_E, groups, heads, config.band, config.sink, spans,
+        SHARED=shared, M=power_of_two(shared, 16),
         WIDTH=width, WIDE=wide, VALUE_WIDTH=value_width, VALUE_WIDE=value_wide,
         KEYS=launch.key_tile, SPANS=power_of_two(spans), PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED and keys.dtype == torch.bfloat16,

@@ -51,8 +51,6 @@ def why_plain(state: MacState, query: Tensor, keys: Tensor, values: Tensor) -> s
         return nowhere
     if keys.dtype not in KEY_DTYPES or keys.dtype != values.dtype or keys.dtype != query.dtype:
         return f"{str(query.dtype).removeprefix('torch.')} queries, {str(keys.dtype).removeprefix('torch.')} keys"
-    if state.turned is not None:
-        return "second gate"
     if state.query.dtype == torch.float64 or state.lse.dtype != torch.float32:
         return "float64 rings"
     return why_too_large(max(query.shape[-1], values.shape[-1]), query.shape[1], keys.shape[1])
@@ -67,7 +65,6 @@ def computed_step(
     start: Tensor,
     config: MacConfig,
     scale: float,
-    lengths: Tensor | None = None,
 ) -> tuple[MacStep, str]:
     """One step as `comb.kernels.mac.step.step` takes it, its rows put into `state`.
 
@@ -81,7 +78,7 @@ def computed_step(
         if not reason:
             from comb.kernels.mac.step_kernel import mac_step_triton
 
-            return mac_step_triton(*inputs, write=True, lengths=lengths), ""
-    done = step(*inputs, lengths=lengths)
+            return mac_step_triton(*inputs, write=True), ""
+    done = step(*inputs)
     state.write(done.rows)
     return done, reason

@@ -62,8 +62,6 @@ def step(
     start: Tensor,
     config: MacConfig,
     scale: float,
-    *,
-    lengths: Tensor | None = None,
 ) -> MacStep:
     """Attention of one new token per row, its own key included; reads `state`, doesn't change it.
 
@@ -71,23 +69,17 @@ def step(
         unrotated, query: [B, H, D] before and after the rotary embedding.
         keys, values: [B, G, L, D] and [B, G, L, V].
         start: [B], how many keys of padding stand in front.
-        lengths: [B], keys of each row where `keys` has room behind them, finite numbers all. The step then is the same
-            sequence of operators whatever it finds, at the price of looking at all keys.
     """
     kind, heads, groups = accumulator(query.dtype), query.shape[1], keys.shape[1]
-    position = (keys.shape[2] if lengths is None else lengths) - 1 - start
-    attended = _gathered if lengths is None else _whole
-    match = find_match(state, unrotated, position, config, query)
+    position = keys.shape[2] - 1 - start
+    match = find_match(state, unrotated, position, config)
     own_end = end(position, config)
     low = torch.where(match.hit, end(match.pos, config), _sink_end(own_end, config)[:, None])
 
     # amend: what the reused summary doesn't hold, up to E(m)
     every = torch.ones_like(match.hit)
-    wanted = match.hit if lengths is None else every
-    fresh = attended(query, keys, values, (low + start[:, None]), (own_end + start)[:, None], wanted, scale)
-    missed_o, missed_lse = fresh
-    if lengths is None:
-        missed_o, missed_lse = _missed(query, keys, values, low + start[:, None], own_end + start, match.hit, scale)
+    fresh = _gathered(query, keys, values, (low + start[:, None]), (own_end + start)[:, None], match.hit, scale)
+    missed_o, missed_lse = _missed(query, keys, values, low + start[:, None], own_end + start, match.hit, scale)
     o, lse, chain, drift = _reused(state, match)
     hit = match.hit[..., None]
     merged_o, merged_lse = merge(o, lse, *fresh)
@@ -96,12 +88,12 @@ def step(
 
     # complete: sink and tail are read fresh and never kept
     last = (position + 1 + start)[:, None]
-    tail = attended(query, keys, values, (own_end + start)[:, None].expand(-1, heads), last, every, scale)
+    tail = _gathered(query, keys, values, (own_end + start)[:, None].expand(-1, heads), last, every, scale)
     result = merge(entry_o, entry_lse, *tail)
     if config.sink:
         sink_end = (_sink_end(own_end, config) + start)[:, None]
         result = merge(
-            *result, *attended(query, keys, values, start[:, None].expand(-1, heads), sink_end, every, scale)
+            *result, *_gathered(query, keys, values, start[:, None].expand(-1, heads), sink_end, every, scale)
         )
     keys_read = torch.where(match.hit, position[:, None] + 1 - low + config.sink, position[:, None] + 1)
     rows = RingEntries(
@@ -111,7 +103,6 @@ def step(
         chain=torch.where(match.hit, chain + 1, torch.zeros_like(chain))[:, None],
         drift=torch.where(match.hit, drift + match.distance.to(drift.dtype), torch.zeros_like(drift))[:, None],
         pos=position[:, None],
-        turned=query[:, None],
     )
     worst = keys_read.unflatten(1, (groups, heads // groups)).amax(-1)
     return MacStep(result[0], rows, match, position, keys_read, worst, tail[1], result[1])
@@ -151,10 +142,6 @@ def step_in_order(
                 far = float((unrotated[b, h].to(kind) - state.query[b, slot, h].to(kind)).square().sum())
                 if config.max_drift and (far**0.5 + float(state.drift[b, slot, h])) ** 2 >= limit:
                     continue
-                if config.gate is not None and state.turned is not None:
-                    apart = float((query[b, h].to(kind) - state.turned[b, slot, h].to(kind)).square().sum())
-                    if apart >= 2 * query.shape[-1] * (1 - config.gate) ** 2:
-                        continue
                 if far < limit and (best is None or far < best[0]):
                     best = far, p
             own_end = max(m + 1 - config.band, 0)
@@ -203,17 +190,6 @@ def _gathered(
     row = torch.arange(rows, device=low.device)[:, None, None]
     group = (torch.arange(heads, device=low.device) // (heads // keys.shape[1]))[None, :, None]
     return attend(query, keys[row, group, index], values[row, group, index], scale, inside)
-
-
-def _whole(
-    query: Tensor, keys: Tensor, values: Tensor, low: Tensor, high: Tensor, wanted: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`_gathered` by masks over all keys: no size depends on what `low` and `high` say."""
-    place = torch.arange(keys.shape[2], device=low.device)
-    inside = (place >= low[..., None]) & (place < high[..., None]) & wanted[..., None]
-    wide, inside = (tensor.unflatten(1, (keys.shape[1], -1)) for tensor in (query, inside))
-    o, lse = attend(wide, keys[:, :, None], values[:, :, None], scale, inside)
-    return o.flatten(1, 2), lse.flatten(1, 2)
 
 
 def _missed(

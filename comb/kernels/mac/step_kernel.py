@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comb.kernels.launch import Launch, Pages
+from comb.kernels.launch import Launch
 from comb.kernels.mac.attend import attend_spans
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match_kernel import nearest_in_tiles
@@ -30,28 +30,22 @@ def mac_step_triton(
     scale: float,
     *,
     write: bool = False,
-    pages: Pages | None = None,
-    lengths: Tensor | None = None,
     launch: Launch | None = None,
 ) -> MacStep:
     """Attention of one new token per row, its own key included. Never waits for the device.
 
     Args:
-        unrotated, query, keys, values, start, config, scale, lengths: as in `comb.kernels.mac.step.step`.
+        unrotated, query, keys, values, start, config, scale: as in `comb.kernels.mac.step.step`.
         write: puts the step's rows into the rings as well; ``state.write(result.rows)`` is some launches more.
-        pages: where keys and values lie in pages; they are then [pages, page size, G, D] and [..., V].
     """
     launch = launch or Launch()
     unrotated, query, keys, values = (_adjacent(tensor) for tensor in (unrotated, query, keys, values))
-    groups = keys.shape[1] if pages is None else keys.shape[2]
-    if lengths is None:
-        position = (keys.shape[2] if pages is None else pages.lengths) - 1 - start
-    else:
-        position = lengths - 1 - start
+    groups = keys.shape[1]
+    position = keys.shape[2] - 1 - start
     with torch.cuda.device_of(query):  # triton launches on the current device, wherever the tensors are
         near, near_pos = nearest_in_tiles(state, unrotated, position, config, launch)
         schedule = make_schedule(near, near_pos, position, groups, state.window, config, launch)
-        pieces = attend_spans(query, keys, values, start, position, schedule, config, scale, launch, pages)
+        pieces = attend_spans(query, keys, values, start, position, schedule, config, scale, launch)
         merged = merge_spans(state, unrotated, position, schedule, pieces, write=write)
     rows = RingEntries(
         query=unrotated.to(merged.output.dtype)[:, None],
