@@ -19,13 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comb.cache.quantization import quantize
-from comb.kernels.interpreter import INTERPRETED
-from comb.kernels.launch import Launch
 from comb.kernels.mac.algebra import attend_range
 from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep, step
-from comb.kernels.mac.step_kernel import mac_step_triton
 from comb.kernels.paged.attention import attend_plain
 from comb.kernels.paged.kernel import attend_paged
 from comb.kernels.paged.layout import BlockTable, PagedBatch, PagedLayer
@@ -104,13 +102,15 @@ class MacCase:
         query, unrotated = (noise(self.rows, self.heads, self.width) for _ in range(2))
         start = torch.arange(self.rows, device=device)  # padding in front
         state = self._rings(noise, unrotated, draw)
-        launch = Launch(16, 16, programs=4) if INTERPRETED else None
 
         def kernel(into: MacState = state) -> MacStep:
             # the ring's oldest slot is written, which no later call matches
-            return mac_step_triton(
-                into, unrotated, query, keys, values, start, config, scale, write=True, launch=launch
+            done, plain = computed_step(
+                into, unrotated, query, keys, values, start, replace(config, kernels="triton"), scale
             )
+            if plain:
+                raise RuntimeError(f"no kernel ran: {plain}")
+            return done
 
         def plain(by: float = scale) -> tuple[MacStep, MacState]:
             written = deepcopy(state)

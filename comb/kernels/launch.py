@@ -7,23 +7,18 @@ from functools import cache
 
 import torch
 
-SINK, AMEND, TAIL = 0, 1, 2
-"""A row's key/value head has a span of keys of each kind, in this order; any of them may be empty."""
-
 
 @dataclass(frozen=True)
 class Launch:
     """Sizes of the launches; they change rounding and speed, nothing else.
 
     Args:
-        ring_tile: queries of the ring that one program compares.
         key_tile: keys that one turn of the attention's loop reads, at least 16.
         programs: of the attention; None: `per_processor` for each multiprocessor of the device.
         warps: of the attention.
         stages: tiles that its loop keeps in flight; None: up to 3, as far as 96 KiB of shared memory hold them.
     """
 
-    ring_tile: int = 64
     key_tile: int = 64
     programs: int | None = None
     per_processor: int = 2
@@ -31,10 +26,8 @@ class Launch:
     stages: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ring_tile", "key_tile"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two of at least 16, got {value}")
+        if self.key_tile < 16 or self.key_tile & (self.key_tile - 1):
+            raise ValueError(f"key_tile must be a power of two of at least 16, got {self.key_tile}")
         if self.programs is not None and self.programs < 1:
             raise ValueError(f"programs must be at least 1, or None for as many as fit, got {self.programs}")
 

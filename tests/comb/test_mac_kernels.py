@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import why_plain
-from comb.kernels.mac.state import MacState
 from tests.helpers.kernel_process import compiled_kernels, needs_triton, run_interpreted
 
 HERE = Path(__file__).parent
@@ -28,17 +26,14 @@ def test_interpreted_kernels_equal_the_plain_step() -> None:
 @needs_triton
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
-    printed = compiled_kernels("compiled_mac_kernels.py")
-    for name in ("match", "select", "schedule", "attend", "merge"):
-        assert f"_{name}_kernel" in printed
+    assert "_ranges_kernel" in compiled_kernels("compiled_mac_kernels.py")
 
 
 def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(dtype: torch.dtype, keys: torch.dtype | None = None, *, width: int = 8, heads: int = 2) -> str:
         query = torch.zeros(1, heads, width, dtype=dtype)
-        state = MacState.empty(1, heads, width, width, MacConfig(window=4), query)
         some = torch.zeros(1, 1, 3, width, dtype=keys or dtype)
-        return why_plain(state, query, some, some)
+        return why_plain(query, some, some)
 
     monkeypatch.setattr("comb.kernels.mac.dispatch.has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -17,8 +17,7 @@ from comb.kernels.mac.algebra import EMPTY, attend, attend_range, merge
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match import find_match
 from comb.kernels.mac.state import MacState, RingEntries
-from comb.kernels.mac.step import step_in_order
-from tests.helpers.mac_decode import Decode, noise
+from tests.helpers.mac_decode import Decode, noise, step_in_order
 
 EXACT = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-5}
 SMALL = MacConfig(window=8, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False)
