@@ -23,9 +23,8 @@ from comb.cache.picache import DecoderPICache
 from comb.cache.quantization import quantize
 from comb.cache.store import PICacheStore
 from comb.hybrid.link import SequentialLinker
-from comb.linking import varlen
+from comb.linking import recomputed
 from comb.linking.cache import ScatteredRows
-from comb.linking.recomputed import VARIABLE
 from comb.mac import mac, session
 from comb.methods.base import LinkRequest, Method
 from tests.helpers.hybrids import tiny_hybrid
@@ -166,11 +165,11 @@ def test_runs_as_varlen_attention_wait_for_nothing(monkeypatch: pytest.MonkeyPat
     def stand_in(*tensors: Any, **given: Any) -> Any:
         calls.append(tensors[0].device)
         with entered[-1].uncounted() if entered else nullcontext():
-            return varlen.varlen_plain(*tensors, **given)
+            return recomputed.varlen_plain(*tensors, **given)
 
     monkeypatch.setattr(SimulatedDevice, "__enter__", entering)
-    monkeypatch.setenv(VARIABLE, "varlen")
-    monkeypatch.setattr(varlen, "function_for", lambda *tensors, **kind: stand_in)
+    monkeypatch.setattr(recomputed, "chosen", lambda rows, device: recomputed.VarlenAttention)
+    monkeypatch.setattr(recomputed, "function_for", lambda *tensors, **kind: stand_in)
     expected, found, counted, _ = counts("legolink:4", llama)
     assert found == expected
     assert calls.count(DEVICE) >= LAYERS
