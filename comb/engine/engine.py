@@ -61,10 +61,10 @@ class PICEngine(AnswerSteps):
             is exact attention.
         encoder_enabled: False answers from the plain backbone with the documents in the prompt; may be changed at any
             time, and per call.
-        workers: processes that compile the documents of one request side by side (docs/segment-parallel.md); 0: none.
+        workers: Ray actors that compile the documents of one request side by side (docs/segment-parallel.md); 0: none.
             They load the model again. `close`, or a ``with`` block around the engine, ends them.
         source: where they load it from; by default the place that the model names as its own.
-        executor: workers of another kind, number or source instead; the caller closes it.
+        executor: workers with other resources or another source instead; the caller closes it.
         parameters: of the method.
 
     Raises:

@@ -45,11 +45,6 @@ class LayerQueries:
     rotation: Rotation | None = None
     unknown: str = ""
 
-    @property
-    def changes(self) -> bool:
-        """Whether frequencies change with the length, which the host then has to know."""
-        return self.source is not None and self.source.limit is not None
-
     def unrotated(self, query: Tensor, positions: Tensor) -> Tensor:
         """`query` [B, H, N, D] at `positions` [B or 1, N] before its rotary embedding, in 32 bits or more.
 

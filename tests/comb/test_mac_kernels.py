@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.dispatch import why_plain
-from comb.kernels.mac.state import MacState
 
 
 def test_reasons_for_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(dtype: torch.dtype, keys: torch.dtype | None = None, *, width: int = 8, heads: int = 2) -> str:
         query = torch.zeros(1, heads, width, dtype=dtype)
-        state = MacState.empty(1, heads, width, width, MacConfig(window=4), query)
         some = torch.zeros(1, 1, 3, width, dtype=keys or dtype)
-        return why_plain(state, query, some, some)
+        return why_plain(query, some, some)
 
     monkeypatch.setattr("comb.kernels.mac.dispatch.has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comb import PICEngine, PromptBuilder
+from comb import PromptBuilder
 from comb.documents.document import Prompt
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.preprocessor import Preprocessor
-from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from comb_serving.api.routes import CHAT, MESSAGES, RESPONSES
 from comb_serving.config.options import ServeOptions
-from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.chat_templates import MADE_UP, shipped
 
 pytestmark = pytest.mark.vllm
@@ -28,7 +24,9 @@ CONFIG = SimpleNamespace(
 )  # fmt: skip
 DOCUMENT = "The <|end|> lake is 12 m deep."
 TEMPLATES = {**MADE_UP, **shipped()}
-words = st.lists(st.sampled_from(["Hi", " ", "\n", "</think>", "/no_think", '"', "<|end|>", "/"]), max_size=5).map("".join)
+words = st.lists(st.sampled_from(["Hi", " ", "\n", "</think>", "/no_think", '"', "<|end|>", "/"]), max_size=5).map(
+    "".join
+)
 
 
 def by_vllm(tokenizer: Any, path: str, body: dict[str, Any]) -> list[int] | None:
@@ -82,7 +80,9 @@ async def over_http(tokenizer: Any, path: str, body: dict[str, Any]) -> Prompt:
             return built[-1]
 
     options = ServeOptions("nano", method="full")
-    await Preprocessor(Kept(tokenizer), None, MethodChoice(options)).preprocess(path, {**body, "documents": [DOCUMENT]}, "")
+    await Preprocessor(Kept(tokenizer), None, MethodChoice(options)).preprocess(
+        path, {**body, "documents": [DOCUMENT]}, ""
+    )
     return built[-1]
 
 
@@ -90,7 +90,12 @@ def bodies(chat: list[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
     """The same messages in each way to ask."""
     messages = [{"role": role, "content": content} for role, content in chat]
     typed = [
-        {**each, "content": [{**part, "type": "output_text" if each["role"] == "assistant" else "input_text"} for part in content]}
+        {
+            **each,
+            "content": [
+                {**part, "type": "output_text" if each["role"] == "assistant" else "input_text"} for part in content
+            ],
+        }
         if isinstance(content := each["content"], list)
         else each
         for each in messages

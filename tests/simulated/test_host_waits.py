@@ -23,10 +23,9 @@ from comb.cache.picache import DecoderPICache
 from comb.cache.quantization import quantize
 from comb.cache.store import PICacheStore
 from comb.hybrid.link import SequentialLinker
-from comb.linking import varlen
+from comb.linking import recomputed
 from comb.linking.cache import ScatteredRows
-from comb.linking.recomputed import VARIABLE
-from comb.mac import graphs, mac, session
+from comb.mac import mac, session
 from comb.methods.base import LinkRequest, Method
 from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.simulated_device import DEVICE, SimulatedDevice, move
@@ -166,11 +165,11 @@ def test_runs_as_varlen_attention_wait_for_nothing(monkeypatch: pytest.MonkeyPat
     def stand_in(*tensors: Any, **given: Any) -> Any:
         calls.append(tensors[0].device)
         with entered[-1].uncounted() if entered else nullcontext():
-            return varlen.varlen_plain(*tensors, **given)
+            return recomputed.varlen_plain(*tensors, **given)
 
     monkeypatch.setattr(SimulatedDevice, "__enter__", entering)
-    monkeypatch.setenv(VARIABLE, "varlen")
-    monkeypatch.setattr(varlen, "function_for", lambda *tensors, **kind: stand_in)
+    monkeypatch.setattr(recomputed, "chosen", lambda rows, device: recomputed.VarlenAttention)
+    monkeypatch.setattr(recomputed, "function_for", lambda *tensors, **kind: stand_in)
     expected, found, counted, _ = counts("legolink:4", llama)
     assert found == expected
     assert calls.count(DEVICE) >= LAYERS
@@ -182,7 +181,7 @@ def test_mac_waits_once_for_a_prompt_and_for_a_token(monkeypatch: pytest.MonkeyP
     """For its mask; kernels are stood in for by the plain step, which counts for nothing."""
     plain = session.computed_step
     ids = torch.tensor([DOCUMENTS[2] + QUERY])
-    config: dict[str, Any] = {"window": 32, "band": 8, "min_length": 0, "max_chain": None, "break_even": False}
+    config: dict[str, Any] = {"window": 32, "band": 8, "min_length": 0, "max_chain": None}
     with mac(llama(), **config) as running:
         expected = running.backbone.generate(ids, max_new_tokens=7, **GREEDY)
     with SimulatedDevice() as device:
@@ -204,37 +203,6 @@ def test_mac_waits_once_for_a_prompt_and_for_a_token(monkeypatch: pytest.MonkeyP
     own = [sum(count for place, count in one.items() if "transformers/" not in place) for one in waits]
     assert own[2] - own[1] <= 4
     assert own[1] <= 3 + 1
-
-
-@torch.no_grad()
-def test_a_fixed_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the decoder's step, plain; the control is the ordinary plain step, whose sizes depend on what it finds."""
-    ids = torch.tensor([DOCUMENTS[2] + QUERY])
-    config: dict[str, Any] = {"window": 32, "band": 8, "min_length": 0, "max_chain": None, "break_even": False}
-    waits: dict[str, list[int]] = {"fixed": [], "ordinary": []}
-    with mac(llama(), **config) as running:
-        expected = running.backbone.generate(ids, max_new_tokens=7, **GREEDY)
-    with SimulatedDevice() as device:
-        model, ids = move(llama()), ids.to(DEVICE)
-
-        def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*given: Any) -> Any:
-                before = device.waits.total()
-                result = function(*given)
-                waits[name].append(device.waits.total() - before)
-                return result
-
-            return call
-
-        monkeypatch.setattr(graphs.FixedStep, "step", noted("fixed", graphs.FixedStep.step))
-        monkeypatch.setattr(session, "computed_step", noted("ordinary", session.computed_step))
-        with mac(model, graphs=True, **config) as running:
-            found = model.generate(ids, max_new_tokens=7, **GREEDY)
-        assert found.tolist() == expected.tolist()
-        assert running.report().hit_rate > 0
-    assert waits["fixed"] == [0] * 5  # the first of six steps is an ordinary one
-    assert min(waits["ordinary"][:LAYERS]) > 0
-    assert waits["ordinary"][LAYERS:] == [0] * 5 * LAYERS
 
 
 ENGINES: dict[str, dict[str, Any]] = {
