@@ -1,6 +1,6 @@
 """A simulated device whose streams do nothing before somebody waits for them: what is read too early is garbage.
 
-Run by test_tier_streams.py, of its own process, as the simulated device is. Every thread has a current stream of its
+Every thread has a current stream of its
 own, at first the one that all threads share, as with CUDA.
 """
 
