@@ -73,9 +73,9 @@ def joint() -> Any:
 class Ceiling:
     """At most: waits of compiling three documents, of linking them, and launches of linking and of a step.
 
-    One wait and seven launches of each are the look at the weights that an engine's call begins with. transformers waits
-    once for each of its own passes over a prompt with a mask, and once for each token: whether all rows have ended. No
-    method adds to the latter.
+    One wait and seven launches of each are the look at the weights that an engine's call begins with. transformers
+    waits once for each of its own passes over a prompt with a mask, and once for each token: whether all rows have
+    ended. No method adds to the latter.
     """
 
     compile: int
