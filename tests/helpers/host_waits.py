@@ -85,15 +85,15 @@ class Ceiling:
 CEILINGS = {
     "full": Ceiling(0, 0, 2, 243),
     "prefix": Ceiling(0, 3, 1084, 247),  # what is not stored is computed, each document looked at whether it is finite
-    "naive": Ceiling(6, 0, 99, 247),
-    "legolink-0": Ceiling(6, 0, 99, 247),
-    "legolink:4": Ceiling(6, 0, 349, 247),
-    "attnlink:4": Ceiling(6, 0, 349, 247),
-    "cacheblend:0.3": Ceiling(6, 1, 461, 247),  # the host has to know which tokens it has chosen
-    "focus:0.2": Ceiling(6, 1, 644, 247),
+    "naive": Ceiling(6, 0, 110, 247),
+    "legolink-0": Ceiling(6, 0, 110, 247),
+    "legolink:4": Ceiling(6, 0, 360, 247),
+    "attnlink:4": Ceiling(6, 0, 360, 247),
+    "cacheblend:0.3": Ceiling(6, 1, 472, 247),  # the host has to know which tokens it has chosen
+    "focus:0.2": Ceiling(6, 1, 655, 247),
     "comb": Ceiling(1, 0, 2, 380),  # three cross blocks
     "comb, joint": Ceiling(1, 0, 34, 261),  # three layers that read beside their own; the head is copied into the cache
-    "hypic:4": Ceiling(6, 0, 1407, 353),  # of a hybrid, whose scans are transformers' plain ones here
+    "hypic:4": Ceiling(6, 0, 1452, 353),  # of a hybrid, whose scans are transformers' plain ones here
 }
 
 
