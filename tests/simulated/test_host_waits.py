@@ -86,15 +86,15 @@ class Ceiling:
 CEILINGS = {
     "full": Ceiling(0, 1, 9, 243),
     "prefix": Ceiling(1, 4, 1091, 247),  # what is not stored is computed, each document looked at whether it is finite
-    "naive": Ceiling(7, 1, 106, 247),
-    "legolink-0": Ceiling(7, 1, 106, 247),
-    "legolink:4": Ceiling(7, 1, 356, 247),
-    "attnlink:4": Ceiling(7, 1, 356, 247),
-    "cacheblend:0.3": Ceiling(7, 2, 468, 247),  # the host has to know which tokens it has chosen
-    "focus:0.2": Ceiling(7, 2, 651, 247),
+    "naive": Ceiling(7, 1, 117, 247),
+    "legolink-0": Ceiling(7, 1, 117, 247),
+    "legolink:4": Ceiling(7, 1, 367, 247),
+    "attnlink:4": Ceiling(7, 1, 367, 247),
+    "cacheblend:0.3": Ceiling(7, 2, 479, 247),  # the host has to know which tokens it has chosen
+    "focus:0.2": Ceiling(7, 2, 662, 247),
     "comb": Ceiling(2, 1, 12, 380),  # three cross blocks
     "comb, joint": Ceiling(3, 2, 48, 261),  # three layers that read beside their own; the head is copied into the cache
-    "hypic:4": Ceiling(7, 1, 1421, 353),  # of a hybrid, whose scans are transformers' plain ones here
+    "hypic:4": Ceiling(7, 1, 1466, 353),  # of a hybrid, whose scans are transformers' plain ones here
 }
 
 
