@@ -38,7 +38,7 @@ from comb_serving.vllm.linking.setup import linking_options
 OURS = ("backbone", "pool_bytes", "pool_block", "host_bytes", "disk_path", "disk_bytes")
 
 
-class LLM(vllm.LLM):  # type: ignore[misc]  # not in every environment
+class LLM(vllm.LLM):
     """``LLM("smollm2-135m", method="primed").chat(messages, documents=[...])``: one at a time in a process.
 
     Args:
