@@ -44,7 +44,7 @@ def make_method(
     name, from_spec = methods.parse(method)
     cls = methods.get(name)
     extra = {"store": store, "salt": salt} if cls.needs_store else {}
-    return methods.create(name, model, **cls.tokenized({**from_spec, **parameters}, tokenizer), **extra)
+    return methods.create(name, model, **cls.tokenized({**from_spec, **parameters}, tokenizer, model), **extra)
 
 
 def executor_of(

@@ -246,9 +246,9 @@ def assemble(
     """
     first, last = spans[0].start, spans[-1].end
     linked = torch.arange(first, last)
-    compiled = linked.clone()  # what lies between segments stays as it is
+    compiled = torch.zeros_like(linked)  # between segments there is nothing yet to turn
     for span in spans:
-        compiled[span.start - first : span.end - first] -= span.start - compiled_from
+        compiled[span.start - first : span.end - first] = torch.arange(compiled_from, compiled_from + span.length)
     rerotation = positions.rerotation(compiled, linked, length, torch.device(device)) if rotate else None
     layers = []
     for number, rotations in enumerate(positions.layers):

@@ -130,7 +130,10 @@ class LLM(vllm.LLM):
             raise ValueError(f"{len(rows)} prompts: documents is one list per prompt, sampling_params one, or one each")
         comb, prompts, tokens = ({} if method is None else {"method": method}), [], list[str | None]()
         bodies = [
-            {**row, "documents": list(map(_body, own)), "comb": comb} for row, own in zip(rows, lists, strict=True)
+            {**row, "documents": list(map(_body, own)), "comb": comb}
+            # what keeps vLLM from reading its prefix cache, however it was asked for
+            | ({"prompt_logprobs": 0} if chosen.skip_reading_prefix_cache else {})
+            for row, own, chosen in zip(rows, lists, asked, strict=True)
         ]
         held: list[Lease | None] = []
         try:

@@ -1,4 +1,4 @@
-"""Compiles the kernels for a GPU where there is none, and prints what each takes. Run by test_mac_kernels.py.
+"""Compiles the kernels for a GPU where there is none, and prints what each takes..
 
 The kernel is "launched" over tensors of the CPU, with the launch itself left out.
 """

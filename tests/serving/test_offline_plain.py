@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from comb_serving import LLM
 from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
 from tests.helpers.plain import PlainLibrary
 
+LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
 METHOD = "legolink:4"
@@ -59,6 +59,19 @@ def test_answers_are_the_librarys(llm: LLM, library: PlainLibrary, method: str |
     manager = llm.preprocessor.manager
     assert manager is not None
     manager.check_integrity()
+
+
+def test_weights_stay_what_documents_were_compiled_with(llm: LLM) -> None:
+    with pytest.raises(Exception, match="start another"):
+        llm.collective_rpc("reload_weights")
+    assert llm.apply_model(lambda model: len(list(model.parameters())) > 0) == [True]
+
+    def scale(by: float) -> Any:
+        return lambda model: [parameter.data.mul_(by) for parameter in model.parameters()] and None
+
+    for by in (2.0, 0.5):  # and back: other tests ask the same engine
+        with pytest.raises(Exception, match="apply_model has changed weights"):
+            llm.apply_model(scale(by))
 
 
 def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> None:

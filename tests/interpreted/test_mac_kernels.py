@@ -1,4 +1,4 @@
-"""The kernel against its plain twin, under Triton's interpreter. Run by test_mac_kernels.py in a process of its own.
+"""The kernel against its plain twin, under Triton's interpreter.
 
 New memory is filled with NaN (and the largest integers), so that whatever is read before it is written shows.
 """
@@ -22,8 +22,8 @@ from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import step
 from comb.mac import mac
-from tests.helpers.interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from tests.helpers.mac_decode import Decode, noise
+from tests.interpreted.faults import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 
 SMALL = MacConfig(window=20, band=9, tau=0.6, min_length=0, max_chain=None, max_drift=False, kernels="triton")
 TILES = Launch(key_tile=16, programs=6)

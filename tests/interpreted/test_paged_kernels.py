@@ -1,4 +1,4 @@
-"""The kernels of paged attention under Triton's interpreter. Run by test_paged_attention.py in a process of its own.
+"""The kernels of paged attention under Triton's interpreter.
 
 New memory is filled with NaN, and so is every slot of the pool that no row may read.
 """
@@ -19,8 +19,8 @@ from comb.kernels.paged.attention import attend, attend_plain, why_plain
 from comb.kernels.paged.kernel import attend_paged
 from comb.kernels.paged.layout import PagedBatch
 from comb.kernels.paged.plan import PagedLaunch
-from tests.helpers.interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from tests.helpers.paged_cases import by_hand, by_hand_masses, in_fp8, paged_case
+from tests.interpreted.faults import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 
 # up to many shares of one block each; some of whole rows; everything in one
 SHARES = {

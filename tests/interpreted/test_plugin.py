@@ -1,4 +1,4 @@
-"""Answers of a real engine whose attention over documents is Triton's interpreter. Run by test_plugin_engines.py."""
+"""Answers of a real engine whose attention over documents is Triton's interpreter."""
 
 from __future__ import annotations
 

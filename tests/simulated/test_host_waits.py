@@ -1,4 +1,4 @@
-"""How often the host would wait for a GPU, and what it launches there, by method. Run by test_host_waits.py.
+"""How often the host would wait for a GPU, and what it launches there, by method.
 
 Of its own process, as the simulated device is. Ceilings are what was counted when they were written down (transformers
 5.19); a number may sink, and is then to be written down anew.

@@ -1,4 +1,4 @@
-"""The kernels of joint attention under Triton's interpreter. Run by test_joint_reading.py in a process of its own.
+"""The kernels of joint attention under Triton's interpreter.
 
 New memory is filled with NaN, and so is every slot of pool and cache that no token may read.
 """
@@ -16,9 +16,9 @@ from comb.kernels.joint.attention import join_, join_plain_, own_masses
 from comb.kernels.joint.batch import joint_batches
 from comb.kernels.paged import kernel as paged_module
 from comb.kernels.paged.attention import attend_plain, why_plain
-from tests.helpers.interpreted_kernels import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 from tests.helpers.joint_cases import JointCase, joint_case, turning
 from tests.helpers.paged_cases import in_fp8
+from tests.interpreted.faults import distance, mutate, unwritten_memory_is_nan, watch_launches  # noqa: F401  a fixture
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 CPU = torch.device("cpu")
