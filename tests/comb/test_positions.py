@@ -67,7 +67,7 @@ def llama(rope: dict[str, Any], **changes: Any) -> Any:
 def gemma3() -> Any:
     """One module, asked for each kind of layer."""
     rope = {"sliding_attention": PLAIN, "full_attention": {**LONGROPE, "rope_type": "yarn"}}
-    config = tf.Gemma3TextConfig(**BASE, head_dim=8, sliding_window=64, rope_parameters=rope,
+    config = tf.Gemma3TextConfig(**BASE, head_dim=8, sliding_window=128, rope_parameters=rope,
                                  layer_types=["sliding_attention", "full_attention"] * 2)  # fmt: skip
     return _random(tf.Gemma3ForCausalLM(config))
 
@@ -133,8 +133,10 @@ def test_what_is_no_rotation_beyond_the_limit_is_refused() -> None:
 
 def test_a_query_that_grows_beyond_a_length_is_not_taken_for_its_rotation() -> None:
     """Ministral 3 scales queries by position from a length on that only its configuration knows."""
-    rope = {**PLAIN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 64}
-    config = tf.Ministral3Config(**BASE, head_dim=8, sliding_window=None, rope_parameters=rope)
+    rope = {**PLAIN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 2048}
+    config = tf.Ministral3Config(
+        **{**BASE, "max_position_embeddings": 4096}, head_dim=8, sliding_window=None, rope_parameters=rope
+    )
     model, (ids, mask) = _random(tf.Ministral3ForCausalLM(config)), batch()
     with mac(model, FREE) as session:
         decode(model, ids, mask)
