@@ -137,6 +137,14 @@ def tabulated_embeddings(model: Any) -> list[RotaryEmbedding]:
     return [RotaryEmbedding(partial(_by_frequency, frequencies)) for frequencies in distinct]
 
 
+def embedding_of(module: nn.Module, longest: int) -> RotaryEmbedding | None:
+    """Of a module that is called as transformers calls its own, over `longest` positions; None for any other."""
+    try:
+        return _Call(module, (_Hidden(1, 1, torch.float32), _Positions((1,))), {}).embedding(longest)
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+
+
 @torch.no_grad()
 def _returned(model: Any) -> Iterator[RotaryEmbedding]:
     if not takes_positions(model) or any(parameter.is_meta for parameter in model.parameters()):

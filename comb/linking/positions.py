@@ -298,9 +298,13 @@ def _probe_positions(model: Any, limit: int | None) -> list[int]:
     config = model.config.get_text_config(decoder=True)
     # embeddings that depend on the length go back to their short form only below the original length
     end = limit - 1 if limit else position_count(config) or 1010
+    return sorted(position for position in {*_USUAL, *positions_near(config), end - 1} if 0 <= position < end)
+
+
+def positions_near(config: Any) -> set[int]:
+    """Before and at each larger number in a configuration: a length, or what else a model may count to."""
     numbers = {number for number in _integers(config.to_dict()) if number > _USUAL[-1]}
-    near = {position for number in numbers for position in (number - 1, number)}
-    return sorted(position for position in {*_USUAL, *near, end - 1} if 0 <= position < end)
+    return {position for number in numbers for position in (number - 1, number)}
 
 
 def _integers(values: Any) -> Iterator[int]:

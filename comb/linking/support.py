@@ -88,11 +88,14 @@ def _why_not_continued(model: Any) -> str:
     count = _QUERY + max(2, min((window for window in windows if window and window <= _SMALL_WINDOW), default=2))
     cache: Any = DynamicCache(config=model.config)
     ids, takes = made_up_tokens(model, count)[None], takes_positions(model)
-    whole = run_decoder(model, ids, DynamicCache(config=model.config))[0, -_QUERY:]
-    for first, last in ((0, count - _QUERY), (count - _QUERY, count)):
-        where = torch.arange(first, last)[None] if takes else None
-        mask = torch.ones(1, last, dtype=torch.long)
-        hidden = run_decoder(model, ids[:, first:last], cache, attention_mask=mask, position_ids=where)[0]
+
+    def run(cache: Any, first: int, last: int) -> Tensor:
+        where, mask = torch.arange(first, last)[None] if takes else None, torch.ones(1, last, dtype=torch.long)
+        return run_decoder(model, ids[:, first:last], cache, attention_mask=mask, position_ids=where)[0, -_QUERY:]
+
+    whole = run(DynamicCache(config=model.config), 0, count)
+    run(cache, 0, count - _QUERY)
+    hidden = run(cache, count - _QUERY, count)
     held = [getattr(layer, "keys", None) for layer in cache.layers]
     without = [str(number) for number, keys in enumerate(held) if keys is None]
     if len(without) == len(held):
