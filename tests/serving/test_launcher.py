@@ -138,6 +138,22 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
     assert list(root.iterdir()) == [bystander]
 
 
+def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
+    code, seen = program(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: print(flush=True)); time.sleep(60)")
+    root = tmp_path / "root"
+    root.mkdir()
+    command = [sys.executable, "-c", LAUNCH, str(root), code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
+        pid = told(seen)["pid"]
+        assert launcher.stdout is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            launcher.send_signal(number)
+            launcher.stdout.read(1)  # the server has heard of the first; it says nothing of the second
+        assert launcher.wait(10) != 0
+        wait_until_gone(pid)
+    assert list(root.iterdir()) == []
+
+
 def test_shared_memory_that_a_killed_engine_left_goes_with_its_instance(tmp_path: Path) -> None:
     mapping = (
         "import mmap, os, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 9); print(flush=True); input()"
