@@ -320,7 +320,7 @@ class _Whole:
             with lock_of(tokenizer):
                 found = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = found["input_ids"], found["offset_mapping"]
-        begins, ends = zip(*offsets, strict=True) if offsets else ((), ())
+        begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
         return cls(tokenizer, rendered.text, ids or (), begins, ends, frozenset(tokenizer.all_special_ids))
 
     def between(self, start: int, stop: int) -> list[int]:

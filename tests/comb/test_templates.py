@@ -17,17 +17,9 @@ from transformers.utils import chat_template_utils
 from comb import PromptBuilder
 from comb.documents.messages import Generated
 from tests.helpers.byte_text import byte_tokenizer
-from tests.helpers.chat_templates import MADE_UP, shipped
+from tests.helpers.chat_templates import MADE_UP, REFUSED, shipped
 
 TEMPLATES = {**MADE_UP, **shipped()}
-# what these read of a question isn't there where documents stand in front of it
-REFUSED = {
-    "as much as there is room for",
-    "how long a text is",
-    "the beginning of a text",
-    "the last message alone",
-    "a title",
-}
 DOCUMENT = " The lake is <|end|> 12 m deep.</think>"
 MIDNIGHT = datetime.datetime(2024, 2, 29, 23, 59, 59)
 

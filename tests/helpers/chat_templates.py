@@ -75,6 +75,12 @@ MADE_UP = {
     "a title": "{{ messages[0].content[:5] }}\n" + _loop("<|{{ m.role }}|>{{ m.content }}<|end|>"),
 }
 
+# what these read of a question isn't there where documents stand in front of it
+REFUSED = {
+    "a title", "as much as there is room for", "how long a text is", "the beginning of a text",
+    "the last message alone",
+}  # fmt: skip
+
 
 def shipped() -> dict[str, str]:
     """By file, of vLLM and transformers as they are installed."""
