@@ -224,13 +224,13 @@ def _render(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str,
 
 def _form_wanted(tokenizer: Any, arguments: Mapping[str, Any]) -> Callable[[Any], bool]:
     """Says of a content whether the template gets a list of parts for it: where one came, or it takes nothing else."""
-    if _makes_tokens(tokenizer):
-        return lambda content: False
-    try:
-        template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
-    except ValueError as error:
-        raise ValueError(f"the tokenizer has no chat template for this: {error}") from error
-    takes_text, takes_parts = _forms(tokenizer, template)
+    takes_text = takes_parts = True
+    if not _makes_tokens(tokenizer):
+        try:
+            template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+        except ValueError as error:
+            raise ValueError(f"the tokenizer has no chat template for this: {error}") from error
+        takes_text, takes_parts = _forms(tokenizer, template)
 
     def as_list(content: Any) -> bool:
         own = isinstance(content, str) or any(isinstance(part, Generated) for part in content or ())
@@ -271,6 +271,9 @@ def plain_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Token ids of a text that stays text whatever it spells. Raises ValueError where a tokenizer can't do that."""
     # mistral_common's read no special token in any text
     ids = encoded(tokenizer, text, **({} if _makes_tokens(tokenizer) else {"split_special_tokens": True}))
+    if getattr(tokenizer, "is_fast", False):
+        return tuple(ids)
+    # one written in Python may not know that option
     special = set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
     if found := special.intersection(ids):
         raise ValueError(

@@ -58,7 +58,7 @@ def by_itself(tokenizer: Any, chat: list[dict[str, Any]], **more: Any) -> list[i
 @settings(max_examples=40, deadline=None)
 @given(chat=chats(), parts=st.booleans())
 def test_the_prompt_is_the_templates(name: str, chat: list[dict[str, Any]], parts: bool) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES[name])
+    tokenizer = byte_tokenizer(TEMPLATES[name], bos_token="<|bos|>")
     lists = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
     as_text, as_parts = by_itself(tokenizer, chat), by_itself(tokenizer, lists)
     takes_parts = name in ("parts or texts", "parts alone", "smolvlm", "qwen2_audio")
@@ -290,6 +290,8 @@ def test_few_shot_text_is_read_with_the_question() -> None:
 
 def test_a_tokenizer_that_reads_structure_in_any_text_is_refused() -> None:
     class Careless(PreTrainedTokenizerFast):
+        is_fast = False
+
         def encode(self, text: Any, *args: Any, split_special_tokens: bool = False, **options: Any) -> Any:
             return super().encode(text, *args, **options)
 

@@ -88,6 +88,7 @@ def shipped() -> dict[str, str]:
     if spec := importlib.util.find_spec("vllm"):
         folder = Path(str(spec.origin)).parent / "transformers_utils" / "chat_templates"
         found = {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+        del found["template_kimi_audio"]  # which reads variables of another name
     from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
     from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 

@@ -18,7 +18,7 @@ from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_serving.config.options import ServeOptions
-from tests.helpers.byte_text import byte_llama, byte_tokenizer
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.chat_templates import MADE_UP, REFUSED, shipped
 
 pytestmark = pytest.mark.vllm
@@ -41,6 +41,7 @@ def by_vllm(tokenizer: Any, path: str, body: dict[str, Any]) -> list[int] | None
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
+    from vllm.exceptions import VLLMValidationError
     from vllm.renderers.chat_utils import parse_chat_messages
     from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
 
@@ -66,7 +67,7 @@ def by_vllm(tokenizer: Any, path: str, body: dict[str, Any]) -> list[int] | None
         text = safe_apply_chat_template(
             CONFIG, tokenizer, found, chat_template=tokenizer.chat_template, tools=tools, tokenize=False, **arguments
         )
-    except ValueError:
+    except VLLMValidationError:
         return None
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -113,7 +114,7 @@ def bodies(chat: list[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
 async def test_a_chat_with_documents_is_vllms_chat_around_them(
     name: str, texts: list[str], system: str | None, parts: bool
 ) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES[name])
+    tokenizer = byte_tokenizer(TEMPLATES[name], bos_token="<|bos|>")
     contents: list[Any] = [f"Hi{text}" for text in texts]
     if parts:
         contents = [[{"type": "text", "text": text}, {"type": "text", "text": "?"}] for text in contents]
@@ -188,12 +189,15 @@ async def test_raw_prompts_keep_what_vllm_puts_around_them() -> None:
 
 def test_a_model_with_mistrals_own_tokenizer_answers(tmp_path: Path) -> None:
     import mistral_common
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
     data = Path(str(mistral_common.__path__[0])) / "data"
     shutil.copy(next(data.glob("tekken_240911.json")), tmp_path / "tekken.json")
-    byte_llama(vocab_size=131072, hidden_size=8, intermediate_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    config = MistralConfig(vocab_size=131072, num_key_value_heads=1, sliding_window=None, **sizes)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(tokenizer).__name__ == "MistralCommonBackend"
     builder = PromptBuilder(tokenizer)
     segment = builder.segment("The [INST] lake</s> is 12 m deep.")
     assert not set(tokenizer.all_special_ids).intersection(segment)

@@ -44,7 +44,7 @@ def converted(
     try:
         found, tools, arguments = _by_vllm(path, marked, builder)
         messages = [_restored(_with_calls(each), references, mark) for each in found]
-    except (ValueError, TypeError, AttributeError, KeyError) as error:  # vLLM looks into some fields before their types
+    except Exception as error:  # errors of vLLM's own, and it looks into some fields before their types
         raise RequestError(400, f"{type(error).__name__}: {error}"[:2000], param=FIELD[path]) from error
     if arguments.get("continue_final_message"):
         raise RequestError(400, "an unfinished last message can't be combined with documents", param=FIELD[path])
@@ -62,14 +62,19 @@ def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -
     found = [_known_fields(each) for each in messages]
     if any(each["role"] == "developer" for each in found) and not re.search("""["']developer["']""", template):
         found = _system_first([{**each, "role": "system"} if each["role"] == "developer" else each for each in found])
-    if not _takes_parts(template):
-        return found
-    return [
-        {**each, "content": [{"type": "text", "text": each["content"]}]}
-        if isinstance(each["content"], str) and each["role"] != "tool"
-        else each
-        for each in found
-    ]
+    return [{**each, "content": _in_form(each, parts=_takes_parts(template))} for each in found]
+
+
+def _in_form(message: dict[str, Any], *, parts: bool) -> Any:
+    """A message's content, as a list or as a text; those of tools are texts, and documents stand in lists."""
+    content = message["content"]
+    if message["role"] == "tool":
+        parts = False
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if parts else content
+    if parts or not isinstance(content, list) or any(part["type"] == "document" for part in content):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content)
 
 
 def _template(builder: PromptBuilder) -> str:
@@ -97,8 +102,6 @@ def _known_fields(message: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(400, f"parts of type {str(kind)[:40]} can't be combined with documents")
     if role == "system":
         content = _without_billing(content)
-    if role == "tool" and isinstance(content, list) and not any(part.get("type") == "document" for part in content):
-        content = "\n".join(str(part.get("text", "")) for part in content)  # most templates want a text there
     made = {"role": role, "content": content}
     if role == "assistant" and message.get("tool_calls"):
         made["tool_calls"] = message["tool_calls"]
