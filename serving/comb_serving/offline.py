@@ -18,6 +18,7 @@ from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api import documents as documents_api
 from comb_serving.api.choice import MethodChoice
+from comb_serving.api.conversion import as_rendered, renders_alike
 from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, placing_of, tokenizer_of
 from comb_serving.api.response import report
@@ -139,8 +140,9 @@ class LLM:
                 manager = PICManager(worker.pools[0].layout, LocalEncoders(worker))
             builder = PromptBuilder(tokenizer_of(self.options))
             self.preprocessor = Preprocessor(
-                builder, manager, MethodChoice(self.options), placing=placing_of(self.options)
-            )
+                builder, manager, MethodChoice(self.options), placing=placing_of(self.options),
+                chats=renders_alike(self.llm.model_config, builder.tokenizer),
+            )  # fmt: skip
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
@@ -318,7 +320,8 @@ class LLM:
                 raise ValueError("messages with tool calls can't be combined with documents here")
             (ids,) = prepared.prompts
         else:
-            ids = list(self.preprocessor.builder_for(body).build(body["messages"]).query)
+            builder = self.preprocessor.builder_for(body)
+            ids = list(builder.build(as_rendered(body["messages"], builder)).query)
         salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
         return {"prompt_token_ids": ids, **salt}
 

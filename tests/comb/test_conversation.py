@@ -470,7 +470,9 @@ def test_history_is_what_the_template_makes_of_it(family: str, method: str) -> N
     answer, logits = asked(chat, "So?")
     scores = Scores()
     same = engine.chat(messages, [MILL], max_new_tokens=NEW, min_new_tokens=NEW, logits_processor=[scores])
-    assert answer.report.prompt_tokens == same.report.prompt_tokens
+    rendered = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens = len(engine.tokenizer.encode(rendered)) + sum(report.tokens for report in same.report.documents)
+    assert answer.report.prompt_tokens == same.report.prompt_tokens == tokens
     assert error(logits, torch.stack(scores.steps)) < EXACT
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from comb import PICEngine, PromptBuilder
 from comb.documents.document import Prompt
 from comb_serving.api.choice import MethodChoice
+from comb_serving.api.conversion import renders_alike
 from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import Preprocessor
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -160,6 +162,27 @@ async def test_what_vllm_does_with_messages_is_done(name: str) -> None:
     turns = [{"role": role, "content": "Hi"} for role in ("user", "system", "user")]
     inline = {"model": "m", "max_tokens": 3, "system": "A", "messages": turns}
     assert list((await over_http(tokenizer, MESSAGES, inline)).query) == by_vllm(tokenizer, MESSAGES, inline)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "same"), [("hf", "llama", True), ("hf", "gpt_oss", False), ("deepseek_v32", "llama", False)]
+)
+async def test_chats_that_vllm_renders_in_a_way_of_its_own_are_refused(
+    mode: str, kind: str, same: bool, tmp_path: Path
+) -> None:
+    tokenizer = byte_tokenizer(MADE_UP["plain"])
+    tokenizer.save_pretrained(tmp_path)
+    config = SimpleNamespace(
+        tokenizer=str(tmp_path), runner_type="generate", tokenizer_mode=mode, tokenizer_revision=None,
+        trust_remote_code=False, hf_config=SimpleNamespace(model_type=kind),
+    )  # fmt: skip
+    assert renders_alike(config, tokenizer) == same
+    preprocessor = Preprocessor(PromptBuilder(tokenizer), None, MethodChoice(ServeOptions("nano", method="full")))
+    preprocessor.chats = same
+    asked = [(CHAT, {"messages": [{"role": "user", "content": "Hi"}]}, same), (COMPLETIONS, {"prompt": "Hi"}, True)]
+    for path, body, answered in asked:
+        with nullcontext() if answered else pytest.raises(RequestError, match="a way of its own"):
+            await preprocessor.preprocess(path, {**body, "documents": [DOCUMENT]}, "")
 
 
 async def test_what_documents_cannot_stand_beside_is_refused() -> None:

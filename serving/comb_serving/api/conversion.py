@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from comb.documents.document import PromptBuilder
+from comb.documents.rendering import makes_tokens
 from comb_serving.api.conversation import FIELD, parts_of, turns
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import TEMPLATE_RESERVED
@@ -65,6 +66,18 @@ def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -
     return [{**each, "content": _in_form(each, parts=_takes_parts(template))} for each in found]
 
 
+def renders_alike(config: Any, tokenizer: Any) -> bool:
+    """Whether vLLM makes chats of messages as the library does with this tokenizer: by its template, or mistral_common.
+
+    Args:
+        config: vLLM's ModelConfig.
+    """
+    from vllm.tokenizers.registry import tokenizer_args_from_config
+
+    mode = "mistral" if makes_tokens(tokenizer) else "hf"
+    return bool(config.hf_config.model_type != "gpt_oss" and tokenizer_args_from_config(config)[0] == mode)
+
+
 def _in_form(message: dict[str, Any], *, parts: bool) -> Any:
     """A message's content, as a list or as a text; those of tools are texts, and documents stand in lists."""
     content = message["content"]
@@ -99,7 +112,8 @@ def _known_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in ("text", "document"):  # vLLM would render such messages itself
-            raise RequestError(400, f"parts of type {str(kind)[:40]} can't be combined with documents")
+            reason = f"parts of type {str(kind)[:40]} can't be combined with documents"
+            raise RequestError(400, reason, param="messages")
     if role == "system":
         content = _without_billing(content)
     made = {"role": role, "content": content}

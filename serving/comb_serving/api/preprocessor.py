@@ -135,6 +135,7 @@ class Preprocessor:
         choice: of methods.
         max_documents: that one tenant may register.
         placing: where an adapter's documents have places in the prompt, what is known of these.
+        chats: whether vLLM renders chats as `builder` does.
     """
 
     builder: PromptBuilder
@@ -142,6 +143,7 @@ class Preprocessor:
     choice: MethodChoice
     max_documents: int = 10_000
     placing: Placing | None = None
+    chats: bool = True
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
@@ -265,6 +267,11 @@ class Preprocessor:
         named: References,
         inside: dict[str, KeyedSegment],
     ) -> PreprocessedRequest:
+        if not self.chats:
+            reason = (
+                "vLLM renders this model's chats in a way of its own: documents go with raw prompts, to /v1/completions"
+            )
+            raise RequestError(400, reason, param="documents")
         messages, builder = messages_of(path, request.body), self.builder_for(request.body)
         if messages is None:
             if not inside and not self._in_prompt(request) and self.placing is None:
