@@ -19,6 +19,7 @@ from vllm import SamplingParams
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api.choice import MethodChoice
+from comb_serving.api.conversion import as_rendered, renders_alike
 from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, placing_of, tokenizer_of
 from comb_serving.api.response import report
@@ -77,7 +78,10 @@ class LLM(vllm.LLM):
             self._reports = ReportReceiver(folder)
             stack.callback(self._reports.close)
             manager, builder = PICManager(layout, self._compiler), PromptBuilder(tokenizer_of(served))
-            self.preprocessor = Preprocessor(builder, manager, MethodChoice(served), placing=placing_of(served))
+            self.preprocessor = Preprocessor(
+                builder, manager, MethodChoice(served), placing=placing_of(served),
+                chats=renders_alike(self.model_config, builder.tokenizer),
+            )  # fmt: skip
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
@@ -142,8 +146,8 @@ class LLM(vllm.LLM):
                 builder, body = self.preprocessor.builder_for(one.body), one.body
                 (ids,) = one.prompts or (None,)
                 if ids is None:
-                    built = builder.build(body["messages"]) if path == CHAT else builder.complete(body["prompt"])
-                    ids = list(built.query)
+                    chat = path == CHAT and as_rendered(body["messages"], builder)
+                    ids = list((builder.build(chat) if chat else builder.complete(body["prompt"])).query)
                 salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
                 prompts.append({"prompt_token_ids": ids, **salt})
                 tokens.append(one.signed(lease, "", self._secret) if one.needs_capability else None)
