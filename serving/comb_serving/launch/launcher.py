@@ -28,6 +28,7 @@ from comb.backbones.loading import backbone_beside, resolve_name
 from comb_serving.config.instance import READY, instance_folder, note_segments
 from comb_serving.config.options import ADMIN_KEY, OPTIONS, POOL, ServeOptions
 from comb_serving.config.tenants import key_hash
+from comb_serving.launch.start_log import StartLog
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def launch(
     server: Sequence[str] = SERVER,
     on_ready: Callable[[str], Any] = logger.info,
 ) -> int:
-    """Runs a server until it ends; returns its exit status.
+    """Runs a server until it ends; returns its exit status. Raises RuntimeError with the cause if it can't start.
 
     Args:
         arguments: of vLLM's server.
@@ -167,14 +168,22 @@ def launch(
         ours = [*names, *tokenizer, *as_flags(engine or {}), "--middleware", MIDDLEWARE]
         command = [*server, "--model", model, *arguments, *ours]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
-        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=end_with_parent,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        log = StartLog(process, (folder / READY).exists)
         try:
             with _forwarding(process):
                 watcher = threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True)
                 watcher.start()
-                return process.wait()
+                status = process.wait()
         finally:
             _end(process)
+            log.close()
+        if status > 0 and log.cause and not (folder / READY).exists():
+            raise RuntimeError(f"the server ended at its start (status {status}): {log.cause}")
+    return status
 
 
 def tokenizer_flags(folder: Path, arguments: Sequence[str]) -> list[str]:
