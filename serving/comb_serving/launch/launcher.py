@@ -28,6 +28,7 @@ from comb.backbones.loading import backbone_beside, resolve_name
 from comb_serving.config.instance import READY, instance_folder, note_segments
 from comb_serving.config.options import ADMIN_KEY, OPTIONS, POOL, ServeOptions
 from comb_serving.config.tenants import key_hash
+from comb_serving.launch.start_log import StartLog
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,8 @@ def launch(
 ) -> int:
     """Runs a server until it ends; returns its exit status. Told to end by a signal, this process ends with it.
 
+    Raises RuntimeError with the cause if the server can't start.
+
     Args:
         arguments: of vLLM's server.
         engine: arguments of vLLM's engine that linking in a plain model needs.
@@ -169,7 +172,11 @@ def launch(
         ours = [*names, *tokenizer, *as_flags(engine or {}), "--middleware", MIDDLEWARE]
         command = [*server, "--model", model, *arguments, *ours]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
-        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=end_with_parent,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        log = StartLog(process, (folder / READY).exists)
         try:
             with _forwarding(process, options.drain_seconds + END_SECONDS) as told:
                 watcher = threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True)
@@ -177,6 +184,9 @@ def launch(
                 status = process.wait()
         finally:
             _end(process)
+            log.close()
+        if status > 0 and log.cause and not (folder / READY).exists():
+            raise RuntimeError(f"the server ended at its start (status {status}): {log.cause}")
     if told.is_set():  # with all that was imported for the checks, Python's own way to end takes seconds
         sys.stdout.flush()
         os._exit(status if status >= 0 else 128 - status)

@@ -8,9 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.loading import backbone_beside, resolve_name
+import torch
+from transformers import AutoModelForCausalLM
+
+from comb.backbones.adapter import is_adapter
+from comb.backbones.damage import check_files, headers, local_folder
+from comb.backbones.loading import backbone_beside, check_weights, load_config, resolve_name
 from comb.linktokens.config import LinkTokensConfig
 from comb.model.config import CombConfig
+from comb.model.weights import check_fits
 from comb_serving.linking.methods import FULL, TRAINED
 
 
@@ -47,6 +53,7 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     here = Path(name).exists()
     if not here and "/" not in name:  # no need to ask the Hub
         raise OSError(f"no checkpoint {checkpoint!r}: there is no such folder, and a Hub id is owner/name")
+    check_files(name, weights=True)  # its configuration and tokenizer, too
     try:
         config, _ = CombConfig.get_config_dict(name)
     except OSError as error:
@@ -56,6 +63,10 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     config.pop("_commit_hash", None)  # transformers before 5.18 adds it to an empty one too
     if not config:
         raise OSError(f"no checkpoint {checkpoint!r}: it holds no config.json, or an empty one")
+    if is_adapter(config):
+        _check_adapter(name, backbone)
+    else:
+        check_weights(name)  # vLLM serves a layer that lacks a weight
     if config.get("model_type") == LinkTokensConfig.model_type:
         return _of_link_tokens(checkpoint, config, method, backbone)
     if method == TRAINED:
@@ -78,6 +89,17 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     if backbone is not None and not adapter:
         raise ValueError("--backbone is for adapters, and this is a plain model: leave it away")
     return Start(method, backbone)
+
+
+def _check_adapter(name: str, backbone: str | None) -> None:
+    """Whether an adapter and its backbone have all their weights, by the files' headers."""
+    config = load_config(name)
+    folder = local_folder(name)
+    if folder is not None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        check_fits(model, headers(folder), name)
+    check_weights(backbone or backbone_beside(config.backbone_name_or_path, name))
 
 
 def _of_link_tokens(checkpoint: str, config: Mapping[str, Any], method: str | None, backbone: str | None) -> Start:
