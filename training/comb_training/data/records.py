@@ -106,7 +106,7 @@ def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list
     """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
 
     Args:
-        lines: a file of any name has a row in each line.
+        lines: a file of any name has a row in each line, unless it begins as a list.
 
     Raises:
         ValueError: when something in the file isn't what it should be.
@@ -120,6 +120,7 @@ def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list
         ]
     path = Path(path)
     content = read_text(path, dataset)
+    lines = lines and not content.lstrip().startswith("[")
     if lines or path.name.removesuffix(".gz").endswith(".jsonl"):
         # not splitlines: JSON strings may hold U+2028 and the like
         places = [(number, f"{path}:{number}", line) for number, line in enumerate(content.split("\n"), start=1)]
