@@ -287,7 +287,7 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
     )  # fmt: skip
     result = run_training(settings, progress=False)
     for name in ("heldout_em", "heldout_losses"):
-        assert [step for step, _ in result.record[name]] == [2, 4]
+        assert [step for step, _ in result.record[name]] == [0, 2, 4]
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["heldout_f1"] == [list(pair) for pair in result.record["heldout_f1"]]
     # the last ones are those of the finished model, by the same questions
