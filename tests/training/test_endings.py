@@ -15,7 +15,6 @@ import pytest
 import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.helpers.processes import wait_for
 from tests.helpers.training import TOKENIZER, backbone, invoke
 
 
@@ -148,18 +147,6 @@ def test_a_finished_run_can_be_made_longer(run: Callable[..., Any], tmp_path: Pa
     assert "is finished, after 4 steps. To go on with it raise train.steps" in str(again.exception)
     assert run("train.steps=5", "--no-eval", "--resume", "auto").exit_code == 0
     assert scored(tmp_path / "out") == [0, 4, 5]
-
-
-def test_trackers_get_what_was_measured_on_held_out_data(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
-    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    assert run("train.report_to=[wandb]", "--no-eval").exit_code == 0
-    wandb.finish()
-    [log] = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    wait_for(lambda: all(name in log.read_bytes() for name in (b"eval/closed", b"eval/kl", b"train/loss")))
 
 
 @pytest.mark.parametrize(

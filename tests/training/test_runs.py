@@ -108,7 +108,8 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
     # written by a process of wandb's own, which may not be through when finish() is
-    wait_for(lambda: all(name in log.read_bytes() for name in (b"train/loss", b"model.backbone", b"data.path")))
+    names = (b"train/loss", b"eval/loss", b"model.backbone", b"data.path")
+    wait_for(lambda: all(name in log.read_bytes() for name in names))
 
 
 def test_the_terminal_keeps_what_was_measured_on_held_out_questions(

@@ -125,8 +125,8 @@ def _show_plan(run: Plan, stage: str) -> None:
         return
     if stage:
         console.rule(f"stage {stage}")
-    text = yaml.safe_dump(run.config.changed(), sort_keys=False, width=console.width, allow_unicode=True)
-    # YAML folds between words; a longer word is the terminal's to wrap, so that what is shown can be copied
+    text = yaml.safe_dump(run.config.changed(), sort_keys=False, width=console.width - 20, allow_unicode=True)
+    # YAML folds behind the word that is over its width; one longer still is the terminal's to wrap: all can be copied
     console.print(Syntax("", "yaml", background_color="default").highlight(text), soft_wrap=True)
     console.print("[dim]All other keys have their defaults (training/comb_training/config).[/]\n")
     for block in blocks(run):
