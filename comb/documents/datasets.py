@@ -176,7 +176,8 @@ def locate(name: str, path: str | Path | None = None) -> tuple[str, str | Path |
         ValueError: for a text that is none of them.
     """
     if path is not None or name in datasets:
-        return name, path
+        return name, path if path is None else _at_home(str(path))
+    name = _at_home(name)
     if name.startswith(HUB):
         return _reader_of(name), name
     if Path(name).exists() or name.removesuffix(".gz").endswith((".json", ".jsonl")):
@@ -187,6 +188,11 @@ def locate(name: str, path: str | Path | None = None) -> tuple[str, str | Path |
         f"unknown dataset {name!r}; known: {', '.join(datasets.names()) or 'none'}; or give a file or folder of rows "
         f"with documents, query and answer (there is none of this name), or {HUB}org/name"
     )
+
+
+def _at_home(path: str) -> str:
+    # shells leave the ~ in data=~/mine.jsonl
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def _reader_of(text: str) -> str:

@@ -56,6 +56,12 @@ def test_one_word_takes_the_place_of_a_recipe_s_mixture_and_its_keys(tmp_path: P
     assert load_config(own, ["data.seed=3"]).data.dataset == f"{tmp_path}/mine.jsonl"
 
 
+def test_home_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines(tmp_path / "mine.jsonl", rows(0, 4))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(read_dataset("~/mine.jsonl")) == len(read_dataset("jsonl", "~/mine.jsonl")) == 4
+
+
 def test_a_list_is_all_rows_of_all_of_it(tmp_path: Path, builder: PromptBuilder) -> None:
     paths = [lines(tmp_path / "a" / "train.jsonl", rows(0, 60)), lines(tmp_path / "b" / "train.jsonl", rows(100, 20))]
     named = f"[{paths[0]}, {paths[1]}]"
