@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from comb.backbones.unpublished import public_name
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +22,8 @@ class AdapterConfig(PreTrainedConfig):
     """Everything needed to find an adapter's backbone again; a kind of adapter is a subclass.
 
     Args:
-        backbone_name_or_path: the backbone's Hub id, registered name or folder.
+        backbone_name_or_path: the backbone's Hub id, registered name or folder; of an absolute path the files have the
+            folder's name alone (`comb.backbones.unpublished`).
         backbone_revision: commit or branch of the backbone on the Hub.
         backbone_config: the backbone's own configuration.
         backbone_fingerprint: see `comb.backbones.fingerprint.fingerprint`; checked when the adapter is loaded.
@@ -61,9 +65,17 @@ class AdapterConfig(PreTrainedConfig):
             raise AttributeError("hidden_size")  # what hasattr() of a configuration without a backbone expects
         return int(self.get_text_config().hidden_size)
 
+    @property
+    def backbone_name(self) -> str:
+        """What the backbone is called in what is published: a local folder by its own name."""
+        name = self.backbone_name_or_path
+        return public_name(name) if Path(name).is_absolute() else name
+
     def to_dict(self) -> dict[str, Any]:
         """As in transformers, without the folder that the backbone was loaded from: nobody else has it."""
         made: dict[str, Any] = super().to_dict()
+        if "backbone_name_or_path" in made:
+            made["backbone_name_or_path"] = self.backbone_name
         if isinstance(made.get("backbone_config"), dict):
             made["backbone_config"].pop("_name_or_path", None)
         return made

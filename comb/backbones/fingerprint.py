@@ -34,6 +34,11 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def fingerprint_name(expected: dict[str, Any] | None) -> str | None:
+    """A fingerprint in sixteen hex digits, for people; None for none."""
+    return None if expected is None else hashlib.sha256(repr(sorted(expected.items())).encode()).hexdigest()[:16]
+
+
 def backbone_fingerprint(model: PreTrainedModel) -> str:
     """A short name for the backbone's weights, for cache keys: changes with shapes, embedding and dtype."""
     text = repr(sorted(fingerprint(model).items())) + str(model.dtype) + str(model.config.model_type)

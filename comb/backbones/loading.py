@@ -1,4 +1,4 @@
-"""Loads backbones by name and adapter weights from a checkpoint folder or the Hub."""
+"""Loads models by name, whole or not at all: backbones, and adapters with theirs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from comb.backbones.gguf import convert, gguf_file
+from comb.backbones.damage import explained
+from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.half_precision import warn_if_slow
+from comb.backbones.unpublished import read_private
+from comb.backbones.whole import check_whole
 from comb.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -38,18 +43,84 @@ def resolve_name(name: str | Path) -> str:
     text = str(name)
     if Path(text).exists():
         file = gguf_file(Path(text))
+        if file is None and not Path(text).is_dir():
+            raise OSError(f"{text} is a file, and no GGUF file: name the model's folder")
         return text if file is None else str(convert(file))
     if text in backbones:
         entry = backbones.get(text)
         return str(entry() if callable(entry) else entry)
-    if "/" in text and not is_hub_id(text):
-        raise OSError(f"no model {text!r}: there is no such folder, and a Hub id is owner/name")
-    return text
+    # without asking the Hub, which takes half a minute where there is no network
+    named = is_hub_id(text)
+    if named and not Path(text).parent.is_dir() and Path(text).suffix != SUFFIX:
+        return text
+    if re.fullmatch(r"[\w./-]+", text) and isinstance(_in_cache(text), str):
+        return text
+    if named:
+        raise OSError(
+            f"no model {text!r}: there is no such file or folder, and as {Path(text).parent} is a folder here it isn't "
+            "looked for on the Hub (run it from another folder for that)"
+        )
+    raise OSError(f"no model {text!r}: there is no such folder, and a Hub id is owner/name")
+
+
+def _in_cache(name: str) -> Any:
+    try:
+        return try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
 
 
 def backbone_beside(backbone_name: str, adapter: str | Path) -> str:
-    """Where the backbone named in an adapter's configuration is: ``./...`` is relative to the adapter's folder."""
-    return str((Path(adapter) / backbone_name).resolve()) if backbone_name.startswith("./") else backbone_name
+    """Where the backbone named in an adapter's configuration is.
+
+    ``./...`` is relative to the adapter's folder. A folder elsewhere is there by its name alone; its path is kept
+    beside, for whoever made the adapter (`comb.backbones.unpublished`).
+
+    Raises:
+        OSError: for such a folder that isn't there any more.
+    """
+    if backbone_name.startswith("./"):
+        return str((Path(adapter) / backbone_name).resolve())
+    kept = read_private(adapter).get("backbone")
+    if kept is None or Path(kept).name != backbone_name:
+        return backbone_name
+    if not Path(kept).exists():
+        raise OSError(
+            f"the backbone of the adapter {str(adapter)!r} was the folder {kept}, which isn't there any more: say "
+            "where it is now (--backbone, or backbone=...)"
+        )
+    return str(kept)
+
+
+def load_config(name: str | Path, kind: Any = AutoConfig, **options: Any) -> Any:
+    """A model's configuration by its name. Raises OSError or ValueError with the file and what to do.
+
+    Args:
+        kind: the class of it, where it must be that.
+    """
+    place = resolve_name(name)
+    with explained(place):
+        return kind.from_pretrained(place, **options)
+
+
+def load_model(name: str | Path, **options: Any) -> Any:
+    """A causal language model or an adapter by its name, with all of its weights.
+
+    Args:
+        options: of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        ValueError: weights are missing, have other shapes than the configuration says, or belong to another model.
+        OSError, ImportError: as `comb.backbones.damage.explained` says.
+    """
+    place = resolve_name(name)
+    with explained(place):
+        # what is missing or doesn't fit is left as it was initialised, and transformers says so in its log alone
+        model, report = AutoModelForCausalLM.from_pretrained(
+            place, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    check_whole(model, report, place)
+    return model
 
 
 def load_backbone(
@@ -72,11 +143,11 @@ def load_backbone(
         raise ValueError("this checkpoint doesn't name its backbone: pass one with backbone=...")
     kwargs.setdefault("dtype", "auto")
     try:
-        model = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_model), revision=revision, **kwargs)
+        model: PreTrainedModel = load_model(name_or_model, revision=revision, **kwargs)
     except OSError as error:
         raise OSError(
             f"the backbone {str(name_or_model)!r} could not be loaded ({error}); "
-            "pass another place to load it from with backbone=..."
+            "another place to load it from can be given (--backbone, or backbone=...)"
         ) from error
     warn_if_slow(model)
     return model

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from comb.backbones.damage import explained, is_tokenizer_file, local_folder
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, resolve_name
 
@@ -26,28 +27,38 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def load_tokenizer(name_or_path: str | Path, model: Any, **hub: Any) -> Any:
+def load_tokenizer(name_or_path: str | Path, model: Any = None, **hub: Any) -> Any:
     """The tokenizer of a checkpoint; for an adapter folder without one, its backbone's.
 
     Args:
+        model: what was loaded from there, or has its configuration as ``config``; not needed for a plain model.
         hub: `revision`, `subfolder`, `token` and the like of the checkpoint.
 
     Raises:
         ValueError: when there is none.
-        OSError: as transformers does, when the backbone's can't be found.
+        OSError, ImportError: a damaged one, as `comb.backbones.damage.explained` says.
     """
-    try:
-        return AutoTokenizer.from_pretrained(resolve_name(name_or_path), **hub)
-    except (OSError, ValueError) as error:
-        backbone = getattr(model.config, "backbone_name_or_path", "")
-        if not backbone:
-            raise ValueError(
-                f"no tokenizer found in {str(name_or_path)!r}: save the model's own there with "
-                "tokenizer.save_pretrained(...)"
-            ) from error
-        shared = {key: value for key, value in hub.items() if key in HUB_ARGUMENTS}
-        name = resolve_name(backbone_beside(backbone, name_or_path))
-        return AutoTokenizer.from_pretrained(name, revision=model.config.backbone_revision, **shared)
+    place = resolve_name(name_or_path)
+    backbone = getattr(getattr(model, "config", None), "backbone_name_or_path", "")
+    if not Path(place).is_dir() or _has_tokenizer(place):
+        try:
+            with explained(place, tokenizer=True):
+                return AutoTokenizer.from_pretrained(place, **hub)
+        except (OSError, ValueError):
+            if not backbone or _has_tokenizer(place):  # it is damaged: another one would be a silent change
+                raise
+    if not backbone:
+        raise ValueError(
+            f"no tokenizer found in {str(name_or_path)!r}: save the model's own there with "
+            "tokenizer.save_pretrained(...)"
+        )
+    shared = {key: value for key, value in hub.items() if key in HUB_ARGUMENTS}
+    return load_tokenizer(backbone_beside(backbone, place), revision=model.config.backbone_revision, **shared)
+
+
+def _has_tokenizer(place: str) -> bool:
+    folder = local_folder(place)
+    return folder is not None and any(is_tokenizer_file(path.name) for path in folder.iterdir())
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
@@ -60,7 +71,8 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
         raise ValueError(f"expected the model's tokenizer, for example AutoTokenizer's, not {type(tokenizer).__name__}")
     rows = int(backbone_of(model).get_input_embeddings().weight.shape[0])
     beyond = [token for token, number in tokenizer.get_vocab().items() if number >= rows]
-    if any(token not in tokenizer.get_added_vocab() for token in beyond):
+    added = tokenizer.get_added_vocab() if beyond and hasattr(tokenizer, "get_added_vocab") else {}
+    if any(token not in added for token in beyond):
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding table has {rows} rows: "
             "this is another model's tokenizer, load the one from the model's own folder"

@@ -7,6 +7,7 @@ Seen in transformers 5.16 to 5.19:
 - ``eager_attention_forward`` in a model's file: eager attention with what the model adds to it (soft caps, sinks)
 - scan functions in a model's file: layers call them as globals of that file, and no hook sees what they are given
 - cache classes in a model's file: MiniMax makes one of its own for its linear layers, and no attribute names it
+- the names that a GGUF file's tensors have in a model, and which of its two readers takes an architecture
 """
 
 from __future__ import annotations
@@ -77,3 +78,22 @@ def wrapped_functions(
 def _file_of(module: nn.Module) -> dict[str, Any]:
     """The globals of the file that `module`'s class was defined in."""
     return vars(sys.modules[type(module).__module__])
+
+
+def unused_gguf_tensors(model: nn.Module, architecture: str, names: Iterable[str]) -> list[str]:
+    """Of a GGUF file's tensors those that transformers has no place for in `model`, which it leaves out in silence.
+
+    For architectures that it reads by conversions (from 5.19 on) they are in the loading report.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    try:
+        from transformers.integrations.gguf import is_gguf_arch_supported
+    except ImportError:
+        pass
+    else:
+        if is_gguf_arch_supported(architecture):
+            return []
+    known = get_gguf_hf_weights_map(model, TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={}))
+    # experts are one tensor there, by names of another ending
+    return [name for name in names if name not in known and name.removesuffix(".weight") not in known]

@@ -44,6 +44,7 @@ from typer.core import TyperGroup
 from typer.main import get_command_from_info
 from typer.models import CommandInfo
 
+from comb.backbones.unpublished import public
 from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import environment, write_json
@@ -137,10 +138,11 @@ class BenchmarkReport:
             return
         self.write()
         written = [out, out.with_suffix(".md")]
-        written[1].write_text("\n".join([f"## {self.heading}\n", *(t.markdown() for t in tables)]), encoding="utf-8")
+        heading = public(self.heading, here=True)
+        written[1].write_text("\n".join([f"## {heading}\n", *(t.markdown() for t in tables)]), encoding="utf-8")
         if any(not row.get("refused") for row in self.rows) and (panels := self.panels(self.rows)):
             try:
-                written.append(draw(panels, out.with_suffix(".png"), title=self.heading))
+                written.append(draw(panels, out.with_suffix(".png"), title=heading))
             except ImportError:
                 self.console.print("no plot: matplotlib is not installed (pip install 'comb-pic[demo]')", markup=False)
         self.console.print(f"written: {', '.join(map(str, written))}", markup=False, soft_wrap=True)

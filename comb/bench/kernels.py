@@ -40,12 +40,12 @@ _MAC = MacConfig(window=48, band=20, tau=0.6, min_length=0, max_chain=None, max_
 _SMALL = MacCase(_MAC, 2, 150, dtype=torch.float32, heads=6, groups=2, width=10)
 MAC_CHECKS = (
     _SMALL,
-    replace(_SMALL, dtype=torch.bfloat16, page=16),
+    replace(_SMALL, dtype=torch.bfloat16),
     replace(_SMALL, config=replace(_MAC, sink=7, max_chain=1, max_drift=True), chains=2),
     replace(_SMALL, config=replace(_MAC, ring_dtype="bfloat16"), dtype=torch.float16, hits=1.0),
     replace(_SMALL, rows=1, width=256, hits=0.0),
     MacCase(replace(_MAC, window=1024, band=256), 4, 6000),
-    MacCase(replace(_MAC, window=1024, band=256), 4, 6000, page=16, hits=0.0),
+    MacCase(replace(_MAC, window=1024, band=256), 4, 6000, hits=0.0),
 )
 # the paper's Fig. 6 searches 512 queries; rings in 16 bits as its release
 _FIG6 = MacConfig(window=512, band=256, tau=0.8, min_length=0, ring_dtype="bfloat16")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +15,7 @@ from comb.bench.harness import BenchmarkReport, OutOptions
 from comb.bench.work import random_model
 from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import Example, PromptBuilder
+from comb.evaluation.record import read_training
 from comb.evaluation.run import NO_DOCUMENTS, Setting
 from comb.model.source import load_named, named_device
 
@@ -149,11 +148,9 @@ class QuestionOptions(ModelOptions):
 
 def _trained_templates(model: str) -> dict[str, Any]:
     """How text was written when an adapter was trained, if its folder says so."""
-    try:
-        data = json.loads((Path(model) / "training.json").read_text(encoding="utf-8"))["config"]["data"]
-        return {name: data.get(name) for name in ("query_template", "document_template", "head", "stop")}
-    except (OSError, KeyError, TypeError, AttributeError, ValueError):
-        return {}
+    record = read_training(model)
+    data = {} if record is None else record["config"].get("data") or {}
+    return {name: data.get(name) for name in ("query_template", "document_template", "head", "stop")}
 
 
 def drop_too_long(setting: Setting, examples: Sequence[Example], max_new_tokens: int, counts: Counts) -> list[Example]:

@@ -28,9 +28,10 @@ from comb.bench.kernels import GpuOptions, seconds_of
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable
 from comb.linking.cache import ScatteredRows
-from comb.linking.recomputed import WAYS, chosen
+from comb.linking.recomputed import GroupedAttention, VarlenAttention, chosen
 
 HEADS, GROUPS, WIDTH = 32, 8, 128
+WAYS = {"grouped": GroupedAttention, "varlen": VarlenAttention}
 _OWN = 0.8  # how much of its own key is in a query: a fifth of the weights go there, of 16,000 keys
 
 
@@ -65,7 +66,7 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
     columns = (
         Column("runs", "runs", names=True), Column("rows", "rows", names=True), Column("keys", "keys", names=True),
-        *(Column(f"{way} us", f"{way}_s", us) for way in (*WAYS, "unmasked")), Column("chosen", "chosen"),
+        *(Column(f"{way} us", f"{way}_s", us) for way in ("mask", *WAYS, "unmasked")), Column("chosen", "chosen"),
         Column("error", "error", "{:.2g}".format, "the largest of all ways, relative, of vectors"),
         Column("a wrong one", "least_wrong", "{:.2g}".format, "at least"),
     )  # fmt: skip
@@ -99,14 +100,15 @@ def measured(case: SeamCase, dtype: torch.dtype, device: torch.device, row: Row)
     wanted = _in_float32(call, call.mask)
     bound = BOUNDS[dtype]
     wrong = {name: distance(_in_float32(call, mask), wanted) for name, mask in _wrong(rows, call.mask).items()}
-    row |= {"bound": bound, "least_wrong": min(wrong.values()), "chosen": chosen(rows, device.type)}
+    way = chosen(rows, device.type)
+    name = next((name for name, each in WAYS.items() if each is way), "mask")
+    row |= {"bound": bound, "least_wrong": min(wrong.values()), "chosen": name}
     unseen = [name for name, error in wrong.items() if not error > 2 * bound]
     if unseen:
         raise ValueError(f"the check would hardly notice {', '.join(unseen)}: nothing is timed")
     ways: dict[str, Callable[[], Tensor]] = {"mask": lambda: call.exact()[0]}
     for name, make in WAYS.items():
-        if (made := make(rows, [(call.mask, None)])) is not None:
-            ways[name] = partial(_answered, made.mixed, call, call.mask, None)
+        ways[name] = partial(_answered, make(rows, [(call.mask, None)]).mixed, call, call.mask, None)
     errors = {}
     for name in tuple(ways):
         try:

@@ -49,6 +49,9 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="show log messages")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show where an error comes from; stands anywhere (or COMB_DEBUG=1)")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="show it")] = False,
 ) -> None:
     from transformers.utils import logging as transformers_logging
@@ -109,12 +112,7 @@ def doctor(
     from comb.methods import split_specs
     from comb.model.source import load_named
 
-    try:
-        loaded = _random(model, device) if random else load_named(model, backbone=backbone, dtype=dtype, device=device)
-    except (ValueError, OSError, RuntimeError):
-        raise
-    except Exception as error:
-        raise ValueError(f"{model} can't be loaded ({type(error).__name__}: {error})") from error
+    loaded = _random(model, device) if random else load_named(model, backbone=backbone, dtype=dtype, device=device)
     console.print("[bold]encoder[/]")
     passed = True
     try:
@@ -135,13 +133,15 @@ def doctor(
 
 
 def _random(model: str, device: str) -> Any:
-    from transformers import AutoConfig
-
-    from comb.backbones.loading import resolve_name
+    from comb.backbones.damage import explained
+    from comb.backbones.loading import load_config
     from comb.cli.doctor import random_model
     from comb.model.source import named_device
 
-    return random_model(AutoConfig.from_pretrained(resolve_name(model))).to(named_device(device))
+    config = load_config(model)
+    with explained(model):
+        made = random_model(config)
+    return made.to(named_device(device))
 
 
 def _show_verdict(verdict: Any) -> None:
@@ -197,7 +197,7 @@ def ask(
     mac: Annotated[
         str | None, typer.Option(help="reuse attention while decoding: context, generation, generation:band=128, ...")
     ] = None,
-    workers: Annotated[int, typer.Option(min=0, help="processes that compile new documents side by side")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Ray actors that compile new documents side by side")] = 0,
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -207,12 +207,13 @@ def ask(
     from comb.backbones.tokenizer import load_tokenizer
     from comb.cache.store import PICacheStore
     from comb.documents.document import Document
+    from comb.documents.files import read_text
     from comb.engine.engine import PICEngine
     from comb.model.source import ModelSource, load_named
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
-    documents = [Document(_read(path), id=path.name) for path in doc or []]
+    documents = [Document(read_text(path), id=path.name) for path in doc or []]
     loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
     method = method or trained_method(loaded) or "full"
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
@@ -229,13 +230,6 @@ def ask(
             console.print(f"[dim]{escape(f'workers {workers}: {engine.executor.stats}')}[/]", soft_wrap=True)
     if store is not None:
         store.flush()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")  # Windows editors put a mark in front
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 @app.command()
@@ -290,16 +284,20 @@ def push(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `comb`, with the process's own arguments by default.
 
-    Errors a user can act on are one line, not a traceback (``COMB_TRACEBACK=1`` shows it).
+    Every error is one line on standard error; ``--debug`` or ``COMB_DEBUG=1`` shows the traceback instead.
     """
     import os
 
-    for entry_point in metadata.entry_points(group=COMMANDS_GROUP):
-        entry_point.load()(app)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given or os.environ.get("COMB_DEBUG") == "1"
     try:
-        app(None if arguments is None else list(arguments), prog_name="comb")
-    except (ValueError, OSError, RuntimeError) as error:
-        if os.environ.get("COMB_TRACEBACK") == "1":
+        for entry_point in metadata.entry_points(group=COMMANDS_GROUP):
+            entry_point.load()(app)
+        app([argument for argument in given if argument != "--debug"], prog_name="comb")
+    except Exception as error:
+        if debug:
             raise
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        from comb.cli.errors import one_line
+
+        errors.print(f"[bold red]error:[/] {escape(one_line(error))}", soft_wrap=True)
         sys.exit(1)

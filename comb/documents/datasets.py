@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -211,7 +212,7 @@ def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> D
     name, path = locate(name, path)
     reader = datasets.get(name)
     _check_options(name, reader, options)
-    if path is not None and not str(path).startswith(HUB) and not Path(path).exists():
+    if path is not None and not str(path).startswith(HUB) and not os.path.exists(path):  # noqa: PTH110  which a name too long for one, or with a NUL, isn't an error of
         raise MissingDataError(f"dataset {name!r}: there is no file or folder {str(path)!r}")
     try:
         dataset = reader(path, **options)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -14,21 +16,28 @@ from typing import Any
 
 import torch
 
+from comb.backbones.unpublished import public, read_private, write_private
+from comb.documents.files import read_json
+from comb.hub.card.facts import TRAINING
+
 PACKAGES = ("comb-pic", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
 
 
 def environment(**settings: Any) -> dict[str, Any]:
-    """What a number was made with: argv, versions, commit, machine, and the `settings` given (seed, data, ...)."""
+    """What a number was made with: argv, versions, commit, machine, and the `settings` given (seed, data, ...).
+
+    It is published with the number, so folders and files are there by their names alone.
+    """
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     installed = {dist.name.lower(): dist.version for dist in metadata.distributions() if dist.name}
     versions = {package: installed[package] for package in PACKAGES if package in installed}
     return {
-        "argv": sys.argv,
+        "argv": [_program(sys.argv[0]), *public(sys.argv[1:], here=True)],
         # torch says what it was built for, which its metadata may not name
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions},
         "commit": _commit(),
         "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "gpus": gpus},
-        **settings,
+        **public(settings, here=True),
     }
 
 
@@ -38,6 +47,33 @@ def write_results(path: str | Path, results: Iterable[Any], **settings: Any) -> 
     write_json(path, {**environment(**settings), "results": rows})
 
 
+def write_training(folder: Path, record: Mapping[str, Any]) -> None:
+    """Writes ``training.json``; its configuration as it is here, with paths, is kept beside for `read_training`."""
+    write_json(folder / TRAINING, public(record, here=True))
+    write_private(folder, training={"config": record["config"], "of": _content(folder)})
+
+
+def read_training(folder: str | Path) -> dict[str, Any] | None:
+    """What `write_training` wrote, with the paths if it was here; None if there is nothing.
+
+    Raises:
+        ValueError: for a damaged file.
+    """
+    folder = Path(folder)
+    if not (folder / TRAINING).is_file():
+        return None
+    record = read_json(folder / TRAINING, "give what it would say as options, or train again")
+    if not isinstance(record.get("config"), dict):
+        raise ValueError(f"{folder / TRAINING} is damaged, it has no config: give what it would say as options")
+    kept = read_private(folder).get("training", {})
+    # of another file, the paths are somebody else's
+    return {**record, "config": kept["config"]} if kept.get("of") == _content(folder) else record
+
+
+def _content(folder: Path) -> str:
+    return hashlib.sha256((folder / TRAINING).read_bytes()).hexdigest()
+
+
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     """Writes JSON atomically: a reader never sees half a file."""
     path = Path(path)
@@ -45,6 +81,26 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def check_writable(folder: str | Path, *names: str) -> None:
+    """Raises ValueError unless these files can be written into the folder, which may not be there yet."""
+    folder = Path(folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{there} is no folder that can be written to ({error.strerror})") from error
+    for name in names:
+        if (folder / name).is_dir():
+            raise ValueError(f"{folder / name} is a folder, where a file is to be written: take it away")
+
+
+def _program(path: str) -> str:
+    """A command by its name; ``python -m package.module`` has the module's file here."""
+    file = Path(path)
+    return f"python -m {file.parent.name}.{file.stem}" if file.suffix == ".py" else file.name
 
 
 def _plain(value: Any) -> Any:

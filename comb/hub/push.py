@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,12 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not re-exported by name
 from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from comb.backbones import damage
 from comb.backbones.adapter import AdapterConfig, is_adapter
-from comb.backbones.loading import backbones, is_hub_id
+from comb.backbones.loading import backbones, is_hub_id, load_config
+from comb.backbones.unpublished import public
 from comb.hub.card.facts import RESULTS, TRAINING
 from comb.hub.card.parts import Card, edited_last, parse_card
 from comb.hub.card.render import render
@@ -53,7 +56,7 @@ class PushPlan:
 def write_card(config: Any, folder: Path) -> None:
     """Writes the generated part of the model card, and leaves alone what a person wrote."""
     weights = read_weights(folder, config.parts) if any(folder.glob("model*.safetensors")) else (None, None)
-    card = render(config, folder, folder.name, _read_card(folder), weights)
+    card = render(config, folder, folder.name, read_card(folder), weights)
     (folder / CARD).write_text(str(card), encoding="utf-8")
 
 
@@ -64,7 +67,7 @@ def refresh_card(folder: Path) -> None:
     """
     config, _ = PreTrainedConfig.get_config_dict(folder) if (folder / "config.json").is_file() else ({}, None)
     if is_adapter(config):
-        write_card(AutoConfig.from_pretrained(folder), folder)
+        write_card(load_config(folder), folder)
 
 
 def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, private: bool = False) -> PushPlan:
@@ -88,11 +91,11 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
         raise ValueError(f"{repo!r} is no name for a repository: {error}") from error
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json: give the folder that save_pretrained or `comb train` wrote")
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     if not isinstance(config, AdapterConfig):
         raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
     weights = read_weights(folder, config.parts)
-    here, there, parent = _read_card(folder), None, None
+    here, there, parent = read_card(folder), None, None
     if api is not None:
         there, parent = _read_remote(api, repo, private)
     card = render(config, folder, repo, edited_last(here, there, repo), weights, api=api, pushing=True)
@@ -150,7 +153,7 @@ def read_weights(folder: Path, parts: Sequence[str]) -> tuple[str, int]:
     dtypes: set[str] = set()
     parameters = 0
     for path in files:
-        with safe_open(path, framework="pt") as file:
+        with damage.explained(folder), safe_open(path, framework="pt") as file:
             names = list(file.keys())
             dtypes.update(str(file.get_tensor(name).dtype) for name in names[:1])
             parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
@@ -160,9 +163,13 @@ def read_weights(folder: Path, parts: Sequence[str]) -> tuple[str, int]:
     return min(dtypes), parameters
 
 
-def _read_card(folder: Path) -> Card | None:
+def read_card(folder: Path) -> Card | None:
+    """The card in a folder, None without one. Raises ValueError if it can't be read."""
     path = folder / CARD
-    return parse_card(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
+    try:
+        return parse_card(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read ({error}): put it right or take it away") from error
 
 
 def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str | None]:
@@ -188,7 +195,7 @@ def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str
 
 def _warnings(config: Any, card: Card, names: set[str]) -> tuple[str, ...]:
     found = []
-    backbone = config.backbone_name_or_path
+    backbone = config.backbone_name
     if not is_hub_id(backbone) and backbone not in backbones:
         found.append(f"the backbone {backbone!r} is not a Hub id: others can load this adapter only with backbone=...")
     if "tokenizer.json" not in names:
@@ -201,7 +208,7 @@ def _warnings(config: Any, card: Card, names: set[str]) -> tuple[str, ...]:
 
 
 def _without_secrets(folder: Path, names: set[str], contents: dict[str, bytes], secrets: frozenset[str]) -> list[str]:
-    """Takes tokens out of records (into `contents`). Raises ValueError for any other file that holds one."""
+    """Takes tokens and paths out of records (into `contents`). Raises ValueError for any other file with a token."""
     warnings = []
     records = {name for name in names if name == TRAINING or fnmatch.fnmatch(name, RESULTS)}
     secrets = secrets.union(*(named_secrets((folder / name).read_bytes()) for name in records))
@@ -210,12 +217,28 @@ def _without_secrets(folder: Path, names: set[str], contents: dict[str, bytes], 
         if name in records and (clean := redact_json(data, secrets)) != data:
             contents[name] = data = clean
             warnings.append(f"{name} goes up without the token that it holds here")
+        # what is written now has none; adapters of before have
+        if (clean := _without_paths(name, data, record=name in records)) != data:
+            contents[name] = data = clean
+            warnings.append(f"{name} goes up with the names of files and folders here in place of their paths")
         if holds_secret(data, secrets):
             raise ValueError(
                 f"{folder / name} holds what is or looks like a token or password: take it out (and revoke it, if "
                 "others could see it). Nothing was uploaded"
             )
     return warnings
+
+
+def _without_paths(name: str, data: bytes, *, record: bool) -> bytes:
+    """JSON with folders and files of this machine by their names alone."""
+    if not record and not fnmatch.fnmatch(name, "*config.json"):
+        return data
+    content = json.loads(data)
+    if record:
+        clean = public(content)
+    else:  # other values are the model's and the tokenizer's
+        clean = {key: public(value) if key.endswith(("_path", "_file")) else value for key, value in content.items()}
+    return data if clean == content else f"{json.dumps(clean, indent=2)}\n".encode()
 
 
 def _readable(path: Path) -> bytes:

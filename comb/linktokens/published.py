@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
+from comb.backbones.loading import load_config
 from comb.linktokens.config import LinkTokensConfig
 from comb.linktokens.front import Front, FrontKeyValues
 from comb.model.weights import load_adapter, read_weights
@@ -17,6 +18,6 @@ def published_front(name_or_path: str | Path) -> FrontKeyValues:
     Raises:
         OSError, ValueError: if it can't be loaded, as `LinkTokensForCausalLM.from_pretrained` does.
     """
-    front = Front(LinkTokensConfig.from_pretrained(name_or_path))
+    front = Front(load_config(name_or_path, LinkTokensConfig))
     load_adapter(nn.ModuleDict({"front": front}), read_weights(name_or_path), name_or_path)
     return [(keys.data, values.data) for keys, values in zip(front.keys, front.values, strict=True)]

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from comb.backbones.adapter import AdapterConfig
+from comb.backbones.damage import explained
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.fingerprint import check_fingerprint, fingerprint
 from comb.backbones.identity import forget_identity
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, load_backbone
 from comb.backbones.tokenizer import tokenizer_fingerprint
+from comb.backbones.unpublished import write_private
 from comb.model.weights import load_adapter, read_weights
 
 if TYPE_CHECKING:
@@ -60,19 +62,21 @@ class AdapterModel(PreTrainedModel):
                 loading the backbone.
 
         Raises:
-            ValueError: if the backbone isn't the adapter's, the adapter's weights are missing or not finite, or an
-                argument has no meaning here.
+            ValueError: if the backbone isn't the adapter's, the adapter's weights are missing, more than its
+                configuration says, or not finite, or an argument has no meaning here.
         """
         kwargs.pop("adapter_kwargs", None)  # transformers' own, for peft adapters
-        if model_args or kwargs.pop("output_loading_info", False):
-            raise ValueError("positional model arguments and output_loading_info are not supported for COMB adapters")
+        kwargs.pop("ignore_mismatched_sizes", None)  # weights of other shapes are an error
+        report = kwargs.pop("output_loading_info", False)
+        if model_args:
+            raise ValueError("positional model arguments are not supported for COMB adapters")
         place = {key: kwargs.pop(key) for key in ("revision", "subfolder") if key in kwargs}
         hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs} | place
-        settings: Any = (
-            config
-            if isinstance(config, AdapterConfig)
-            else cls.config_class.from_pretrained(name_or_path if config is None else config, **hub)
-        )
+        settings: Any = config
+        if not isinstance(config, AdapterConfig):
+            beside = name_or_path if config is None else config
+            with explained(beside):
+                settings = cls.config_class.from_pretrained(beside, **hub)
         for name in ("attn_implementation", "experts_implementation"):
             # AutoModel has moved it into the configuration; the backbone needs it as an argument
             chosen = getattr(settings, f"_{name}", None)
@@ -83,7 +87,9 @@ class AdapterModel(PreTrainedModel):
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
         if backbone is None:
             # absolute from here on, so that the model can be saved elsewhere
-            settings.backbone_name_or_path = backbone_beside(settings.backbone_name_or_path, name_or_path)
+            settings.backbone_name_or_path = backbone_beside(
+                settings.backbone_name_or_path, Path(name_or_path) / place.get("subfolder", "")
+            )
             loaded = load_backbone(settings.backbone_name_or_path, revision=settings.backbone_revision, **kwargs)
         elif isinstance(backbone, PreTrainedModel):
             loading = {key: value for key, value in kwargs.items() if key not in HUB_ARGUMENTS and value is not None}
@@ -97,7 +103,9 @@ class AdapterModel(PreTrainedModel):
         if adapter_dtype is None:
             adapter_dtype = saved if dtype in (None, "auto") else floating(loaded.dtype)
         model._place(adapter_dtype).eval()
-        return model
+        # what transformers' report would hold is an error above
+        empty: Any = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"), ())
+        return (model, empty) if report else model  # type: ignore[return-value]  # as in transformers
 
     def save_pretrained(
         self,
@@ -135,6 +143,8 @@ class AdapterModel(PreTrainedModel):
             return
         for file in folder.glob("*.safetensors"):  # which safetensors makes readable to their owner alone
             shutil.copymode(folder / "config.json", file)
+        name = self.config.backbone_name_or_path
+        write_private(folder, backbone=name if Path(name).is_absolute() else None)
         write_card(self.config, folder)
         if push_to_hub:
             push(folder, repo_id or folder.name, private=private, api=_api(token))

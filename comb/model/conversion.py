@@ -7,7 +7,6 @@ The release keeps everything in one file: ``chunk_model.*`` is the encoder with 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
@@ -19,7 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from comb.backbones.damage import explained
 from comb.backbones.fingerprint import fingerprint
+from comb.documents.files import read_json
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
 from comb.model.weights import load_adapter
@@ -126,7 +127,7 @@ def _read_config(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     if not path.exists():
         raise ValueError(f"{source} has no config.json: give the folder of a published COMB checkpoint")
-    release: dict[str, Any] = json.loads(path.read_text())
+    release = read_json(path)
     text = release.get("text_config") or {}
     named = RELEASE_MODEL_TYPE.match(str(release.get("model_type")))
     if not named or "model_type" not in text or "cross_attention_layers" not in release:
@@ -141,7 +142,8 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
     files = sorted(source.glob("model*.safetensors"))  # without the index: what is missing is named when it is loaded
     if not files:
         raise ValueError(f"{source} has no model*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    with explained(source):
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _build_backbone(release: dict[str, Any], weights: dict[str, Tensor], num_cross: int) -> PreTrainedModel:

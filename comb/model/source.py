@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from comb.backbones.adapter import is_adapter
-from comb.backbones.loading import resolve_name
+from comb.backbones.damage import explained
+from comb.backbones.loading import load_model, resolve_name
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,16 @@ class ModelSource:
         return cls(name, {"dtype": model.dtype} if len(dtypes) == 1 else {}, str(model.device))
 
     def load(self) -> Any:
-        """The model, in eval mode. Raises OSError or ValueError as ``from_pretrained`` does."""
+        """The model, in eval mode. Raises OSError, ValueError or ImportError as `load_model` does."""
         folder, options = resolve_name(self.name), dict(self.options)
         backbone = options.pop("backbone", None)
         if backbone is not None:
-            if not is_adapter(PreTrainedConfig.get_config_dict(folder)[0]):
+            with explained(folder):
+                config, _ = PreTrainedConfig.get_config_dict(folder)
+            if not is_adapter(config):
                 raise ValueError(f"{self.name!r} is not a COMB adapter, which would have a backbone of its own")
             options["backbone"] = resolve_name(backbone)
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = load_model(folder, **options)
         return (model.to(self.device) if self.device else model).eval()
 
 

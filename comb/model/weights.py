@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
-logger = logging.getLogger(__name__)
+from comb.backbones.damage import explained
+from comb.documents.files import read_json
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_weights(name_or_path: str | Path, **hub: Any) -> dict[str, Tensor]:
-    """All tensors of an adapter's checkpoint, in one file or in shards. Raises OSError if a file is missing."""
+    """All tensors of an adapter's checkpoint, in one file or in shards. Raises OSError if one is missing or damaged."""
     place = str(name_or_path)
+    with explained(place):
+        return _read(place, hub)
+
+
+def _read(place: str, hub: dict[str, Any]) -> dict[str, Tensor]:
     single = cached_file(place, WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
     if single is not None:
         return load_file(single)
@@ -28,7 +32,7 @@ def read_weights(name_or_path: str | Path, **hub: Any) -> dict[str, Tensor]:
     if index is None:
         raise OSError(f"{place!r} holds neither {WEIGHTS} nor {WEIGHTS_INDEX}: not an adapter checkpoint")
     weights: dict[str, Tensor] = {}
-    for shard in sorted(set(json.loads(Path(index).read_text())["weight_map"].values())):
+    for shard in sorted(set(read_json(index)["weight_map"].values())):
         weights.update(load_file(str(cached_file(place, shard, **hub))))
     return weights
 
@@ -37,15 +41,19 @@ def load_adapter(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
     """Makes `weights` the trained parameters of `model`. Returns the dtype they were saved in.
 
     Raises:
-        ValueError: if weights are missing, have other shapes, or are not finite.
+        ValueError: if weights are missing, have other shapes, are not finite, or aren't in `model`.
     """
     own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
     missing = sorted(own.keys() - weights.keys())
     if missing:
-        raise ValueError(f"the adapter {str(source)!r} lacks {len(missing)} weights, among them {missing[:3]}")
-    unknown = sorted(weights.keys() - own.keys())
-    if unknown:
-        logger.warning("the adapter has %d weights this version does not know, ignored: %s", len(unknown), unknown[:5])
+        raise ValueError(
+            f"the adapter {str(source)!r} lacks {len(missing)} weights, among them {missing[:3]}: download it again"
+        )
+    if unknown := sorted(weights.keys() - own.keys()):
+        raise ValueError(
+            f"the adapter {str(source)!r} has {len(unknown)} weights that its config.json doesn't speak of, among them "
+            f"{unknown[:3]}: take both from one place, or, if they are, upgrade comb-pic"
+        )
     for name, tensor in own.items():
         value = weights[name]
         if value.shape != tensor.shape:

@@ -277,7 +277,9 @@ class LLM:
             raise ValueError(f"{len(rows)} prompts and {len(parameters)} sampling_params: give one, or one each")
         bodies = [
             {**row, "documents": [_as_body(one) for one in given], "comb": comb}
-            for row, given in zip(rows, documents, strict=True)
+            # what keeps vLLM from reading its prefix cache, however it was asked for
+            | ({"prompt_logprobs": 0} if chosen.skip_reading_prefix_cache else {})
+            for row, given, chosen in zip(rows, documents, parameters, strict=True)
         ]
         try:
             prepared = self._run(_in_order(self.preprocessor.preprocess(path, body, "") for body in bodies))

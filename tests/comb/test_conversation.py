@@ -28,10 +28,11 @@ MILL, CITY, LAKE = "The mill burnt down in spring.", "Rill is a small city by th
 NEW = 6
 EXACT = 1e-5
 CONTROL = 1e-3
-THINKING = (
+PLAIN = (  # shows answers as they are: tiny models begin and end theirs with any white space
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>Hm.{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+THINKING = PLAIN.replace("<|assistant|>{% endif %}", "<|assistant|>Hm.{% endif %}")
 HYBRIDS = ("qwen3_next", "bamba", "jamba", "minimax", "mamba", "mamba2")
 ON_LLAMA = ("full", "prefix", "naive", "legolink:2", "legolink-0", "attnlink:4", "cacheblend:1.0", "focus:1.0",
             "naive:quantize=int8", "linktokens", "comb")  # fmt: skip
@@ -70,7 +71,7 @@ def with_link_tokens(family: str) -> Any:
 def engine_of(family: str = "llama", method: str = "legolink:2", **options: Any) -> PICEngine:
     made = {"comb": with_encoder, "linktokens": with_link_tokens}.get(method.partition(":")[0], model_of)
     model = made(family)
-    tokenizer = byte_tokenizer(**({"chat_template": options.pop("template")} if "template" in options else {}))
+    tokenizer = byte_tokenizer(options.pop("template", PLAIN))
     return PICEngine(model, tokenizer, method=method, **options)
 
 

@@ -51,7 +51,7 @@ def test_a_section_that_was_cut_off_or_refused_proves_nothing_it_did_not_measure
     checked = {"case": "x", "error": 0.001, "bound": 0.01}
     refused = {"method": "naive", "tokens": 9, "refused": "no room"}
     write(tmp_path, mac_gpu={"results": [checked]}, context_length={"results": [refused]})
-    assert proven(tmp_path)[1:5] == [True, None, None, None]
-    assert proven(tmp_path)[6:] == [None] * 6
+    assert proven(tmp_path)[1:4] == [True, None, None]
+    assert proven(tmp_path)[5:] == [None] * 6
     write(tmp_path, mac_gpu={"results": [checked, {"case": "no kernel ran"}]})
     assert proven(tmp_path)[1] is False

@@ -61,6 +61,19 @@ def test_answers_are_the_librarys(llm: LLM, library: PlainLibrary, method: str |
     manager.check_integrity()
 
 
+def test_weights_stay_what_documents_were_compiled_with(llm: LLM) -> None:
+    with pytest.raises(Exception, match="start another"):
+        llm.llm.collective_rpc("reload_weights")
+    assert llm.llm.apply_model(lambda model: len(list(model.parameters())) > 0) == [True]
+
+    def scale(by: float) -> Any:
+        return lambda model: [parameter.data.mul_(by) for parameter in model.parameters()] and None
+
+    for by in (2.0, 0.5):  # and back: other tests ask the same engine
+        with pytest.raises(Exception, match="apply_model has changed weights"):
+            llm.llm.apply_model(scale(by))
+
+
 def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> None:
     from vllm import SamplingParams
 

@@ -7,7 +7,6 @@ argv, versions, commit, configuration, counts, losses) and ``loss.png``.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import sys
 import time
@@ -20,11 +19,13 @@ from typing import Any
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from comb.backbones.unpublished import public
 from comb.documents.datasets import Counts
+from comb.documents.document import Example
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
-from comb.evaluation.record import environment, write_json
-from comb.evaluation.run import MethodResult, evaluate
+from comb.evaluation.record import environment, read_training, write_training
+from comb.evaluation.run import MethodResult, evaluate, rehearse
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
@@ -37,7 +38,7 @@ from comb_training.models.loading import device_of
 from comb_training.models.lora import unload
 from comb_training.trainer import distributed
 from comb_training.trainer.heldout import heldout_answers
-from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
+from comb_training.trainer.prepare import PreparedRun, check_folders, prepare, tokenized
 from comb_training.trainer.stages import TRAINING_JSON, RunStage, joined, run_stages, starting_point
 from comb_training.trainer.trainer import CombTrainer
 
@@ -100,11 +101,12 @@ def run_training(
     """
     stages = run_stages(config)
     start = starting_point(stages, resume)
+    later = stages[start.stage + 1 :]
     checkpoint, records = start.checkpoint, list(start.records)
     for number in range(start.stage, len(stages)):
         stage = stages[number] if number == 0 else stages[number].after(stages[number - 1])
-        result = _run_stage(stage, checkpoint, progress, prepared)
-        checkpoint = None
+        result = _run_stage(stage, checkpoint, progress, prepared, later)
+        checkpoint, later = None, []
         records.append(result.record)
         if result.terminated:
             break
@@ -121,15 +123,26 @@ def run_training(
 
 
 def _run_stage(
-    stage: RunStage, resume: Path | None, progress: bool, prepared: Callable[[PreparedRun], None] | None
+    stage: RunStage,
+    resume: Path | None,
+    progress: bool,
+    prepared: Callable[[PreparedRun], None] | None,
+    later: Sequence[RunStage],
 ) -> TrainResult:
-    """One training: the whole of a run without stages."""
+    """One training: the whole of a run without stages.
+
+    Args:
+        later: stages whose data is to be read now, so that what is wrong with it is known before anything is trained.
+    """
     config = stage.config
     run = prepare(config, resume=resume)
     run.stage = stage.name
     logger.info("data: %s", run.counts)
+    for other in later:
+        _check_data(run, other)
     if prepared is not None and distributed.is_main():
         prepared(run)
+    heldout = _heldout(run)  # which may be refused, as what is above
     start = time.monotonic()
     examples, teacher = _targets(run, progress)
     answer_seconds = time.monotonic() - start
@@ -138,7 +151,7 @@ def _run_stage(
         config.train,
         examples,
         run.tokenizer,
-        **_heldout(run),
+        **heldout,
         settings=config.to_dict(),
         use_cpu=device_of(config).type == "cpu",
         progress=progress,
@@ -198,14 +211,14 @@ def _run_stage(
 
 def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     """training.json, the plot of its losses, and the card, which tells what it says."""
-    write_json(folder / TRAINING_JSON, record)
+    write_training(folder, record)
     scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"], "KL closed": record["heldout_closed"]}
     train = config.train
     try:
         plot_training(
             record["losses"], folder / LOSS_PLOT, heldout=_objective(train, record), scores=scores,
             loss=OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
-            title=f"{config.model.backbone}: {config.data.label}",
+            title=public(f"{config.model.backbone}: {config.data.label}", here=True),
             stages=[(stage["name"], stage["first_step"]) for stage in record.get("stages", ())],
         )  # fmt: skip
     except ImportError:
@@ -232,6 +245,22 @@ def _first_and_last(history: Sequence[dict[str, Any]], examples: int) -> dict[st
     return {"examples": examples, "start": records[0], "end": records[-1]} if records else {}
 
 
+def _check_data(run: PreparedRun, stage: RunStage) -> None:
+    """Raises ValueError for a stage whose data can't be read, or leaves nothing to train on."""
+    config = stage.config
+    check_folders(config.train)
+    sides = [("train", config.data.limit), *([("heldout", config.eval.limit)] if config.eval.limit else [])]
+    for split, limit in sides:
+        try:
+            examples, counts = tokenized(
+                config, prompt_builder(config.data, run.tokenizer), run.model, split=split, limit=limit
+            )
+        except ValueError as error:
+            raise ValueError(f"train.stages, {stage.name}: {error}") from error
+        if not examples:
+            raise ValueError(f"train.stages, {stage.name}: no {split} example is left: {counts}")
+
+
 def _heldout(run: PreparedRun) -> dict[str, Any]:
     """What `CombTrainer` takes for its evaluations: held-out examples, and what answers some of them."""
     config = run.config
@@ -240,46 +269,70 @@ def _heldout(run: PreparedRun) -> dict[str, Any]:
     examples, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
     logger.info("held-out data: %s", counts)
     if not examples:
-        logger.warning("nothing is measured on held-out data, as none is left: %s", counts)
-        return {}
+        raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
     if not config.train.eval_answers or config.train.eval_steps is None:
         return {"heldout": examples}
     asked, _ = read_examples(
         config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers
     )
     model = training_method(config.train.method).answering(run.model)
+    _rehearse(model, run, config, asked, [config.train.method])
     return {"heldout": examples, "answer": partial(heldout_answers, model, run.tokenizer, asked, config)}
 
 
-def evaluate_heldout(
-    model: Any, tokenizer: Any, config: Config, *, split: str = "heldout", progress: bool = True
-) -> tuple[list[MethodResult], Counts]:
-    """Compares `config.eval.methods` on one side of the configured data; the results and what happened to the rows."""
+def _rehearse(
+    model: Any, run: PreparedRun, config: Config, examples: Sequence[Example], methods: Sequence[str]
+) -> None:
+    if config.train.deepspeed is not None:  # which may have the weights in parts
+        return
+    run.model.eval()
+    builder, longest = prompt_builder(config.data, run.tokenizer), config.eval.max_new_tokens
+    rehearse((model, run.tokenizer), examples, methods, max_new_tokens=longest, builder=builder)
+
+
+Questions = tuple[list[Example], Counts]
+"""Examples that methods are compared on, and what happened to the rows."""
+
+
+def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str = "heldout") -> Questions:
+    """One side of the configured data, as `evaluate_heldout` asks it."""
     builder = prompt_builder(config.data, tokenizer)
     longest = getattr(model, "max_document_tokens", None) or sys.maxsize
-    examples, counts = read_examples(config.data, builder, longest, split=split, limit=config.eval.limit)
-    results = evaluate(
+    return read_examples(config.data, builder, longest, split=split, limit=config.eval.limit)
+
+
+def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
+    """The questions of the evaluation that stands behind a run; what it would refuse is refused here.
+
+    Raises:
+        ValueError: as `evaluate_heldout` does.
+    """
+    model = training_method(config.train.method).answering(run.model)
+    questions = evaluation_questions(model, run.tokenizer, config)
+    _rehearse(model, run, config, questions[0], config.eval.methods)
+    return questions
+
+
+def evaluate_heldout(
+    model: Any, tokenizer: Any, config: Config, questions: Questions, *, progress: bool = True
+) -> list[MethodResult]:
+    """Compares `config.eval.methods` on `evaluation_questions`."""
+    return evaluate(
         (model, tokenizer),
-        examples,
+        questions[0],
         config.eval.methods,
         max_new_tokens=config.eval.max_new_tokens,
         batch_size=config.eval.batch_size,
         timing_examples=config.eval.timing_examples,
-        builder=builder,
+        builder=prompt_builder(config.data, tokenizer),
         progress=progress,
     )
-    return results, counts
 
 
 def trained_config(folder: str | Path) -> Config | None:
     """The configuration an adapter was trained with, from its training.json; None if there is none."""
-    path = Path(folder) / TRAINING_JSON
-    if not path.is_file():
-        return None
-    try:
-        return config_from_dict(json.loads(path.read_text(encoding="utf-8"))["config"], str(path))
-    except (KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): name the dataset on the command line") from error
+    record = read_training(folder)
+    return None if record is None else config_from_dict(record["config"], str(Path(folder) / TRAINING_JSON))
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

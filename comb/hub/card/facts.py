@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
+from comb.backbones.unpublished import public
 from comb.documents.datasets import hub_id
 from comb.hub.redaction import known_secrets, redact_json
 
@@ -80,7 +81,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is damaged ({error}): remove it, or write it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} should be a JSON object, it is a {type(content).__name__}")
-    return content
+    argv = content.pop("argv", None)  # whose program is told by its folder
+    return public(content) | ({} if argv is None else {"argv": argv})
 
 
 def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
@@ -97,7 +99,10 @@ def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
 
 def _command(record: Mapping[str, Any]) -> str:
     program, *arguments = map(str, record.get("argv") or ["?"])
+    arguments = public(arguments)
     path = Path(program)
-    # sys.argv[0] of `python -m package.module` is the module's file
+    if program.startswith("python -m "):
+        return " ".join([program, *map(shlex.quote, arguments)])
+    # records of before have sys.argv[0], which of `python -m package.module` is the module's file
     program = f"python -m {path.parent.name}.{path.stem}" if path.suffix == ".py" else shlex.quote(path.name)
     return " ".join([program, *map(shlex.quote, arguments)])

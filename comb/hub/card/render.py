@@ -9,7 +9,9 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 
+from comb.backbones.fingerprint import fingerprint_name
 from comb.backbones.loading import backbone_beside, backbones, is_hub_id, resolve_name
+from comb.backbones.unpublished import public
 from comb.hub.card.facts import eval_results, read_evaluations, read_training
 from comb.hub.card.parts import BEGIN, END, LICENCE, TAGS, Card, parse_card, with_own
 from comb.hub.errors import HUB_ERRORS, reason
@@ -33,7 +35,7 @@ def render(
         ValueError: if a record in `folder` is damaged.
     """
     training, evaluations = read_training(folder), read_evaluations(folder)
-    backbone = config.backbone_name_or_path
+    backbone = config.backbone_name
     dtype, linked = str(weights[0]).removeprefix("torch."), is_hub_id(backbone)
     results, title = eval_results(evaluations), repo.split("/")[-1]
     datasets = dict.fromkeys(found for _, found in (training["datasets"] if training else ()) if found is not None)
@@ -48,6 +50,7 @@ def render(
         ),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
         begin=BEGIN, end=f"{END} -->", title=title, repo=repo, backbone=backbone, linked=linked,
+        fingerprint=None if linked or backbone in backbones else fingerprint_name(config.backbone_fingerprint),
         bundled=backbone in backbones, revision=config.backbone_revision, licence_why=why,
         model_type=config.get_text_config().model_type, method=config.method, config=config, dtype=dtype,
         parameters=weights[1], bytes_per_value={"float64": 8, "float32": 4}.get(dtype, 2),
@@ -60,8 +63,8 @@ def render(
 
 def _licence(config: Any, folder: Path, person: Card | None, api: HfApi | None) -> tuple[dict[str, Any], str]:
     """The header's values for it, and where they are from: the card's own if it was for this backbone, or that's."""
-    backbone, header = config.backbone_name_or_path, {} if person is None else person.header
-    found, why = inherited_licence(backbone, config.backbone_revision, folder, api=api)
+    backbone, header = config.backbone_name, {} if person is None else person.header
+    found, why = inherited_licence(config.backbone_name_or_path, config.backbone_revision, folder, api=api)
     stated = {key: header[key] for key in LICENCE if key in header}
     if "license" in stated and stated != found and header.get("base_model", backbone) in (backbone, None):
         return stated, "as this card states"
@@ -72,25 +75,24 @@ def inherited_licence(
     backbone: str, revision: str | None, folder: Path, *, api: HfApi | None = None
 ) -> tuple[dict[str, Any], str]:
     """What the card of `backbone` states, empty if that isn't known; and where it is from, or why it isn't known."""
+    name = public(backbone)
     try:
         if backbone in backbones and callable(backbones.get(backbone)):  # nothing is fetched for a card
-            return {}, f"the card of {backbone} was not looked up"
+            return {}, f"the card of {name} was not looked up"
         place = Path(resolve_name(backbone_beside(backbone, folder))) if backbone else Path("?")
         card = place / "README.md"
         if not place.is_dir():
             if not is_hub_id(backbone):
-                return {}, f"there is no backbone {backbone!r} to read it from"
+                return {}, f"there is no backbone {name!r} to read it from"
             card = Path(
                 (api or HfApi()).hf_hub_download(backbone, card.name, revision=revision, local_files_only=not api)
             )
         header = parse_card(card.read_text(encoding="utf-8"), str(card)).header
     except HFValidationError:  # looks like an id, and is none: a folder that isn't there any more
-        return {}, f"there is no backbone {backbone!r} to read it from"
+        return {}, f"there is no backbone {name!r} to read it from"
     except HUB_ERRORS as error:
-        return {}, f"the card of {backbone} {f'could not be read ({reason(error)})' if api else 'was not looked up'}"
+        return {}, f"the card of {name} {f'could not be read ({reason(error)})' if api else 'was not looked up'}"
     except ValueError:
-        return {}, f"the card of {backbone} has a header that can't be read"
+        return {}, f"the card of {name} has a header that can't be read"
     found = {key: header[key] for key in LICENCE if isinstance(header.get(key), str | list)}
-    return (
-        (found, f"from the card of {backbone}") if "license" in found else ({}, f"the card of {backbone} states none")
-    )
+    return (found, f"from the card of {name}") if "license" in found else ({}, f"the card of {name} states none")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from comb import CombForCausalLM
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import backbone_beside, load_config, resolve_name
 from comb.bench.work import random_model
 from comb.model.config import CombConfig
 from comb_serving.bench.options import ServeBenchOptions
@@ -38,7 +38,7 @@ def models_of(options: ServeBenchOptions, folder: Path) -> Models:
     """
     if options.checkpoint is not None:
         place = resolve_name(options.checkpoint)
-        backbone = options.backbone or CombConfig.from_pretrained(place).backbone_name_or_path
+        backbone = options.backbone or backbone_beside(load_config(place, CombConfig).backbone_name_or_path, place)
         return Models(resolve_name(backbone), place, options.checkpoint)
     if not 1 <= options.encoder_layers <= options.layers:
         raise ValueError(f"an encoder has 1 to {options.layers} layers, as its backbone, not {options.encoder_layers}")

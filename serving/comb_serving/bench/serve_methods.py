@@ -19,9 +19,9 @@ from statistics import mean
 from typing import Annotated, Any
 
 import typer
-from transformers import AutoTokenizer
 
 from comb.backbones.loading import resolve_name
+from comb.backbones.tokenizer import load_tokenizer
 from comb.bench.harness import BenchmarkReport, Row, benchmark
 from comb.documents.document import Document
 from comb.evaluation.plot import Bars, Panel
@@ -120,7 +120,7 @@ def serve_methods(options: ServeMethodsOptions, report: BenchmarkReport) -> None
     if unknown := sorted(set(workloads) - set(WORKLOADS)):
         raise ValueError(f"--workloads: {unknown[0]!r} is none of {', '.join(WORKLOADS)}")
     place = resolve_name(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(place)
+    tokenizer = load_tokenizer(place)
     workload = Workload(options, lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
     served, more = [place, "--method", methods[0]], ["--enable-prompt-tokens-details", "--dtype", options.dtype]
     report.heading = f"{options.model}, {options.dtype}: {options.documents} documents of {options.document_tokens}"

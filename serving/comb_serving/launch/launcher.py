@@ -34,14 +34,16 @@ logger = logging.getLogger(__name__)
 MIDDLEWARE = "comb_serving.api.middleware.CombMiddleware"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 PLUGIN = "comb"  # its name among vLLM's plug-ins, for who lists the allowed ones
-END_SECONDS, LEFTOVER_SECONDS = 60.0, 3.0
+END_SECONDS, LEFTOVER_SECONDS = 4.0, 3.0  # the first from when no request is open any more
 
 # what would make two managers of one pool, or prompts that the front doesn't build
 _REFUSED = {
     "model": "the checkpoint comes first: comb serve CHECKPOINT",
     "config": "give its options on the command line",
     "chat-template": "the front renders with the checkpoint's template: save it with the tokenizer",
+    "chat-template-content-format": "the front finds it in the template",
     "default-chat-template-kwargs": "send chat_template_kwargs with requests",
+    "exclude-tools-when-tool-choice-none": "leave tools out of such requests",
     "headless": "all processes must run on this machine",
 }
 # what linking in a plain model needs itself
@@ -169,7 +171,7 @@ def launch(
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
         process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
         try:
-            with _forwarding(process):
+            with _forwarding(process, options.drain_seconds + END_SECONDS):
                 watcher = threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True)
                 watcher.start()
                 return process.wait()
@@ -217,13 +219,17 @@ def end_with_parent() -> None:
 
 
 @contextmanager
-def _forwarding(process: subprocess.Popen[bytes]) -> Any:
-    def forward(number: int, _: object) -> None:
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
-        # a server that doesn't end by itself is ended
-        timer = threading.Timer(END_SECONDS, _end, [process])
-        timer.daemon = True
+def _forwarding(process: subprocess.Popen[bytes], seconds: float) -> Any:
+    """Tells the server of a signal; if it isn't gone `seconds` later, or at a second signal, it is ended."""
+    told = False
+
+    def forward(*_: object) -> None:
+        nonlocal told
+        if not told:
+            process.terminate()
+        # in a thread: the one that handles signals is in the middle of waiting for the process
+        timer = threading.Timer(0 if told else seconds, _end, [process])
+        timer.daemon = told = True
         timer.start()
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

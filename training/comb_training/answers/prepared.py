@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import load_model, resolve_name
+from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import Document, PromptBuilder
 from comb.evaluation.metrics import Scores, score
@@ -171,8 +170,8 @@ def _own(run: PreparedRun) -> _Asked:
 
 def _teacher(run: PreparedRun, name: str) -> _Asked:
     """Another model, with the same questions and documents as its own tokenizer and template write them."""
-    model = AutoModelForCausalLM.from_pretrained(resolve_name(name), dtype=run.model.backbone.dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(resolve_name(name))
+    model = load_model(name, dtype=run.model.backbone.dtype).eval()
+    tokenizer = load_tokenizer(name, model)
     data = run.config.data
     source, _ = read_examples(data, run.builder, run.model.max_document_tokens, split="train", limit=data.limit)
     # by number, so that what the student's side has dropped is left out here, too

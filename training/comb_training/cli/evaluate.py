@@ -15,6 +15,7 @@ from rich.markup import escape
 
 if TYPE_CHECKING:
     from comb_training.config import Config
+    from comb_training.train import Questions
 
 console = Console()
 
@@ -36,6 +37,8 @@ def evaluate(
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb.backbones.tokenizer import load_tokenizer
+    from comb.evaluation.record import check_writable
+    from comb.hub.push import read_card
     from comb.methods import split_specs
     from comb_training.config import Config, override
     from comb_training.models.loading import load_checkpoint
@@ -66,6 +69,14 @@ def evaluate(
     if limit is not None:
         given.append(f"eval.limit={limit}")
     settings = override(settings, given)
+    if not settings.eval.methods:
+        raise ValueError("eval.methods is empty: name at least one method to compare, for example full")
+    check_methods(settings)
+    if out is not None:
+        if out.suffix == ".png":
+            raise ValueError(f"--out {out}: results are JSON, and their plot goes to {out}; name a .json file")
+        check_writable(out.parent, out.name, out.with_suffix(".png").name)
+        read_card(out.parent)  # of an adapter, whose card will show the results
     model = load_checkpoint(checkpoint, settings)
     show_evaluation(model, load_tokenizer(checkpoint, model), settings, out, split=split)
 
@@ -89,16 +100,38 @@ def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None)
     return config_from_dict({**content, "data": other_rows(content["data"], named, path)}), False
 
 
-def show_evaluation(model: Any, tokenizer: Any, settings: Config, out: Path | None, *, split: str = "heldout") -> None:
-    """Evaluates, prints the table, and writes JSON and a plot."""
+def check_methods(settings: Config) -> None:
+    """Raises ValueError for a method to compare that there isn't."""
+    from comb import methods
+    from comb.evaluation.run import NO_DOCUMENTS
+
+    for method in {*settings.eval.methods} - {NO_DOCUMENTS}:
+        methods.parse(method.partition("@")[0])
+
+
+def show_evaluation(
+    model: Any,
+    tokenizer: Any,
+    settings: Config,
+    out: Path | None,
+    *,
+    split: str = "heldout",
+    questions: Questions | None = None,
+) -> None:
+    """Evaluates, prints the table, and writes JSON and a plot.
+
+    Args:
+        questions: where they were read before.
+    """
     from comb.evaluation.plot import plot_results
     from comb.evaluation.record import write_results
     from comb.evaluation.table import result_table
     from comb.hub.push import refresh_card
-    from comb_training.train import evaluate_heldout
+    from comb_training.train import evaluate_heldout, evaluation_questions
 
-    results, counts = evaluate_heldout(model, tokenizer, settings, split=split)
-    console.print(f"{split} data: {counts}")
+    examples, counts = questions or evaluation_questions(model, tokenizer, settings, split)
+    results = evaluate_heldout(model, tokenizer, settings, examples)
+    console.print(escape(f"{split} data: {counts}"))
     console.print(result_table(results, f"{settings.data.label}, {split}"))
     if out is None:
         return

@@ -11,10 +11,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from comb_training.cli.evaluate import show_evaluation
+from comb_training.cli.evaluate import check_methods, show_evaluation
 
 if TYPE_CHECKING:
     from comb_training.plan import Plan
+    from comb_training.train import Questions
     from comb_training.trainer.prepare import PreparedRun
 
 console = Console()
@@ -37,16 +38,15 @@ def train(
     evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
 ) -> None:
     """Fine-tune an encoder for a frozen backbone."""
-    from comb import methods
-    from comb.evaluation.run import NO_DOCUMENTS
     from comb_training.config import load_config
     from comb_training.models.loading import load_checkpoint
-    from comb_training.train import run_training
+    from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
 
     settings = load_config(config, overrides or [])
-    for method in {*settings.eval.methods} - {NO_DOCUMENTS} if evaluation else ():
-        methods.parse(method.partition("@")[0])  # an unknown one is an error now, not when the training is done
+    evaluation = evaluation and settings.eval.limit > 0 and bool(settings.eval.methods)
+    if evaluation:
+        check_methods(settings)
     if dry_run:
         from comb_training.plan import plan
         from comb_training.trainer.stages import run_stages
@@ -54,8 +54,15 @@ def train(
         for stage in run_stages(settings):
             _show_plan(plan(stage.config), stage.name)
         return
+    questions: list[Questions] = []
+
+    def prepared(run: PreparedRun) -> None:
+        _show_data(run)
+        if evaluation and not questions:  # what can't be evaluated is an error now, not when the training is done
+            questions.append(rehearse_evaluation(run, settings))
+
     try:
-        result = run_training(settings, resume=resume, prepared=_show_data)
+        result = run_training(settings, resume=resume, prepared=prepared)
     except KeyboardInterrupt:
         console.print("stopped: what isn't in a checkpoint-N is lost, but for the backbone's answers")
         raise typer.Exit(_status("SIGINT")) from None
@@ -83,11 +90,13 @@ def train(
         )
         raise typer.Exit(_status(result.terminated))
     console.print(f"adapter: {escape(str(result.output_dir))}")
-    if evaluation and settings.eval.limit > 0:
-        model = result.model
-        if model is None:  # it was sharded; what was written is whole
-            model = load_checkpoint(str(result.output_dir), settings)
-        show_evaluation(model, result.tokenizer, settings, result.output_dir / "results.json")
+    if not evaluation:
+        console.print("no evaluation: --no-eval, or eval.methods or eval.limit leaves none")
+        return
+    model = result.model
+    if model is None:  # it was sharded; what was written is whole
+        model = load_checkpoint(str(result.output_dir), settings)
+    show_evaluation(model, result.tokenizer, settings, result.output_dir / "results.json", questions=questions[0])
 
 
 def _status(signal_name: str) -> int:

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from comb.backbones.discovery import decoder_layers
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import load_model
 from comb.linking.blocks import block_mask
 from comb.linking.masks import Masks, for_attention
 from comb.linking.positions import UnmovableError
@@ -101,9 +100,7 @@ class BlockTraining(RowTraining):
 
     def load(self, config: Config) -> BlockAttentionModel:
         """The configured backbone, all of it trainable, or with LoRA on its layers."""
-        backbone: Any = AutoModelForCausalLM.from_pretrained(
-            resolve_name(config.model.backbone), dtype=dtype_of(config.model.dtype), **config.model.options
-        )
+        backbone: Any = load_model(config.model.backbone, dtype=dtype_of(config.model.dtype), **config.model.options)
         model = BlockAttentionModel(backbone.to(device_of(config)))
         train = config.train
         if train.lora_rank is not None:

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from comb.backbones.loading import resolve_name
 from comb.backbones.primer import primer_ids
+from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
 from comb_training.models.adapter import AdapterTraining, trained_options
@@ -23,7 +21,7 @@ from comb_training.models.rows import RowTraining
 
 def starting_tokens(backbone: str, count: int | None) -> list[int]:
     """What fresh link tokens start as: the passage that ``primed`` compiles behind, or its last `count` tokens."""
-    passage = primer_ids(True, AutoTokenizer.from_pretrained(resolve_name(backbone)))
+    passage = primer_ids(True, load_tokenizer(backbone))
     return passage if count is None else list(islice(cycle(reversed(passage)), count))[::-1]
 
 

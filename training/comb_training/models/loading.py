@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from comb.backbones.loading import resolve_name
+from comb.backbones.loading import load_model
 from comb_training.config import Config
 
 
 def load_checkpoint(name_or_path: str, config: Config) -> Any:
     """An adapter with its backbone, or a plain backbone, on the configured device."""
     set_threads(config)
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve_name(name_or_path), dtype=dtype_of(config.model.dtype))
+    model: Any = load_model(name_or_path, dtype=dtype_of(config.model.dtype))
     return model.to(device_of(config)).eval()
 
 

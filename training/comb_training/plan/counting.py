@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from comb.backbones.loading import HUB_ARGUMENTS, resolve_name
+from comb.backbones.loading import HUB_ARGUMENTS, load_config
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
@@ -82,7 +82,7 @@ def meta_model(config: Config) -> tuple[CombForCausalLM, str | None]:
     settings: CombConfig | None = None
     note: str | None = None
     if config.model.init_from is not None:
-        settings = CombConfig.from_pretrained(resolve_name(config.model.init_from))
+        settings = load_config(config.model.init_from, CombConfig)
         backbone_config: Any = settings.backbone_config
     else:
         backbone_config, note = find_backbone_config(config)
@@ -118,7 +118,7 @@ def find_backbone_config(config: Config) -> tuple[Any, str | None]:
     options = {name: value for name, value in config.model.options.items() if name in known}
     name = config.model.backbone
     try:
-        return AutoConfig.from_pretrained(resolve_name(name), **options), None
+        return load_config(name, **options), None
     except OSError as error:
         path = ARCHITECTURES / f"{name.replace('/', '--')}.json"
         if not path.is_file():

@@ -154,4 +154,7 @@ class RunLog:
         """Ends the bar and the trackers."""
         self._bar.close()
         for tracker in self.accelerator.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:  # each tracker has its own; what was trained is still to be written
+                logger.warning("train.report_to: %s could not be ended (%s)", tracker.name, error)

@@ -6,7 +6,6 @@ adapter of the one before. A run without `train.stages` is one stage.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from comb.evaluation.record import read_training
 from comb_training.config import Config, config_from_dict
 from comb_training.models import training_method
 from comb_training.models.loading import shaping_options
@@ -150,13 +150,13 @@ def starting_point(stages: Sequence[RunStage], resume: str | Path | None) -> Sta
 
 def _record(stage: RunStage) -> dict[str, Any]:
     """What a finished stage has left. Raises ValueError if it isn't finished."""
-    path = stage.folder / TRAINING_JSON
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"stage {stage.name} is not finished: {path} can't be read ({error}); use --resume auto"
-        ) from error
+        record = read_training(stage.folder)
+    except ValueError as error:
+        raise ValueError(f"stage {stage.name} is not finished: {error}; use --resume auto") from error
+    if record is None:
+        path = stage.folder / TRAINING_JSON
+        raise ValueError(f"stage {stage.name} is not finished: there is no {path}; use --resume auto")
     changed = changed_keys(stage.config.to_dict(), record["config"], "data", "train")
     if changed:
         logger.warning(

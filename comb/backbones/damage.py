@@ -1,0 +1,167 @@
+"""What is wrong with a checkpoint that couldn't be loaded: the file, what is the matter with it, and what to do.
+
+The libraries that read checkpoints say neither which file it was nor, often, what is wrong ("header too large" is what
+a git-lfs pointer gives), so the files are looked at once loading has failed.
+"""
+
+from __future__ import annotations
+
+import dis
+import fnmatch
+import json
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
+from tokenizers import Tokenizer, __version__
+
+OWN = ("comb", "comb_training", "comb_serving")
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model", "tekken.json",
+)  # fmt: skip
+_AGAIN = "download or copy it again"
+
+
+@contextmanager
+def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
+    """Turns what loading from `place` raises into one line with the file and the remedy; comb's own errors stay.
+
+    Args:
+        tokenizer: its tokenizer is loaded, and not its model.
+
+    Raises:
+        ImportError: a package that it needs is missing.
+        ValueError, OSError: all else.
+    """
+    try:
+        yield
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        # out of memory on a GPU says nothing of files; nor does an option that nobody knows
+        known = type(error).__name__ == "OutOfMemoryError" or "unexpected keyword argument" in str(error)
+        if known or raised_by_us(error):
+            raise
+        raise _explanation(error, str(place), tokenizer) from error
+
+
+def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
+    message = " ".join(str(error).split())
+    what = f"the tokenizer of {place}" if tokenizer else place
+    if isinstance(error, ImportError):
+        install = "" if "install" in message or not error.name else f": pip install {error.name}"
+        return ImportError(f"{what} can't be loaded, a package is missing: {message}{install}")
+    if Path(place).is_file():
+        why = f"({type(error).__name__}: {message}): it is damaged or cut off, or of a kind that isn't known"
+        return OSError(_damage(Path(place)) or f"{place} can't be read as a model {why}; {_AGAIN}")
+    folder = local_folder(place)
+    found = None if folder is None else damage_in(folder, tokenizer=tokenizer)
+    if found is not None:
+        return OSError(found)
+    if folder is None and isinstance(error, OSError):
+        return OSError(f"no model {place!r}: there is no such folder, and as a Hub id it can't be read: {message}")
+    kind = ValueError if isinstance(error, ValueError) else OSError
+    return kind(f"{what} can't be loaded ({type(error).__name__}: {message})")
+
+
+def local_folder(place: str | Path) -> Path | None:
+    """A checkpoint's folder: itself, or what the Hub's cache has of it."""
+    if Path(place).is_dir():
+        return Path(place)
+    try:
+        cached = try_to_load_from_cache(str(place), "config.json")
+    except ValueError:  # no name that the Hub takes
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
+
+
+def damage_in(folder: Path, *, tokenizer: bool = False) -> str | None:
+    """The first file of a checkpoint that can't be right, why, and what to do; None if each looks well.
+
+    Only headers of weights are read.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    chosen = [path for path in files if path.name == "config.json" or is_tokenizer_file(path.name) == tokenizer]
+    return next((found for path in chosen if (found := _damage(path)) is not None), None)
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        return f"{path} can't be read ({error.strerror}): see who may read it (ls -l)"
+    if head.startswith(b"version https://git-lfs"):
+        return f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in {path.parent}"
+    if not head:
+        return f"{path} is empty: {_AGAIN}"
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt"):
+                return None
+        except Exception as error:  # safetensors' own class is no OSError or ValueError
+            return f"{path} is damaged or cut off, it is no safetensors file ({error}): {_AGAIN}"
+    if head.startswith(b"PK") and not zipfile.is_zipfile(path):  # torch.save's format
+        return f"{path} is damaged or cut off: {_AGAIN}"
+    return _damage_in_json(path) if path.suffix == ".json" else None
+
+
+def _damage_in_json(path: Path) -> str | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"{path} is damaged or cut off, it is not JSON ({error}): {_AGAIN}"
+    if path.name == "tokenizer.json":
+        try:
+            Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises nothing more special
+            return (
+                f"{path} can't be read by tokenizers {__version__} ({error}): it is damaged, or of a newer version: "
+                f"{_AGAIN}, or pip install -U tokenizers transformers"
+            )
+    if path.name == "config.json":
+        if not isinstance(content, dict):
+            return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
+        if "model_type" not in content:
+            return f"{path} has no model_type, so it is no model's: {_AGAIN}"
+    if path.name.endswith(".index.json"):
+        shards = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(shards, dict):
+            return f"{path} has no weight_map: {_AGAIN}"
+        gone = sorted(name for name in {*map(str, shards.values())} if not (path.parent / name).is_file())
+        if gone:
+            return f"{path} names {len(gone)} files that aren't in {path.parent}, among them {gone[0]}: {_AGAIN}"
+    return None
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether a ``raise`` in comb's own code made it, with words for a person, and not a slip in a line of it."""
+    if isinstance(error, AssertionError | NotImplementedError):
+        return False
+    *_, last = [None, *frames(error)]
+    if last is None or not in_comb(last):
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def in_comb(frame: TracebackType) -> bool:
+    """Whether a frame is of comb's own code."""
+    return str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in OWN
+
+
+def frames(error: BaseException) -> Iterator[TracebackType]:
+    """Where an exception passed through, the innermost last."""
+    frame = error.__traceback__
+    while frame is not None:
+        yield frame
+        frame = frame.tb_next

@@ -1,0 +1,69 @@
+"""Whether a model that was loaded has all of its weights, and its checkpoint no others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) -> None:
+    """Whether all weights of a model were in its checkpoint, and none that belong to another one.
+
+    Weights of parts that the model doesn't have at all (the vision tower of a model that is used for text) are left
+    out with a warning. Inside of what it has, there is no such thing: a bias that its class doesn't know, or a layer
+    beyond the last one, make another model.
+
+    Args:
+        report: as ``from_pretrained(..., output_loading_info=True)`` returns it.
+
+    Raises:
+        ValueError: naming them.
+    """
+    missing = report["missing_keys"]
+    if missing:
+        raise ValueError(f"{place} lacks {_named(missing)}: the checkpoint isn't whole, download or copy it again")
+    if mismatched := report["mismatched_keys"]:
+        shapes = {f"{key} {tuple(ours)} (config.json says {tuple(theirs)})" for key, ours, theirs in mismatched}
+        raise ValueError(f"{place} has other shapes than its config.json says in {_named(shapes)}: they aren't of one "
+                         "model, download or copy them again")  # fmt: skip
+    unexpected = set(report["unexpected_keys"])
+    # a quantised model's scales are its quantiser's to know
+    quantised = getattr(model, "hf_quantizer", None) is not None
+    foreign = set() if quantised else {key for key in unexpected if _is_inside(key, model)}
+    if foreign:
+        raise ValueError(
+            f"{place} has {_named(foreign)} that {type(model).__name__} with this config.json doesn't have: it is "
+            "another model than the configuration says; take config.json and weights from one place"
+        )
+    if unexpected:
+        logger.warning("%s has %s that %s doesn't use", place, _named(unexpected), type(model).__name__)
+
+
+def _named(keys: Iterable[str]) -> str:
+    found = sorted(keys)
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{len(found)} weight{'s' * (len(found) > 1)} ({', '.join(found[:3])}{more})"
+
+
+def _is_inside(key: str, model: nn.Module) -> bool:
+    """Whether a weight stands in a layer of a stack that the model has, in its modules or behind its last layer."""
+    module: Any = model
+    *path, leaf = key.split(".")
+    layers = int(getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
+    inside = False
+    for part in path:
+        if isinstance(module, nn.ModuleList):
+            inside = True
+            if part.isdecimal() and len(module) <= int(part) < len(module) + layers:
+                return False  # they predict further tokens
+        below = getattr(module, part, None) if isinstance(module, nn.Module) else None
+        if not isinstance(below, nn.Module):
+            return inside
+        module = below
+    return module is not model and leaf not in {name for name, _ in module.named_buffers(recurse=False)}
