@@ -159,7 +159,7 @@ def _adapted(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those that peft has put adapters on."""
     kinds = {kind for kind in set(map(type, modules)) if hasattr(kind, "active_adapters")}
     # a transformers model has methods of this name
-    return [module for module in modules if type(module) in kinds and type(module.active_adapters) in (list, tuple)]
+    return [module for module in modules if type(module) in kinds and isinstance(module.active_adapters, list | tuple)]
 
 
 def _adapter(module: Any) -> tuple[Any, ...]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,14 @@ from transformers.cache_utils import DynamicCache
 from comb.backbones.discovery import position_count
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import decoder_of, takes_positions
-from comb.backbones.identity import identity_of
+from comb.backbones.identity import modules_now
+from comb.waits import on_device
 
 Turns = tuple[Tensor, Tensor]
 """Cosines and sines [T, m], multiplied by the embedding's magnitude (YaRN's attention factor)."""
 
 _FEW = (0, 1, 2)
+_found: WeakKeyDictionary[Any, tuple[RotaryEmbedding, ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +39,12 @@ class RotaryEmbedding:
     Args:
         ask: the turns of a pass over tokens at positions [T], in float32 or more.
         limit: positions of a pass up to which their number changes nothing; None where it never does.
+        module: that is asked; None for a formula.
     """
 
     ask: Callable[[Tensor], Turns]
     limit: int | None = None
+    module: nn.Module | None = None
 
     def turns(self, positions: Tensor, length: int) -> Turns:
         """Of tokens at `positions` [T], in a pass that ends at position `length` - 1."""
@@ -57,11 +62,13 @@ class RotaryEmbedding:
 
 
 def rotary_embeddings(model: Any) -> tuple[RotaryEmbedding, ...]:
-    """What the modules return that `model` calls with positions, kept until its weights change.
+    """What the modules return that `model` calls with positions, found by one pass as long as they are its own.
 
     Empty where no module does: attention that has its own table of sines, positions that aren't rotary, none at all.
     """
-    found: tuple[RotaryEmbedding, ...] = identity_of(model).fact("rotary embeddings", lambda: tuple(_returned(model)))
+    found = _found.get(model)
+    if found is None or not {id(each.module) for each in found} <= {id(module) for module in modules_now(model)}:
+        found = _found[model] = tuple(_returned(model))
     return found
 
 
@@ -110,8 +117,9 @@ def drops_cache(model: Any, tokens: int, covered: int) -> bool:
 
 def why_length_dependent(model: Any) -> str:
     """Says so if a model's rotary embedding changes all keys with the length of the prompt; empty if not."""
-    limit = length_limit(model)
-    return "" if limit is None else f"its rotary embedding changes all keys of a prompt beyond {limit} tokens"
+    if (limit := length_limit(model)) is None:
+        return ""
+    return f"its rotary embedding changes all keys with the length of the prompt, beyond {limit} tokens"
 
 
 def tabulated_embeddings(model: Any) -> list[RotaryEmbedding]:
@@ -134,13 +142,13 @@ def _returned(model: Any) -> Iterator[RotaryEmbedding]:
     if not takes_positions(model) or any(parameter.is_meta for parameter in model.parameters()):
         return
     where = torch.tensor([_FEW], device=model.get_input_embeddings().weight.device)
-    calls: list[tuple[nn.Module, list[Any], dict[str, Any]]] = []
+    calls: list[_Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         turns = _pair(output, where.shape[1])
         if turns is not None and _turn(*turns) and any(_is(where, each) for each in (*args, *kwargs.values())):
             like = {name: _like(each, where) for name, each in kwargs.items()}
-            calls.append((module, [_like(each, where) for each in args], like))
+            calls.append(_Call(module, tuple(_like(each, where) for each in args), like))
 
     with exclusive(model):
         handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
@@ -152,7 +160,7 @@ def _returned(model: Any) -> Iterator[RotaryEmbedding]:
         longest = position_count(model.config.get_text_config(decoder=True)) or 2**17
         distinct: list[tuple[int | None, Turns]] = []
         for call in calls:
-            embedding = _asked(*call, longest)
+            embedding = call.embedding(longest)
             # the same in every layer of some models
             seen = embedding.limit, embedding.turns(torch.tensor(_FEW), (embedding.limit or 2) + 1)
             if not any(seen[0] == limit and _same(seen[1], turns) for limit, turns in distinct):
@@ -160,33 +168,73 @@ def _returned(model: Any) -> Iterator[RotaryEmbedding]:
                 yield embedding
 
 
-def _asked(module: nn.Module, args: list[Any], kwargs: dict[str, Any], longest: int) -> RotaryEmbedding:
-    """The embedding behind a call that was seen."""
+@dataclass(frozen=True)
+class _Positions:
+    """An argument that is the positions of a pass, once or for every axis of an image: [*leading, T]."""
 
-    def call(module: nn.Module, positions: Tensor) -> Turns:
-        device = next((tensor.device for tensor in (*module.buffers(), *module.parameters())), positions.device)
-        positions = positions.to(device, non_blocking=True)
-        given = [make(positions) for make in args], {name: make(positions) for name, make in kwargs.items()}
-        found = _pair(module(*given[0], **given[1]), len(positions))
+    leading: tuple[int, ...]
+
+    def of(self, positions: Tensor) -> Tensor:
+        return positions.expand(*self.leading, len(positions))
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """Hidden states [*leading, T, width], of which a module reads dtype and device."""
+
+    axes: int
+    width: int
+    dtype: torch.dtype
+
+    def of(self, positions: Tensor) -> Tensor:
+        zero = torch.zeros(1, dtype=self.dtype, device=positions.device)
+        return zero.expand(*(1,) * self.axes, len(positions), self.width)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of a module, to be made with other positions.
+
+    Args:
+        each: the channels in which the turns of all pairs are, each once.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    each: slice = field(default_factory=lambda: slice(None))
+
+    def __call__(self, positions: Tensor) -> Turns:
+        tensors = (*self.module.buffers(), *self.module.parameters())
+        positions = on_device(positions, next((tensor.device for tensor in tensors), positions.device))
+
+        def give(value: Any) -> Any:
+            return value.of(positions) if isinstance(value, _Positions | _Hidden) else value
+
+        args, kwargs = map(give, self.args), {name: give(value) for name, value in self.kwargs.items()}
+        found = _pair(self.module(*args, **kwargs), len(positions))
         assert found is not None
-        return found
+        return found[0][:, self.each], found[1][:, self.each]
 
-    cos, sin = call(module, torch.tensor(_FEW))
-    half = cos.shape[-1] // 2
-    # a module gives each pair one angle, or each channel of the pair: by halves (Llama) or by neighbours (Cohere)
-    if torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:]):
-        each = slice(half)
-    elif torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):
-        each = slice(None, None, 2)
-    else:
-        each = slice(None)
-
-    def ask(module: nn.Module, positions: Tensor) -> Turns:
-        cos, sin = call(module, positions)
-        return cos[:, each], sin[:, each]
-
-    # of a copy, since positions that a table doesn't have end a process on a GPU
-    return RotaryEmbedding(partial(ask, module), _limit(partial(ask, copy.deepcopy(module).to("cpu")), 2 * longest))
+    def embedding(self, longest: int) -> RotaryEmbedding:
+        """What the module is, for a model of so many positions."""
+        cos, sin = self(torch.tensor(_FEW))
+        half = cos.shape[-1] // 2
+        # a module gives each pair one angle, or each channel of the pair: by halves (Llama) or by neighbours (Cohere)
+        for first, second in ((slice(half), slice(half, None)), (slice(None, None, 2), slice(1, None, 2))):
+            if torch.equal(cos[:, first], cos[:, second]) and torch.equal(sin[:, first], sin[:, second]):
+                each = first
+                break
+        else:
+            each = slice(None)
+        call = replace(self, each=each)
+        # of a copy, since positions that a table doesn't have end a process on a GPU
+        twin = replace(call, module=copy.deepcopy(self.module).to("cpu"))
+        try:
+            twin(torch.tensor(_FEW))
+        except RuntimeError:  # accelerate's hooks send its arguments to another device
+            twin = call
+        return RotaryEmbedding(call, _limit(twin, 2 * longest), self.module)
 
 
 def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
@@ -252,21 +300,14 @@ def _is(where: Tensor, given: Any) -> bool:
     return fits and bool((given.to(where.device) == where).all())
 
 
-def _like(given: Any, where: Tensor) -> Callable[[Tensor], Any]:
-    """What makes the argument of a pass over other positions [T] of the one that was given at `where` [1, T]."""
-    if not isinstance(given, Tensor):
-        return lambda _: given
-    leading, width = given.shape[:-1], given.shape[-1]
-    if _is(where, given):
-        return lambda positions: positions.expand(*leading, len(positions))
-    if not given.is_floating_point():
-        return lambda _: given
-    # hidden states, of which dtype and device are read; in float32 what is returned isn't rounded to 16 bits
-    dtype = torch.promote_types(given.dtype, torch.float32)
-    axes = max(given.ndim - 2, 0)
-    return lambda positions: torch.zeros(1, dtype=dtype, device=positions.device).expand(
-        *(1,) * axes, len(positions), width
-    )
+def _like(given: Any, where: Tensor) -> Any:
+    """What stands for the argument of a pass over `where` [1, T] in a pass over other positions."""
+    if isinstance(given, Tensor) and _is(where, given):
+        return _Positions(given.shape[:-1])
+    if isinstance(given, Tensor) and given.is_floating_point():
+        # in float32 what is returned isn't rounded to 16 bits
+        return _Hidden(max(given.ndim - 2, 0), given.shape[-1], torch.promote_types(given.dtype, torch.float32))
+    return given
 
 
 def _same(one: Turns, other: Turns) -> bool:

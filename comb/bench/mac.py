@@ -17,7 +17,6 @@ import typer
 from tqdm import tqdm
 
 from comb.bench.harness import BenchmarkReport, benchmark
-from comb.bench.haystack import ExampleHaystack
 from comb.bench.mac_stream import StreamSpec, error_between, make_stream, run_stream
 from comb.bench.options import MaxNewTokens, QuestionOptions, integers
 from comb.documents.document import Example
@@ -28,7 +27,7 @@ from comb.evaluation.table import Column, Row, TextTable, fixed, percent
 from comb.mac import MacConfig
 from comb.mac.accounting import MacReport
 
-TAUS, BANDS, DEPTHS = (0.15, 0.45, 0.75, 0.85, 0.95), (8, 16, 64, 256), (0, 25, 50, 75, 100)
+TAUS, BANDS = (0.15, 0.45, 0.75, 0.85, 0.95), (8, 16, 64, 256)
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
 """A stream whose attention isn't all near the cursor, so that old summaries show."""
 OPTIONS = tuple(
@@ -55,8 +54,6 @@ class MacOptions(QuestionOptions):
         "window=64,band=32,min_length=64,audit_every=4,audit_bound=none"
     )
     questions: Annotated[int, typer.Option(min=1, help="of those read, how many are asked as they are")] = 40
-    lengths: Annotated[str, typer.Option(help="tokens of the needles' haystacks")] = "512,1024"
-    repeats: Annotated[int, typer.Option(min=1, help="haystacks per length and depth")] = 4
     max_new_tokens: MaxNewTokens = 48
 
 
@@ -121,18 +118,9 @@ def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
     if not configs:
         return
     examples, _ = options.read()
-    setting = options.setting()
-    tasks = [(setting, options.dataset, examples[: options.questions])]
-    haystack = ExampleHaystack(examples, setting.builder, setting.query_template)
-    # a case holds the question as it is asked, so templates are not applied again
-    plain = replace(setting, query_template="{query}")
-    for tokens in integers(options.lengths, "--lengths"):
-        cases = [haystack.case(tokens, depth, number) for depth in DEPTHS for number in range(options.repeats)]
-        needles = [Example(case.documents, case.question, case.answer) for case in cases]
-        tasks.append((plain, f"needle {tokens}", needles))
-    for own, task, asked in tasks:
-        for row in measure_quality(own, task, asked, configs, options.max_new_tokens):
-            report.add(row)
+    asked = examples[: options.questions]
+    for row in measure_quality(options.setting(), options.dataset, asked, configs, options.max_new_tokens):
+        report.add(row)
 
 
 def sweep_streams(spec: StreamSpec, config: MacConfig, contexts: Sequence[int]) -> Iterator[Row]:

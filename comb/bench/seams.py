@@ -1,4 +1,4 @@
-"""`comb bench seams-gpu`: attention of recomputed tokens on a GPU in all ways of comb's; new lengths in decoding.
+"""`comb bench kernels --part seams`: attention of recomputed tokens in all ways of comb's; new lengths in decoding.
 
 The mask is transformers' way: keys repeated for each query head. The others are the product's own
 (`comb.linking.recomputed`), each checked against the mask in float32 before any is timed, and what the product would
@@ -22,14 +22,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from comb.backbones.attention_calls import AttentionCall
 from comb.backbones.sdpa import seconds_of_lengths
-from comb.bench.harness import BenchmarkReport, benchmark, or_refused
+from comb.bench.harness import BenchmarkReport, or_refused
 from comb.bench.kernel_cases import BOUNDS, TILE
-from comb.bench.kernels import GpuOptions, seconds_of
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable
 from comb.linking.cache import ScatteredRows
 from comb.linking.recomputed import GroupedAttention, VarlenAttention, chosen
 
+Clock = Callable[[Callable[[], object], torch.device], Timing]
 HEADS, GROUPS, WIDTH = 32, 8, 128
 WAYS = {"grouped": GroupedAttention, "varlen": VarlenAttention}
 _OWN = 0.8  # how much of its own key is in a query: a fifth of the weights go there, of 16,000 keys
@@ -73,22 +73,20 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     return [TextTable("One layer's attention of recomputed tokens", columns, rows)]
 
 
-@benchmark("seams-gpu", tables)
-def seams_gpu(options: GpuOptions, report: BenchmarkReport) -> None:
-    """Attention of recomputed tokens on a GPU in all ways there are; what a new length costs in decoding."""
-    device = torch.device(options.device)
+def measure(device: torch.device, report: BenchmarkReport, seconds_of: Clock, *, tiny: bool) -> None:
+    """A row per case, and what a new length costs in decoding."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cuda":
         report.facts["new_length_s"], report.facts["same_length_s"] = seconds_of_lengths(device)
     report.heading = f"{HEADS} heads over {GROUPS}, width {WIDTH}, {dtype}"
-    for case in _TINY if options.tiny else CASES:
+    for case in _TINY if tiny else CASES:
         row: Row = {"runs": case.runs, "rows": case.runs * case.tokens, "keys": case.keys}
         with or_refused(row), torch.inference_mode():
-            measured(case, dtype, device, row)
+            measured(case, dtype, device, row, seconds_of)
         report.add(row)
 
 
-def measured(case: SeamCase, dtype: torch.dtype, device: torch.device, row: Row) -> None:
+def measured(case: SeamCase, dtype: torch.dtype, device: torch.device, row: Row, seconds_of: Clock) -> None:
     """Fills `row`.
 
     Raises:

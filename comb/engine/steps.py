@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from comb import methods
 from comb.backbones.forward import counted_passes
 from comb.backbones.identity import CHANGED, one_walk
+from comb.backbones.rotary import rotary_embeddings
 from comb.backbones.tokenizer import check_tokenizer
 from comb.cache.picache import PICache
 from comb.cache.store import PICacheRef, PICacheStore
@@ -130,6 +131,7 @@ class AnswerSteps:
         self.catalog = DocumentCatalog(store)
         self._cut = functools.lru_cache(REMEMBERED)(cut_document)
         self._plain = methods.create("full", model)
+        rotary_embeddings(method.backbone)  # which costs a pass that belongs to no question
 
     @property
     def heads(self) -> HeadCache:

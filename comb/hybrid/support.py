@@ -222,7 +222,7 @@ def _linear_layer(
             "can't be told from outside, and it calls no scan that is known"
         )
     family, axis = known
-    turned, rotated_axis = ("still", -2) if seen is None else explain_states(model, number, seen)
+    turned, rotated_axis = (None, -2) if seen is None else explain_states(model, number, seen)
     rotation = numbered(turned, sources)
     if rotation is not None and family == "scalar":
         axis = rotated_axis  # a scalar decay doesn't say where the keys are

@@ -133,14 +133,14 @@ def states_by_position(
     return {number: torch.stack(states, dim=1) for number, states in found.items()}
 
 
-def explain_states(model: Any, number: int, seen: Tensor) -> tuple[tuple[RotaryEmbedding, Rotation] | str, int]:
+def explain_states(model: Any, number: int, seen: Tensor) -> tuple[tuple[RotaryEmbedding, Rotation] | None, int]:
     """How the state of linear layer `number` turns with a token's position, and its axis (-2 or -1).
 
     Args:
         seen: the layer's part of `states_by_position`.
 
     Returns:
-        The embedding and its rotation, "still" where the state doesn't turn.
+        The embedding and its rotation, None where the state doesn't turn.
 
     Raises:
         UnmovableError: when no rotation explains how the state changes with the position.
@@ -151,7 +151,7 @@ def explain_states(model: Any, number: int, seen: Tensor) -> tuple[tuple[RotaryE
         flat = channels_last.reshape(*seen.shape[:2], -1, channels_last.shape[-1])
         found = probe.explain(flat, probe.passes[:1])
         if found is not None:
-            return found, axis
+            return (None if isinstance(found, str) else found), axis
     raise UnmovableError(
         f"the state of linear layer {number} changes with the position in a way that no rotary embedding explains, so "
         "a compiled document can't be moved to another place"

@@ -57,13 +57,20 @@ class PositionMap:
             compiled: below `limit`.
             length: of the whole prompt, for embeddings that depend on it.
         """
-        compiled, linked = on_device(compiled, device), on_device(linked, device)
-        return Rerotation.between((source.turns(compiled, 1), source.turns(linked, length)) for source in self.sources)
+        count, both = len(compiled), on_device(torch.cat([compiled, linked]), device)
+        turns = []
+        for source in self.sources:
+            if source.limit is None:
+                cos, sin = source.ask(both)
+                turns.append(((cos[:count], sin[:count]), (cos[count:], sin[count:])))
+            else:
+                turns.append((source.turns(both[:count], 1), source.turns(both[count:], length)))
+        return Rerotation.between(turns)
 
 
 @dataclass(frozen=True)
 class Rerotation:
-    """Per rotary embedding, cosines and sines [T, m] in float32."""
+    """Per rotary embedding, cosines and sines [T, m] in float32 or more."""
 
     factors: tuple[tuple[Tensor, Tensor], ...]
 
@@ -75,11 +82,9 @@ class Rerotation:
         """
         factors = []
         for (cos, sin), (new_cos, new_sin) in turns:
-            cos, sin, new_cos, new_sin = (part.double() for part in (cos, sin, new_cos, new_sin))
+            # not fused: what stays in its place is turned by nothing, to the last bit
             size = cos * cos + sin * sin
-            factors.append((
-                ((cos * new_cos + sin * new_sin) / size).float(), ((cos * new_sin - sin * new_cos) / size).float(),
-            ))  # fmt: skip
+            factors.append(((cos * new_cos + sin * new_sin) / size, (cos * new_sin - sin * new_cos) / size))
         return cls(tuple(factors))
 
     def apply(self, tensor: Tensor, rotation: Rotation | None) -> Tensor:

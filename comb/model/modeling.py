@@ -431,21 +431,18 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
 
     @property
     def fingerprint(self) -> str:
-        """Names what PICaches depend on: the backbone's embedding, and the whole encoder. Found anew when `identity_of`
-        notices a change, and after training mode was entered."""
+        """Names what PICaches depend on: the backbone's embedding, and the whole encoder."""
         if self._kept_fingerprint is not None:
             return self._kept_fingerprint
-        layers = weights_fingerprint(self.backbone) if self.encoder.config.shared_layers else ""
-        # table and layers aren't parts of the encoder
-        name = "fingerprint of PICaches", identity_of(self.get_input_embeddings()).number, layers
-        return str(identity_of(self.encoder).fact(name, lambda: self._digest(layers)))
+        return str(identity_of(self).fact("fingerprint of PICaches", self._digest))
 
     def keep_fingerprint(self) -> None:
         """For a model that will only encode, with weights that encoding doesn't need taken away: it stays who it is."""
         self._kept_fingerprint = self.fingerprint
 
-    def _digest(self, layers: str) -> str:
+    def _digest(self) -> str:
         config: Any = self.encoder.config
+        layers = weights_fingerprint(self.backbone) if config.shared_layers else ""
         shape = {field.name: getattr(config, field.name) for field in fields(CombEncoderConfig)
                  if field.name in CombEncoderConfig.__annotations__}  # fmt: skip
         for name, value in CONFIGURED_LATER.items():

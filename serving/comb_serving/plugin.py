@@ -113,7 +113,7 @@ def serve(
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Adds `serve`, `bench serve` and `bench serve-methods` to the `comb` application."""
+    """Adds `serve` and `bench serve` to the `comb` application."""
     from comb.bench.harness import benchmarks
 
     benchmarks.look_in("comb_serving.bench")

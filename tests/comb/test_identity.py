@@ -154,8 +154,7 @@ def test_a_cached_question_walks_the_weights_once(method: str, walks: list[Any])
     engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=2)
     walks.clear()
     answer = engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=2)
-    assert len(walks) <= (2 if method == "comb" else 1)  # the encoder, and the table that it reads
-    assert len(set(map(id, walks))) == len(walks)
+    assert len(walks) <= 1
     assert {document.state for document in answer.report.documents} == {"inlined" if method == "full" else "hit"}
 
 

@@ -71,8 +71,8 @@ def attend_ranges(
         one, (b, g) = place // (len(query) * groups), divmod(place % (len(query) * groups), groups)
         own, index = slice(g * shared, (g + 1) * shared), torch.arange(first, last, device=query.device)
         inside = (index >= low[one, b, own, None]) & (index < high[one, b, own, None])
-        read = (tensor[b, g, first:last][None] for tensor in (keys, values))
-        o[one, b, own], lse[one, b, own] = attend(query[b, own], *read, scale, inside)
+        key, value = (tensor[b, g, first:last][None] for tensor in (keys, values))
+        o[one, b, own], lse[one, b, own] = attend(query[b, own], key, value, scale, inside)
     return o, lse
 
 

@@ -1,4 +1,4 @@
-"""`comb bench ipc`: two processes and one pool: what an encoder process writes the owner reads, also after its death.
+"""Two processes and one pool: what an encoder process writes the owner reads, also after its death.
 
 `hand_over` is the owner. On a GPU the pool goes by CUDA IPC, on a CPU by shared memory. No vLLM takes part.
 """
@@ -6,63 +6,19 @@
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
-from comb.bench.harness import BenchmarkReport, benchmark
-from comb.bench.options import DeviceOptions
-from comb.evaluation.table import Column, Row, TextTable, fixed
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.pool import PoolLayout, SharedPool
 
 LONGEST_SECONDS = 120.0  # of a writer, before it is taken to hang
-
-
-@dataclass(frozen=True)
-class IpcOptions(DeviceOptions):
-    """Of `comb bench ipc`."""
-
-    tokens: Annotated[int, typer.Option(min=1, help="of a document")] = 300
-
-
-def tables(rows: Sequence[Row]) -> list[TextTable]:
-    """What was handed over, and what was wrong with it."""
-    columns = (
-        Column("pool on", "device", names=True), Column("stored", "stored", names=True),
-        Column("written from", "source", names=True), Column("s", "seconds", fixed(1), "processes and all"),
-        Column("wrong", "wrong", names=True),
-    )  # fmt: skip
-    return [TextTable("A pool of two processes", columns, rows)]
-
-
-@benchmark("ipc", tables)
-def ipc(options: IpcOptions, report: BenchmarkReport) -> None:
-    """A pool that another process writes and is killed over: CUDA IPC on a GPU, shared memory on a CPU."""
-    _, name = options.place()
-    device = torch.device(name, 0) if name == "cuda" else torch.device(name)
-    sources = dict.fromkeys((str(device), "cpu"))
-    for source, stored in product(sources, ("auto", "fp8")):
-        row: Row = {"device": str(device), "stored": stored, "source": source}
-        start = time.perf_counter()
-        layout = PoolLayout(2, 2, 16, 1, 4, dtype="bfloat16", stored=stored)
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                row["wrong"] = hand_over(Path(folder), layout, device, source=source, tokens=options.tokens)
-            except RuntimeError as error:
-                row["wrong"] = str(error)
-        report.add(row | {"seconds": time.perf_counter() - start})
-    if failed := [row["wrong"] for row in report.rows if row["wrong"]]:
-        raise RuntimeError(f"what another process wrote isn't what is read: {'; '.join(failed)}")
 
 
 def document(layout: PoolLayout, tokens: int, number: int) -> tuple[Tensor, Tensor, PoolHandle]:

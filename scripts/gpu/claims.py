@@ -1,6 +1,6 @@
 """What `scripts/bench-gpu` was run for: claims about a GPU, proven or not by the JSON files of its sections.
 
-python -m comb.bench.claims FOLDER
+python -m scripts.gpu.claims FOLDER
 """
 
 from __future__ import annotations
@@ -92,19 +92,19 @@ def _seams(row: dict[str, Any]) -> str:
 
 
 CLAIMS = (
-    GpuClaim("kernels of paged attention are right: error, of the bound", "serving-gpu", _share_of_bound, 1.0, False),
-    GpuClaim("kernels of MAC are right: error, of the bound", "mac-gpu", _share_of_bound, 1.0, False),
-    GpuClaim("decoding over 8 x 4,000 tokens reaches 85% of a copy's bandwidth", "serving-gpu", _bandwidth, 0.85),
-    GpuClaim("MAC with hits isn't slower at 131,072 tokens", "mac-gpu", _speedups, 1.0),
-    GpuClaim("a new number of keys costs no plan", "seams-gpu", _new_length, SLOW_S, False),
+    GpuClaim("kernels of paged attention are right: error, of the bound", "paged", _share_of_bound, 1.0, False),
+    GpuClaim("kernels of MAC are right: error, of the bound", "mac", _share_of_bound, 1.0, False),
+    GpuClaim("decoding over 8 x 4,000 tokens reaches 85% of a copy's bandwidth", "paged", _bandwidth, 0.85),
+    GpuClaim("MAC with hits isn't slower at 131,072 tokens", "mac", _speedups, 1.0),
+    GpuClaim("a new number of keys costs no plan", "seams", _new_length, SLOW_S, False),
     GpuClaim(
         "recomputed tokens attend rightly in all ways: error, of the bound",
-        "seams-gpu",
+        "seams",
         _share_of_seams_bound,
         1.0,
         False,
     ),
-    GpuClaim("what is chosen for recomputed tokens isn't slower than a mask", "seams-gpu", _chosen_over_mask, 1.0),
+    GpuClaim("what is chosen for recomputed tokens isn't slower than a mask", "seams", _chosen_over_mask, 1.0),
     GpuClaim("a pool that another process writes is read as it was written", "ipc", _handed_over, 1.0),
     GpuClaim("COMB without documents is the plain model, bit for bit", "decode", _off_is_plain, 1.0),
     GpuClaim("linking is faster than computing the prompt", "context-length", _linked, 1.0),
