@@ -84,7 +84,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def check_writable(folder: str | Path, *names: str) -> None:
-    """Raises ValueError unless these files can be written into the folder, which may not be there yet."""
+    """Raises ValueError unless files of these names (patterns) can be written into a folder, which may not be there."""
     folder = Path(folder).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -92,9 +92,8 @@ def check_writable(folder: str | Path, *names: str) -> None:
             pass
     except OSError as error:
         raise ValueError(f"{there} is no folder that can be written to ({error.strerror})") from error
-    for name in names:
-        if (folder / name).is_dir():
-            raise ValueError(f"{folder / name} is a folder, where a file is to be written: take it away")
+    for path in (path for name in names for path in folder.glob(name) if path.is_dir()):
+        raise ValueError(f"{path} is a folder, where a file is to be written: take it away")
 
 
 def _program(path: str) -> str:

@@ -314,12 +314,12 @@ def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
 
 
 def evaluate_heldout(
-    model: Any, tokenizer: Any, config: Config, questions: Questions, *, progress: bool = True
+    model: Any, tokenizer: Any, config: Config, examples: Sequence[Example], *, progress: bool = True
 ) -> list[MethodResult]:
-    """Compares `config.eval.methods` on `evaluation_questions`."""
+    """Compares `config.eval.methods` on the examples of `evaluation_questions`."""
     return evaluate(
         (model, tokenizer),
-        questions[0],
+        examples,
         config.eval.methods,
         max_new_tokens=config.eval.max_new_tokens,
         batch_size=config.eval.batch_size,

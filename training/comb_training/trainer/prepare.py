@@ -13,7 +13,7 @@ from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.record import check_writable
-from comb.hub.push import read_card
+from comb.hub.push import PUBLISHED, read_card
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_tokenized
@@ -21,12 +21,7 @@ from comb_training.data.token_statistics import TokenStatistics, statistics_by_s
 from comb_training.models import training_method
 from comb_training.models.loading import set_threads
 from comb_training.trainer.accelerator import check_tools
-
-WRITTEN = (
-    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md", "log.jsonl",
-    "training.json", "loss.png", "results.json", "results.png",
-)  # fmt: skip
-"""Files that a run leaves in its folder."""
+from comb_training.trainer.run_log import LOG
 
 
 @dataclass
@@ -84,17 +79,17 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
 
 def check_folders(train: TrainConfig) -> None:
     """Raises ValueError for a folder that what the run ends with can't be written into."""
-    try:
-        check_writable(train.output_dir, *WRITTEN)
-        if training_method(train.method).adapter is not None:
-            read_card(Path(train.output_dir))  # which the adapter's own is written into
-    except ValueError as error:
-        raise ValueError(f"train.output_dir={train.output_dir}: {error}") from error
-    if train.answers == "on_policy" and train.answers_dir is not None:
+    answers = train.answers_dir or str(Path(train.output_dir) / "answers")
+    for name, folder, files in (
+        ("train.output_dir", train.output_dir, (*PUBLISHED, LOG)),
+        *([("train.answers_dir", answers, ())] if train.answers == "on_policy" else []),
+    ):
         try:
-            check_writable(train.answers_dir)
+            check_writable(folder, *files)
+            if files and training_method(train.method).adapter is not None:
+                read_card(Path(folder))  # which the adapter's own is written into
         except ValueError as error:
-            raise ValueError(f"train.answers_dir={train.answers_dir}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
 
 
 def tokenized(
