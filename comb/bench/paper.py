@@ -192,7 +192,7 @@ def _run(name: str, run: Mapping[str, Any], options: PaperOptions, report: Bench
         for each in (name for name in run["sets"] if name in there):
             own: Row = {"set": each, "refused": ""}
             with or_refused(own):  # a set whose file isn't there is no reason to refuse the others
-                asked = kind(**wanted, config=options.config, data=options.data, sets=each)
+                asked = kind(**wanted, config=options.config, data=str(options.data), sets=each)
                 rows += _rows(run["benchmark"], asked)
             rows += [own] if own["refused"] else []
     return [row] if row["refused"] else rows

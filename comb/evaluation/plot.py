@@ -241,12 +241,14 @@ def plot_training(
     *,
     heldout: Curve = (),
     scores: Mapping[str, Curve] | None = None,
+    loss: str = "loss per target token",
     title: str = "",
     stages: Sequence[tuple[str, int]] = (),
 ) -> Path:
-    """Loss per target token over optimizer steps, on held-out data too, and beside it scores in 0..1 if there are any.
+    """The loss over optimizer steps, on held-out data too, and beside it scores in 0..1 if there are any.
 
     Args:
+        loss: what it is, and in which unit.
         stages: names, and the steps after which they began: losses of different stages are different lines.
 
     Raises:
@@ -261,7 +263,7 @@ def plot_training(
     training: dict[str, Curve] = {}
     for (name, first), (_, end) in itertools.pairwise(begun):
         training[f"training {name}".strip()] = [point for point in losses if first < point[0] <= end]
-    panels = [panel({**training, "held-out": heldout}, "loss per target token")]
+    panels = [panel({**training, "held-out": heldout}, loss)]
     if drawn := {name: curve for name, curve in (scores or {}).items() if curve}:
         panels.append(panel(drawn, f"held-out: {', '.join(drawn)}, %", 100))
     return draw(panels, path, title=title)

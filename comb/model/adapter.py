@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 from abc import abstractmethod
 from pathlib import Path
@@ -139,6 +140,8 @@ class AdapterModel(PreTrainedModel):
         super().save_pretrained(folder, state_dict=adapter, **kwargs)
         if not kwargs.get("is_main_process", True):  # then nothing of the model is written either
             return
+        for file in folder.glob("*.safetensors"):  # which safetensors makes readable to their owner alone
+            shutil.copymode(folder / "config.json", file)
         name = self.config.backbone_name_or_path
         write_private(folder, backbone=name if Path(name).is_absolute() else None)
         write_card(self.config, folder)

@@ -171,7 +171,7 @@ def test_missing_things_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     unknown = dry_run(str(CONFIGS["nano"]), "model.backbone=nobody/nothing")
     assert unknown.exit_code == 0
     assert "configuration of 'nobody/nothing' is not here" in " ".join(unknown.output.split())
-    assert "Parameters" not in unknown.output.split("Note:")[0].split("timing_examples")[1]
+    assert "Parameters" not in unknown.output.split("Note:")[0].split("defaults")[1]
     # the data is there, the backbone's tokenizer is not
     rows = [{"documents": [f"The key is {n}."], "query": "Key?", "answer": str(n)} for n in range(8)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))

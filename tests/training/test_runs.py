@@ -108,7 +108,8 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
     # written by a process of wandb's own, which may not be through when finish() is
-    wait_for(lambda: all(name in log.read_bytes() for name in (b"train/loss", b"model.backbone", b"data.path")))
+    names = (b"train/loss", b"eval/loss", b"model.backbone", b"data.path")
+    wait_for(lambda: all(name in log.read_bytes() for name in names))
 
 
 def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
@@ -350,7 +351,7 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
     )  # fmt: skip
     result = run_training(settings, progress=False)
     for name in ("heldout_em", "heldout_losses"):
-        assert [step for step, _ in result.record[name]] == [2, 4]
+        assert [step for step, _ in result.record[name]] == [0, 2, 4]
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["heldout_f1"] == [list(pair) for pair in result.record["heldout_f1"]]
     # the last ones are those of the finished model, by the same questions

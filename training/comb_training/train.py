@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from comb.backbones.unpublished import public
 from comb.documents.datasets import Counts
@@ -28,7 +29,7 @@ from comb.evaluation.run import MethodResult, evaluate, rehearse
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
-from comb_training.config import Config, config_from_dict
+from comb_training.config import Config, TrainConfig, config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
@@ -44,6 +45,12 @@ from comb_training.trainer.trainer import CombTrainer
 logger = logging.getLogger(__name__)
 
 LOSS_PLOT = "loss.png"
+OBJECTIVES = {
+    (True, False): "cross-entropy, nats per target token",
+    (False, True): "KL to full recompute, nats per target token",
+    (True, True): "cross-entropy + KL to full recompute, weighted, nats per target token",
+}
+"""What `ce_weight` and `kl_weight` minimise."""
 
 
 @dataclass
@@ -59,7 +66,8 @@ class TrainResult:
         counts, statistics: what happened to the data's rows, and how long the examples trained on are; of the last
             stage, as is `teacher`.
         teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
-        terminated: a signal ended the run before its time; the last checkpoint is where to go on.
+        terminated: the signal that ended the run before its time, SIGTERM or SIGINT, or "".
+        checkpoint: where it is to go on then. It is an adapter, too, with its own training.json.
     """
 
     output_dir: Path
@@ -69,7 +77,8 @@ class TrainResult:
     counts: Counts
     statistics: TokenStatistics
     teacher: Scores | None
-    terminated: bool
+    terminated: str
+    checkpoint: Path | None = None
 
 
 def run_training(
@@ -166,7 +175,10 @@ def _run_stage(
         "answer_seconds": round(answer_seconds, 2),
         "bad_batches": trainer.objective.bad_batches,
         "losses": trainer.losses,
+        "ended_by": trainer.ended_by,
+        "heldout": _first_and_last(trainer.log.history, len(trainer.heldout)),
         "heldout_losses": trainer.logged("eval_loss"),
+        "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),
         "heldout_em": trainer.logged("eval_em"),
         "heldout_f1": trainer.logged("eval_f1"),
@@ -176,7 +188,11 @@ def _run_stage(
     result = TrainResult(
         folder, model, run.tokenizer, record, run.counts, statistics, teacher, terminated=trainer.terminated
     )
-    if not trainer.terminated:
+    if trainer.terminated:
+        result.checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.step}"
+        if distributed.is_main():
+            _write_record(config, record, result.checkpoint)
+    else:
         # scores of an adapter that was in this folder before don't hold for this one, and the card would show them
         if distributed.is_main():
             for results in folder.glob(RESULTS):
@@ -187,6 +203,7 @@ def _run_stage(
             result.model = training_method(config.train.method).answering(model)
         if distributed.is_main():
             _write_record(config, record, folder)
+        trainer.log.end(trainer.step, trainer.ended_by)
     # while it is set, transformers loads every model in parts (ZeRO-3), over ranks that are gone now
     unset_hf_deepspeed_config()
     return result
@@ -196,11 +213,11 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     """training.json, the plot of its losses, and the card, which tells what it says."""
     write_training(folder, record)
     scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"], "KL closed": record["heldout_closed"]}
-    # held-out losses are cross-entropy: no curve to lay beside a divergence that is minimised
-    heldout = () if config.train.kl_weight else record["heldout_losses"]
+    train = config.train
     try:
         plot_training(
-            record["losses"], folder / LOSS_PLOT, heldout=heldout, scores=scores,
+            record["losses"], folder / LOSS_PLOT, heldout=_objective(train, record), scores=scores,
+            loss=OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
             title=public(f"{config.model.backbone}: {config.data.label}", here=True),
             stages=[(stage["name"], stage["first_step"]) for stage in record.get("stages", ())],
         )  # fmt: skip
@@ -209,11 +226,30 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     refresh_card(folder)
 
 
+def _objective(train: TrainConfig, record: dict[str, Any]) -> list[tuple[int, float]]:
+    """The loss that is minimised, on held-out data: (step, value); empty where its divergence wasn't measured."""
+    divergences = dict(record["heldout_kl"])
+    if train.kl_weight and not divergences:
+        return []
+    return [
+        (step, train.ce_weight * loss + train.kl_weight * divergences.get(step, 0.0))
+        for step, loss in record["heldout_losses"]
+    ]
+
+
+def _first_and_last(history: Sequence[dict[str, Any]], examples: int) -> dict[str, Any]:
+    """What was measured on held-out examples before the training and behind it."""
+    records = [
+        {name.removeprefix("eval_"): value for name, value in row.items()} for row in history if "eval_loss" in row
+    ]
+    return {"examples": examples, "start": records[0], "end": records[-1]} if records else {}
+
+
 def _check_data(run: PreparedRun, stage: RunStage) -> None:
     """Raises ValueError for a stage whose data can't be read, or leaves nothing to train on."""
     config = stage.config
     check_folders(config.train)
-    sides = [("train", config.data.limit), *([("heldout", config.eval.limit)] if config.train.eval_steps else [])]
+    sides = [("train", config.data.limit), *([("heldout", config.eval.limit)] if config.eval.limit else [])]
     for split, limit in sides:
         try:
             examples, counts = tokenized(
@@ -226,13 +262,15 @@ def _check_data(run: PreparedRun, stage: RunStage) -> None:
 
 
 def _heldout(run: PreparedRun) -> dict[str, Any]:
-    """What `CombTrainer` takes for `train.eval_steps`: held-out examples, and what answers some of them."""
+    """What `CombTrainer` takes for its evaluations: held-out examples, and what answers some of them."""
     config = run.config
-    if config.train.eval_steps is None:
+    if config.eval.limit == 0:
         return {}
     examples, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
     logger.info("held-out data: %s", counts)
-    if not config.train.eval_answers:
+    if not examples:
+        raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
+    if not config.train.eval_answers or config.train.eval_steps is None:
         return {"heldout": examples}
     asked, _ = read_examples(
         config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,18 +20,18 @@ if TYPE_CHECKING:
 
 console = Console()
 
-TERMINATED = 143
-"""Exit status of a run that SIGTERM ended, as shells give it: a scheduler must not take it for done."""
-
 
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file; see configs/.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, for example train.steps=20", metavar="[KEY=VALUE]...")
+        list[str] | None,
+        typer.Argument(
+            help="data=mine.jsonl (or a folder, org/name on the Hub, [several]) in the place of the file's data; "
+            "section.key=value, for example train.steps=20",
+            metavar="[KEY=VALUE]...",
+        ),
     ] = None,
-    resume: Annotated[
-        str | None, typer.Option(help="A checkpoint-N folder, or auto for the newest one (needs train.save_steps).")
-    ] = None,
+    resume: Annotated[str | None, typer.Option(help="A checkpoint-N folder, or auto for the newest one.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show configuration, parameters, memory and data; train nothing.")
     ] = False,
@@ -59,9 +61,13 @@ def train(
         if evaluation and not questions:  # what can't be evaluated is an error now, not when the training is done
             questions.append(rehearse_evaluation(run, settings))
 
-    result = run_training(settings, resume=resume, prepared=prepared)
+    try:
+        result = run_training(settings, resume=resume, prepared=prepared)
+    except KeyboardInterrupt:
+        console.print("stopped: what isn't in a checkpoint-N is lost, but for the backbone's answers")
+        raise typer.Exit(_status("SIGINT")) from None
     if not distributed.is_main():
-        raise typer.Exit(TERMINATED if result.terminated else 0)
+        raise typer.Exit(_status(result.terminated))
     if settings.train.answers == "on_policy":  # answering drops examples, too
         console.print(f"data, answered: {escape(str(result.counts))}")
     if result.teacher is not None:
@@ -74,12 +80,15 @@ def train(
                 f"{part['name']}{': ' * bool(part['name'])}loss {losses[0]:.4f} -> {losses[-1]:.4f} in {part['steps']} "
                 f"steps, {part['seconds']:.0f} s"
             )
+        _show_heldout(part["heldout"])
     if result.terminated:
+        again = ["comb", "train", str(config), *(overrides or []), "--resume", "auto"]
         console.print(
-            f"stopped by SIGTERM after step {record['steps']}; the checkpoint is in "
-            f"{escape(str(result.output_dir))}, go on with --resume auto"
+            f"stopped by {result.terminated} after step {record['steps']}; the adapter as it is: "
+            f"{escape(str(result.checkpoint))}; to go on:\n{escape(shlex.join(again))}",
+            soft_wrap=True,
         )
-        raise typer.Exit(TERMINATED)
+        raise typer.Exit(_status(result.terminated))
     console.print(f"adapter: {escape(str(result.output_dir))}")
     if not evaluation:
         console.print("no evaluation: --no-eval, or eval.methods or eval.limit leaves none")
@@ -88,6 +97,30 @@ def train(
     if model is None:  # it was sharded; what was written is whole
         model = load_checkpoint(str(result.output_dir), settings)
     show_evaluation(model, result.tokenizer, settings, result.output_dir / "results.json", questions=questions[0])
+
+
+def _status(signal_name: str) -> int:
+    """Exit status of a run that a signal ended, as shells give it: a scheduler must not take it for done."""
+    return 128 + signal.Signals[signal_name] if signal_name else 0
+
+
+def _show_heldout(measured: dict[str, Any]) -> None:
+    """What the training has gained on held-out examples."""
+    if not measured:
+        return
+    start, end, where = measured["start"], measured["end"], f"on {measured['examples']} held-out questions"
+    if "closed" not in end:
+        console.print(f"loss {where}: {start['loss']:.4f} -> {end['loss']:.4f}")
+        return
+    before, after = (
+        f"{100 * at['closed']:.1f}% ({100 * at['closed_low']:.1f} to {100 * at['closed_high']:.1f})"
+        for at in (start, end)
+    )
+    console.print(
+        f"KL to full recompute {where}: {start['kl']:.4f} -> {end['kl']:.4f} nats per token, without documents "
+        f"{end['kl_none']:.4f}; closed: {after}, untrained: {before}",
+        soft_wrap=True,
+    )
 
 
 def _show_plan(run: Plan, stage: str) -> None:
@@ -101,7 +134,10 @@ def _show_plan(run: Plan, stage: str) -> None:
         return
     if stage:
         console.rule(f"stage {stage}")
-    console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
+    text = yaml.safe_dump(run.config.changed(), sort_keys=False, width=console.width - 20, allow_unicode=True)
+    # YAML folds behind the word that is over its width; one longer still is the terminal's to wrap: all can be copied
+    console.print(Syntax("", "yaml", background_color="default").highlight(text), soft_wrap=True)
+    console.print("[dim]All other keys have their defaults (training/comb_training/config).[/]\n")
     for block in blocks(run):
         console.print(block)
 

@@ -142,7 +142,7 @@ def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list
     """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
 
     Args:
-        lines: a file of any name has a row in each line.
+        lines: a file of any name has a row in each line, unless it begins as a list.
 
     Raises:
         ValueError: when something in the file isn't what it should be.
@@ -152,6 +152,7 @@ def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list
         return _checked(path, [DatasetRow(row, f"{path}[{index}]", index) for index, row in enumerate(rows)])
     path = Path(path)
     content = read_text(path, dataset)
+    lines = lines and not content.lstrip().startswith("[")
     if lines or path.name.removesuffix(".gz").endswith(".jsonl"):
         # not splitlines: JSON strings may hold U+2028 and the like
         places = [(number, f"{path}:{number}", line) for number, line in enumerate(content.split("\n"), start=1)]

@@ -1,4 +1,4 @@
-"""Any JSONL file or set on the Hub of your own: rows ``{"documents": [...], "query": "...", "answer": "..."}``.
+"""Any file, folder or set on the Hub of your own: rows ``{"documents": [...], "query": "...", "answer": "..."}``.
 
 document: a string, or an object with ``text`` and optional ``title`` and ``id``; query: ``query``; answer: ``answer``,
 or the first of ``answers`` (all of them are accepted). Optional: ``id``, and ``group`` for what the
@@ -7,25 +7,52 @@ train/held-out split must not cut (default: the documents themselves, so that ro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from comb.documents.document import Example
-from comb_training.data.grouping import content_group
+from comb_training.data.grouping import Split, content_group
+from comb_training.data.hub import on_hub
 from comb_training.data.records import DatasetRow, read_records
 from comb_training.data.side import DatasetSide, reader
 
+_HELDOUT = re.compile(r"(test|dev|val|valid|validation|eval|held[-_]?out)([-_.]|\d)", re.IGNORECASE)
 
-@reader("jsonl", heldout_share=0.1, reads="a file with documents, query and answer in each line")
+
+@reader("jsonl", heldout_share=0.1, reads="a file or folder of rows with documents, query and answer")
 def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterable[Example]:
-    """Reads a JSONL file; documents stay in the order of the file.
+    """Reads JSONL, or a JSON list; documents stay in the order of the file.
+
+    Of a folder all such files are read. Where some of them are called test, dev, validation or heldout, these are the
+    held-out side of the split, and the others the side to train on.
 
     Args:
         num_documents: keep only the first so many documents of a row (counted); None keeps all.
     """
-    records = read_records(side.path, "jsonl", lines=True)
+    if on_hub(side.path):
+        records = read_records(side.path, "jsonl")
+    else:
+        files, side.split = _files(Path(side.path), side.split)
+        found = [record for file in files for record in read_records(file, "jsonl", lines=True)]
+        records = found if len(files) == 1 else [replace(record, number=n) for n, record in enumerate(found, 1)]
     return side.examples(partial(_example, num_documents=num_documents), records)
+
+
+def _files(path: Path, split: Split) -> tuple[list[Path], Split]:
+    if not path.is_dir():
+        return [path], split
+    files = [file for pattern in ("*.jsonl", "*.jsonl.gz") for file in path.glob(pattern)] or list(path.glob("*.json"))
+    if not files:
+        raise ValueError(
+            f"no .jsonl or .json file in {path}; a folder of parquet or CSV files is named hf://{path.resolve()}"
+        )
+    heldout = [file for file in files if _HELDOUT.match(file.name)]
+    if split == "all" or not heldout or len(heldout) == len(files):
+        return sorted(files), split
+    return sorted(heldout if split == "heldout" else set(files) - set(heldout)), "all"
 
 
 def _example(record: DatasetRow, num_documents: int | None) -> Example | str:
