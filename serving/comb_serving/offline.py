@@ -142,6 +142,7 @@ class LLM(vllm.LLM):
                 builder, body = self.preprocessor.builder_for(one.body), one.body
                 (ids,) = one.prompts or (None,)
                 if ids is None:
+                    assert not one.segments, "prompts over documents are built by the preprocessor"
                     built = builder.build(body["messages"]) if path == CHAT else builder.complete(body["prompt"])
                     ids = list(built.query)
                 salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
