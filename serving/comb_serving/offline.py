@@ -146,6 +146,7 @@ class LLM(vllm.LLM):
                 builder, body = self.preprocessor.builder_for(one.body), one.body
                 (ids,) = one.prompts or (None,)
                 if ids is None:
+                    assert not one.segments, "prompts over documents are built by the preprocessor"
                     chat = path == CHAT and as_rendered(body["messages"], builder)
                     ids = list((builder.build(chat) if chat else builder.complete(body["prompt"])).query)
                 salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}

@@ -78,7 +78,7 @@ def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> No
     from vllm import SamplingParams
 
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, *QUESTION]
+    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION]
     parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     (answer,) = llm.chat(messages, parameters, documents=TEXTS, use_tqdm=False)
     assert logs(answer) == pytest.approx(library.logs(library.chat(messages, TEXTS), METHOD, 8), abs=1e-4)
