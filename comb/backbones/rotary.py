@@ -257,10 +257,12 @@ def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
         return cos[:-1], sin[:-1]
 
     short = first(len(_FEW) + 1)
+    if short is None:
+        return None
     same, other = len(_FEW) + 1, None
     for exponent in range(3, most.bit_length() + 1):
         turns = first(2**exponent)
-        if short is None or turns is None:
+        if turns is None:
             return None
         if not _same(turns, short):
             other = 2**exponent

@@ -158,6 +158,7 @@ class _Trial:
         """A document moved beyond the limit of a rotary embedding, in the first layer that knows positions."""
         model, positions, ids = method.backbone, method.support.positions, self.documents[0]
         number, pair = next(each for each in enumerate(positions.layers) if any(each[1]))
+        picache: Any
         (picache,) = method.compile([ids])
         at, place = torch.arange(len(ids)), torch.arange(limit + 3, limit + 3 + len(ids))
         rerotation = positions.rerotation(at, place, int(place[-1]) + 1, model.get_input_embeddings().weight.device)
