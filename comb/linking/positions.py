@@ -99,8 +99,8 @@ class RotaryProbe:
         best: tuple[float, tuple[RotaryEmbedding, Rotation] | None] = (tolerance, None)
         for embedding in embeddings:
             parts = [embedding.turns(torch.tensor(list(positions)), max(positions) + 1) for positions in passes]
-            turns = tuple(torch.cat(each)[:, None].to(seen.device) for each in zip(*parts, strict=True))
-            for error, rotation in _errors(seen, Rerotation.between([((turns[0][:1], turns[1][:1]), turns)])):
+            cos, sin = (torch.cat(each)[:, None].to(seen.device) for each in zip(*parts, strict=True))
+            for error, rotation in _errors(seen, Rerotation.between([((cos[:1], sin[:1]), (cos, sin))])):
                 if error < best[0]:
                     best = error, (embedding, rotation)
         return best[1]

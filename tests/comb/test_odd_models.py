@@ -58,7 +58,7 @@ def whisper() -> Any:
         "decoder_ffn_dim": 48,
     }
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return made("WhisperForCausalLM", "WhisperConfig", decoder_ffn_dim=48, max_target_positions=64, **sizes, **special)
+    return made("WhisperForCausalLM", "WhisperConfig", max_target_positions=64, **sizes, **special)
 
 
 def moshi() -> Any:
