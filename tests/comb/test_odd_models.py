@@ -50,9 +50,15 @@ def prophetnet() -> Any:
 
 
 def whisper() -> Any:
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    sizes = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+    }
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return made("WhisperForCausalLM", "WhisperConfig", vocab_size=96, max_target_positions=64, **sizes, **special)
+    return made("WhisperForCausalLM", "WhisperConfig", max_target_positions=64, **sizes, **special)
 
 
 def moshi() -> Any:

@@ -35,7 +35,7 @@ LAUNCH = """
 import sys, pathlib
 from comb_serving.launch.launcher import launch
 from comb_serving.config.options import ServeOptions
-sys.exit(launch(ServeOptions("adapter"), ["--port", "1"], root=pathlib.Path(sys.argv[1]),
+sys.exit(launch(ServeOptions("owner/adapter"), ["--port", "1"], root=pathlib.Path(sys.argv[1]),
     server=[sys.executable, "-c", sys.argv[2]]))
 """
 
@@ -60,11 +60,11 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     code, seen = program(tmp_path, "sys.exit(3)")
     arguments = ["--max-model-len", "64", "-tp", "2", "--api-key", "k"]
     server = [sys.executable, "-c", code]
-    options = ServeOptions("adapter", pool_bytes="4096", pool_dtype="fp8")
+    options = ServeOptions("owner/adapter", pool_bytes="4096", pool_dtype="fp8")
     status = launch(options, arguments, root=root, server=server)
     assert status == 3
     found = told(seen)
-    assert found["argv"][:2] == ["--model", "adapter"]
+    assert found["argv"][:2] == ["--model", "owner/adapter"]
     assert found["argv"][-2:] == ["--middleware", "comb_serving.api.middleware.CombMiddleware"]
     environment = found["environment"]
     assert (environment["COMB_POOL_BYTES"], environment["COMB_POOL_DTYPE"]) == ("4096", "fp8")
@@ -225,7 +225,7 @@ def test_a_healthy_server_is_reported(tmp_path: Path, host: str, shown: str, tls
         seen.with_name("ready").touch()
 
     status = launch(
-        ServeOptions("adapter"),
+        ServeOptions("owner/adapter"),
         ["--host", host, "--port", str(port), *options],
         root=tmp_path / "root",
         server=["timeout", "30", sys.executable, "-c", code],
