@@ -256,22 +256,11 @@ def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
             return None  # longer than its table
         return cos[:-1], sin[:-1]
 
-<<<<<<< HEAD
-    short = first(len(_FEW) + 1)
-    if short is None:
-        return None
-=======
->>>>>>> positions
     same, other = len(_FEW) + 1, None
     if (short := first(same)) is None:
         return None
     for exponent in range(3, most.bit_length() + 1):
-<<<<<<< HEAD
-        turns = first(2**exponent)
-        if turns is None:
-=======
         if (turns := first(2**exponent)) is None:
->>>>>>> positions
             return None
         if not _same(turns, short):
             other = 2**exponent
