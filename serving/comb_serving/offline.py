@@ -27,7 +27,7 @@ from comb_serving.config.options import INSTANCE_DIR, ServeOptions
 from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
 from comb_serving.encoding.local import LocalEncoders
 from comb_serving.encoding.worker import load
-from comb_serving.launch.preflight import check_plain_options, check_start
+from comb_serving.launch.preflight import check_checkpoint, check_plain_options, check_start
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import ReportReceiver, name_of
@@ -86,6 +86,7 @@ class LLM:
 
         asked = None if method is None else LinkMethod.parse(method).name
         start = check_start(str(checkpoint), asked, backbone)
+        check_checkpoint(str(checkpoint), start)
         method = start.method
         if method is not None:
             check_plain_options(
