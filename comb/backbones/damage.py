@@ -179,7 +179,7 @@ def _damage_in_json(path: Path) -> str | None:
     if path.name == "config.json":
         if not isinstance(content, dict):
             return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
-        if "model_type" not in content:
+        if not content.get("model_type"):
             return f"{path} has no model_type, so it is no model's: {_AGAIN}"
     if path.name.endswith(".index.json"):
         shards = content.get("weight_map") if isinstance(content, dict) else None

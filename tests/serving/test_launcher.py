@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -232,6 +233,46 @@ def test_a_healthy_server_is_reported(tmp_path: Path, host: str, shown: str, tls
         on_ready=ready,
     )
     assert (status, found) == (0, [f"{shown}:{port}"])
+
+
+FAILING = """
+def say(stream, text):
+    for line in text.strip().splitlines():
+        print(line, file=stream, flush=True)
+say(sys.stdout, '''
+(EngineCore pid=5) INFO 11-25 10:00:00 [core.py:1] loading
+(EngineCore pid=5) ERROR 11-25 10:00:01 [core.py:9] EngineCore failed to start.
+(EngineCore pid=5) ERROR 11-25 10:00:01 [core.py:9] Traceback (most recent call last):
+(APIServer pid=4) INFO 11-25 10:00:01 [api.py:2] still here
+(EngineCore pid=5) ERROR 11-25 10:00:01 [core.py:9]   File "core.py", line 9, in run
+(EngineCore pid=5) ERROR 11-25 10:00:01 [core.py:9]     raise Nothing
+(EngineCore pid=5) ERROR 11-25 10:00:01 [core.py:9] pydantic_core.ValidationError: 1 mistake in cache
+(EngineCore pid=5) ERROR 11-25 10:00:01 [core.py:9]   No memory for the cache
+''')
+say(sys.stderr, '''
+(APIServer pid=4) Traceback (most recent call last):
+(APIServer pid=4)   File "api.py", line 2, in run
+(APIServer pid=4) RuntimeError: Engine core initialization failed. See root cause above.
+''')
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_server_that_cannot_start_says_why_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], debug: bool
+) -> None:
+    monkeypatch.setenv("COMB_DEBUG", str(int(debug)))
+    (tmp_path / "root").mkdir()
+    server = [sys.executable, "-c", program(tmp_path, FAILING)[0]]
+    cause = "ended at its start (status 1): pydantic_core.ValidationError: 1 mistake in cache No memory for the cache"
+    with pytest.raises(RuntimeError, match=re.escape(cause)):
+        launch(ServeOptions("me/adapter"), root=tmp_path / "root", server=server)
+    said = "".join(capfd.readouterr())
+    assert "loading" in said
+    assert "still here" in said
+    assert ("Traceback" in said) == debug
+    assert ('File "core.py"' in said) == debug
 
 
 def test_flags_that_cannot_be_served_are_refused() -> None:

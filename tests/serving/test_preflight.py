@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from safetensors.torch import save_file
 
 from comb import LinkTokensConfig
 from comb.cli import main as cli
@@ -70,7 +71,7 @@ def test_checkpoints_that_are_none(
         ("./out/nowhere/x", "no such folder"),
         ("empty", "'empty': it holds no config.json"),
         ("blank", "'blank': it holds no config.json, or an empty one"),
-        ("bad", "'bad': its configuration could not be read: It looks like"),
+        ("bad", "bad/config.json is damaged or cut off, it is not JSON"),
         ("untyped", "model_type is None"),
         (CHECKPOINT, "model_type is 'llama': link documents in a plain model with `comb serve"),
         ("nano", "'nano' is no COMB adapter"),
@@ -82,6 +83,7 @@ def test_checkpoints_that_are_none(
 def test_adapters_are_started(started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
+    save_file({}, tmp_path / "adapter" / "model.safetensors")
     cached = tmp_path / "hub" / "models--me--adapter"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
@@ -102,6 +104,7 @@ def test_link_tokens_are_started_on_their_backbone(
         config = {"model_type": "comb_linktokens", "backbone_name_or_path": "nano", "num_link_tokens": 3, **more}
         (folder / "config.json").write_text(json.dumps(config))
 
+    save_file({}, folder / "model.safetensors")
     write()
     for options, message in (
         (["--method", "naive"], "is an adapter of link tokens, which are its method: leave --method away"),
@@ -129,6 +132,7 @@ def test_plain_models_say_how_they_link(
 ) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
+    save_file({}, tmp_path / "adapter" / "model.safetensors")
     for checkpoint, options, message in (
         ("adapter", ["--method", "naive"], "is a COMB adapter, whose encoder is its method: leave --method away"),
         (

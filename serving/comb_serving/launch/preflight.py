@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from comb.backbones.adapter import is_adapter
-from comb.backbones.damage import check_files, headers, local_folder
+from comb.backbones.damage import DamagedError, check_files, damage_in, explained, headers, local_folder
 from comb.backbones.loading import backbone_beside, check_weights, load_config, resolve_name
 from comb.linktokens.config import LinkTokensConfig
 from comb.model.config import CombConfig
@@ -53,20 +53,17 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     here = Path(name).exists()
     if not here and "/" not in name:  # no need to ask the Hub
         raise OSError(f"no checkpoint {checkpoint!r}: there is no such folder, and a Hub id is owner/name")
-    check_files(name, weights=True)  # its configuration and tokenizer, too
     try:
         config, _ = CombConfig.get_config_dict(name)
     except OSError as error:
+        if here and (found := damage_in(Path(name))) is not None:
+            raise DamagedError(found) from error
         reason = " ".join(str(error).split())  # transformers' own has several lines
         looked = "its configuration could not be read" if here else "there is no such folder, and as a Hub id"
         raise OSError(f"no checkpoint {checkpoint!r}: {looked}: {reason}") from error
     config.pop("_commit_hash", None)  # transformers before 5.18 adds it to an empty one too
     if not config:
         raise OSError(f"no checkpoint {checkpoint!r}: it holds no config.json, or an empty one")
-    if is_adapter(config):
-        _check_adapter(name, backbone)
-    else:
-        check_weights(name)  # vLLM serves a layer that lacks a weight
     if config.get("model_type") == LinkTokensConfig.model_type:
         return _of_link_tokens(checkpoint, config, method, backbone)
     if method == TRAINED:
@@ -91,15 +88,28 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     return Start(method, backbone)
 
 
-def _check_adapter(name: str, backbone: str | None) -> None:
-    """Whether an adapter and its backbone have all their weights, by the files' headers."""
-    config = load_config(name)
-    folder = local_folder(name)
-    if folder is not None:
+def check_checkpoint(checkpoint: str, start: Start) -> None:
+    """Whether the checkpoint, and an adapter's backbone, have all their weights, and no damaged file.
+
+    vLLM serves a layer that lacks one of its weights. Only headers are read.
+
+    Raises:
+        ValueError, OSError: if not, naming the file or the weights.
+    """
+    name = resolve_name(checkpoint)
+    check_files(name, weights=True)
+    with explained(name):
+        config, _ = CombConfig.get_config_dict(name)
+    if not is_adapter(config):
+        check_weights(name)
+        return
+    folder, adapter = local_folder(name), load_config(name)
+    found = {} if folder is None else headers(folder)
+    if found and adapter.backbone_config is not None:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        check_fits(model, headers(folder), name)
-    check_weights(backbone or backbone_beside(config.backbone_name_or_path, name))
+            model = AutoModelForCausalLM.from_config(adapter)
+        check_fits(model, found, name)
+    check_weights(start.backbone or backbone_beside(adapter.backbone_name_or_path, name))
 
 
 def _of_link_tokens(checkpoint: str, config: Mapping[str, Any], method: str | None, backbone: str | None) -> Start:

@@ -27,6 +27,7 @@ class StartLog:
     def __init__(self, process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> None:
         self.cause = ""
         """The last exception that was shown, consequences of others left out."""
+        self._of: str | None = None  # the process whose cause may go on in the next line
         self._ready = ready
         self._whole = os.environ.get("COMB_DEBUG") == "1"
         streams = [(process.stdout, 1), (process.stderr, 2)]
@@ -41,8 +42,10 @@ class StartLog:
 
     def _follow(self, stream: IO[bytes], descriptor: int) -> None:
         inside: set[str] = set()  # processes in the middle of a traceback
+        started = False
         for line in iter(stream.readline, b""):
-            if self._whole or self._ready() or self._shown(line.decode(errors="replace"), inside):
+            started = started or self._ready()
+            if started or self._shown(line.decode(errors="replace"), inside) or self._whole:
                 os.write(descriptor, line)
 
     def _shown(self, line: str, inside: set[str]) -> bool:
@@ -53,11 +56,15 @@ class StartLog:
             inside.add(process)
             return False
         if process not in inside:
+            if body.startswith("  ") and process == self._of:  # pydantic's are of several lines
+                self.cause += f" {body.strip()}"
+            else:
+                self._of = None
             return True
         if _CAUSE.match(body):
             inside.discard(process)
             if not _CONSEQUENCE.search(body):
-                self.cause = body
+                self.cause, self._of = body, process
             return True
         # frames, and what stands between the tracebacks of causes and consequences
         return not (body.startswith(("  ", "During handling", "The above exception")) or not body)
