@@ -231,7 +231,7 @@ def test_clients_that_leave_free_everything(plain: Served) -> None:
 def test_what_is_computed_whole_says_so_and_is_not_found_by_linked_requests(
     plain: Served, library: PlainLibrary, method: str
 ) -> None:
-    texts = [f"{random.random()} is a number. {text}" for text in MORE]
+    texts = [f"{random.randrange(10**6)}: {text}" for text in TEXTS]
     prompt = library.completion("Where is Ada?", texts)
     expected = library.logs(prompt, method, 8)
     whole = complete(plain, "Where is Ada?", texts, method, prompt_logprobs=1)
