@@ -158,6 +158,10 @@ datasets = DatasetRegistry()
 
 def hub_id(name: str, path: str | Path | None = None) -> str | None:
     """The id on the Hub of a registered dataset, or of the one that `path` names; None if the Hub doesn't have it."""
+    try:
+        name, path = locate(name, path)
+    except ValueError:  # a file that isn't here any more
+        return None
     text = str(path or "")
     named = re.fullmatch(f"{HUB}{_ON_HUB}", text)
     if named is not None:

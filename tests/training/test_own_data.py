@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from comb.documents.datasets import read_dataset
+from comb.documents.datasets import hub_id, read_dataset
 from comb.documents.document import PromptBuilder
 from comb_training.config import load_config
 from comb_training.data.mixture import read_examples, read_tokenized
@@ -102,6 +102,9 @@ def test_a_set_on_the_hub_is_read_by_the_reader_whose_it_is(monkeypatch: pytest.
     assert asked == ["hf://me/mine", "hf://me/mine?split=train"]
     found = read_dataset("hf://rajpurkar/squad_v2?split=train", num_documents=1)
     assert (found.name, found[0].answer) == ("squad", "Ada")
+    # as cards link to it
+    given = ("me/mine", "hf://me/mine?split=train", "squad", "mine.jsonl", "gone")
+    assert [hub_id(name) for name in given] == ["me/mine", "me/mine", "rajpurkar/squad_v2", None, None]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Questions at most.")] = None,
     split: Annotated[str, typer.Option(help="heldout, train or all.")] = "heldout",
     out: Annotated[Path | None, typer.Option(help="JSON for the results; a plot is written beside it.")] = None,
-    also: Annotated[list[str] | None, typer.Option("--set", hidden=True, help="as KEY=VALUE")] = None,
+    also: Annotated[list[str] | None, typer.Option("--set", hidden=True, help="The same as KEY=VALUE.")] = None,
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb.backbones.tokenizer import load_tokenizer
