@@ -176,15 +176,15 @@ def launch(
             command, env=environment, start_new_session=True, preexec_fn=end_with_parent,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        log = StartLog(process, (folder / READY).exists)
         try:
             with _forwarding(process, options.drain_seconds + END_SECONDS) as told:
+                log = StartLog(process, (folder / READY).exists)
                 watcher = threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True)
                 watcher.start()
                 status = process.wait()
         finally:
             _end(process)
-            log.close()
+        log.close()
         if status > 0 and log.cause and not (folder / READY).exists():
             raise RuntimeError(f"the server ended at its start (status {status}): {log.cause}")
     if told.is_set():  # with all that was imported for the checks, Python's own way to end takes seconds
