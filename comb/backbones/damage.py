@@ -25,6 +25,7 @@ from comb.backbones.transformers_private import conversion_errors
 from comb.documents.files import read_json
 
 OWN = ("comb", "comb_training", "comb_serving")
+MODEL_FILES = ("config.json", "generation_config.json", "model*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "tekken.json",
@@ -104,8 +105,8 @@ def damage_in(folder: Path, *, tokenizer: bool = False) -> str | None:
 
     Only headers of weights are read.
     """
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    chosen = [path for path in files if path.name == "config.json" or is_tokenizer_file(path.name) == tokenizer]
+    patterns = ("config.json", *TOKENIZER_FILES) if tokenizer else MODEL_FILES
+    chosen = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     return next((found for path in chosen if (found := damage_of(path)) is not None), None)
 
 

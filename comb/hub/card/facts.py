@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} should be a JSON object, it is a {type(content).__name__}")
     argv = content.pop("argv", None)  # whose program is told by its folder
     found: dict[str, Any] = public(content)
-    return found | ({} if argv is None else {"argv": argv})
+    return found if argv is None else {**found, "argv": argv}
 
 
 def _sets(config: Any) -> Iterator[Mapping[str, Any]]:
