@@ -112,16 +112,6 @@ def check_engine(vllm_config: Any) -> None:
         raise ValueError("documents are linked without sleep mode: the pool would not sleep with the cache")
 
 
-def check_primer(vllm_config: Any) -> None:
-    """Raises ValueError where what documents are compiled behind leaves them less than half of the positions."""
-    tokens, positions = len(primer_of(vllm_config)), vllm_config.model_config.max_model_len
-    if tokens > positions // 2:
-        raise ValueError(
-            f"documents are compiled behind {tokens} tokens, and max_model_len {positions} leaves them "
-            f"{max(positions - tokens - 1, 0)}: give at least {2 * tokens}, or another method"
-        )
-
-
 def check_backbone(model: Any, config: LinkTokensConfig) -> None:
     """Raises ValueError if vLLM's model isn't the backbone of an adapter, by what this rank has of its embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

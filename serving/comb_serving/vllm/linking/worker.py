@@ -21,7 +21,6 @@ from comb_serving.vllm.linking.pool import DocumentPool
 from comb_serving.vllm.linking.setup import (
     check_backbone,
     check_engine,
-    check_primer,
     check_states,
     check_version,
     link_tokens_of,
@@ -43,7 +42,6 @@ class PoolWorker:
         """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
         check_version(vllm.__version__)
         check_engine(self.vllm_config)
-        check_primer(self.vllm_config)
         if method_of(self.vllm_config).states:
             check_states(self.vllm_config)
         super().load_model(**options)  # type: ignore[misc]
