@@ -40,11 +40,13 @@ class RotaryEmbedding:
         ask: the turns of a pass over tokens at positions [T], in float32 or more.
         limit: positions of a pass up to which their number changes nothing; None where it never does.
         module: that is asked; None for a formula.
+        counts: whether it goes by the number of tokens in a pass, whatever their positions are.
     """
 
     ask: Callable[[Tensor], Turns]
     limit: int | None = None
     module: nn.Module | None = None
+    counts: bool = False
 
     def turns(self, positions: Tensor, length: int) -> Turns:
         """Of tokens at `positions` [T], in a pass that ends at position `length` - 1."""
@@ -242,7 +244,7 @@ class _Call:
             twin(torch.tensor(_FEW))
         except RuntimeError:  # accelerate's hooks send its arguments to another device
             twin = call
-        return RotaryEmbedding(call, _limit(twin, 2 * longest), self.module)
+        return RotaryEmbedding(call, _limit(twin, 2 * longest), self.module, _counts(twin, min(2 * longest, 2**16)))
 
 
 def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
@@ -276,6 +278,19 @@ def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
         else:
             other = middle
     return same
+
+
+def _counts(ask: Callable[[Tensor], Turns], length: int) -> bool:
+    """Whether the first few of so many tokens get other turns than they do beside the last one alone."""
+    found = []
+    for positions in (torch.arange(length), torch.tensor([*_FEW, length - 1])):
+        try:
+            ask(torch.tensor([0]))
+            cos, sin = ask(positions)
+        except (IndexError, RuntimeError, ValueError, AssertionError):
+            return False  # longer than its table
+        found.append((cos[: len(_FEW)], sin[: len(_FEW)]))
+    return not all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*found, strict=True))
 
 
 def _pair(output: Any, tokens: int) -> Turns | None:

@@ -60,6 +60,11 @@ class RotaryProbe:
 
     def __init__(self, model: Any) -> None:
         self.embeddings = rotary_embeddings(model)
+        if any(each.counts for each in self.embeddings):
+            raise UnmovableError(
+                "its rotary embedding goes by the number of tokens in a pass, not by positions, and linked prompts "
+                "pass in parts"
+            )
         limits = sorted({each.limit for each in self.embeddings if each.limit is not None})
         short = _probe_positions(model, limits[0] if limits else None)
         longest = position_count(model.config.get_text_config(decoder=True)) or 0

@@ -16,6 +16,7 @@ from comb.backbones.attention_calls import attention
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import run_decoder, takes_positions
 from comb.backbones.identity import identity_of
+from comb.backbones.rotary import length_limit
 from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import Masks, cache_kinds, exact_attention, mask_candidates, masked_attention
@@ -111,8 +112,11 @@ def _why_not_continued(model: Any) -> str:
 
 
 def takes_padded_rows(model: Any) -> bool:
-    """Whether rows of a batch may be padded on the left: models of states may ignore their mask (RWKV)."""
-    return bool(identity_of(model).fact("padded rows", lambda: _try_padding(model)))
+    """Whether rows of a batch may be padded on the left.
+
+    Models of states may ignore their mask (RWKV), and the longest row may change all rows' rotary embedding.
+    """
+    return length_limit(model) is None and bool(identity_of(model).fact("padded rows", lambda: _try_padding(model)))
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ import transformers as tf
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from comb import methods
+from comb import PICEngine, methods
 from comb.cli.doctor import check_methods
 from comb.mac import mac
+from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import BASE, tiny
 from tests.helpers.mac_models import FREE, batch, decode
 
@@ -131,6 +132,16 @@ def test_what_is_no_rotation_beyond_the_limit_is_refused() -> None:
         methods.create("naive", model)
 
 
+def test_an_embedding_that_counts_tokens_is_refused() -> None:
+    """It knows how long a pass is, which for a linked prompt is any length."""
+    model = llama(PLAIN)
+    model.model.rotary_emb.register_forward_hook(
+        lambda module, args, out: (1.2 * out[0], 1.2 * out[1]) if out[0].shape[1] > LIMIT else out
+    )
+    with pytest.raises(ValueError, match="number of tokens in a pass"):
+        methods.create("naive", model)
+
+
 def test_a_query_that_grows_beyond_a_length_is_not_taken_for_its_rotation() -> None:
     """Ministral 3 scales queries by position from a length on that only its configuration knows."""
     rope = {**PLAIN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 2048}
@@ -186,3 +197,13 @@ def test_the_doctor_looks_beyond_the_limit() -> None:
     assert naive.passed
     assert whole.passed
     assert all("beyond" not in check.name for check in check_methods(tiny("llama"), ["naive"])[0].checks)
+
+
+@pytest.mark.parametrize("name", ["longrope", "dynamic"])
+def test_a_long_prompt_does_not_change_a_short_one_of_its_batch(name: str) -> None:
+    model = MODELS[name]()
+    model.resize_token_embeddings(260)
+    engine = PICEngine(model, byte_tokenizer(), method="full")
+    requests: list[Any] = [("Who?", ["Ida lives."]), ("Where does she live?", ["Ida lives in Rome since May."])]
+    alone = [engine.ask(*request, max_new_tokens=8).token_ids for request in requests]
+    assert [answer.token_ids for answer in engine.ask_batch(requests, max_new_tokens=8)] == alone
