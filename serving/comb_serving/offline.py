@@ -365,6 +365,8 @@ def _per_row(documents: Any, count: int, single: bool) -> list[Sequence[Given]]:
     """The documents of each prompt."""
     if documents is None:
         return [()] * count
+    if isinstance(documents, str | Mapping) or not isinstance(documents, Sequence):
+        raise ValueError(f"documents is a list of documents, not {type(documents).__name__}")
     if single:
         return [documents]
     nested = all(isinstance(each, Sequence) and not isinstance(each, str) for each in documents)
