@@ -130,9 +130,10 @@ class LLM(vllm.LLM):
     def _answer(self, path: str, rows: list[Any], documents: Any, method: str | None, given: Any, more: Any) -> Any:
         asked = more.pop("sampling_params", given[0] if given else None) or self.get_default_sampling_params()
         asked = [one.clone() for one in (asked if isinstance(asked, Sequence) else [asked] * len(rows))]
-        lists = [list(each) for each in documents if not isinstance(each, str | Mapping | Document)]
+        lists = [list(each) for each in documents if isinstance(each, Sequence) and not isinstance(each, str)]
         if not len(lists) == len(documents) == len(asked) == len(rows):
-            raise ValueError(f"{len(rows)} prompts: documents is one list per prompt, sampling_params one, or one each")
+            said = "documents is a list for each of them, sampling_params one for all or one each"
+            raise ValueError(f"{len(rows)} prompts: {said}")
         comb, prompts, tokens = ({} if method is None else {"method": method}), [], list[str | None]()
         bodies = [
             {**row, "documents": list(map(_body, own)), "comb": comb}
@@ -177,4 +178,7 @@ class LLM(vllm.LLM):
 
 
 def _body(given: str | Mapping[str, Any] | Document) -> Any:
-    return given if not isinstance(given, Document) else {k: v for k, v in asdict(given).items() if v is not None}
+    if not isinstance(given, Document):
+        return given
+    fields = {name: value for name, value in asdict(given).items() if value is not None}
+    return {**fields, "token_ids": list(given.token_ids)} if given.token_ids is not None else fields
