@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,27 @@ def test_methods_command(folder: Path, tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "m").iterdir()} == {"data.jsonl", "data.times.jsonl"}
     assert "em" not in content["results"][2]
     assert {"argv", "versions", "commit", "machine"} <= set(content)
+
+
+def test_files_of_ones_own_are_sets_beside_each_other(folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    data = {"head": "Read. ", "stop": ";", "query_template": "Q: {query}"}
+    (model / "training.json").write_text(json.dumps({"config": {"data": data}}))
+    other = tmp_path / "rows"
+    other.mkdir()
+    shutil.copy(folder / "data.jsonl", other / "more.jsonl")
+    content = written(
+        tmp_path / "m.json", "methods", "--model", model, "--methods", "naive", "--data",
+        f"{folder / 'data.jsonl'},{other}", "--split", "all", "--limit", 2, "--max-new-tokens", 2,
+        "--timing-examples", 0,
+    )  # fmt: skip
+    assert [row["set"] for row in content["results"]] == ["data"] * 3 + ["rows"] * 3
+    # asked as the adapter was trained to be
+    made_with = json.loads((tmp_path / "m" / "rows.jsonl").read_text().splitlines()[0])
+    assert "Read. " in json.dumps(made_with)
+    both = run("methods", "--data", "a.jsonl", "--dataset", "b.jsonl")
+    assert "--data and --dataset both say" in str(both.exception)
 
 
 def test_an_adapters_own_results_are_left_alone(folder: Path) -> None:

@@ -36,7 +36,7 @@ def run(folder: Path, tmp_path: Path) -> Callable[..., Any]:
     train = {"steps": 4, "batch_size": 4, "answers": "gold", "ce_weight": 0, "kl_weight": 1, "logging_steps": 1}
     content = {
         "model": {"backbone": str(folder), "num_encoder_layers": 1, "cross_attention_layers": [1], "device": "cpu"},
-        "data": f"{folder}/rows.jsonl",
+        "data": {"dataset": "jsonl", "path": f"{folder}/rows.jsonl"},
         "train": {**train, "output_dir": str(tmp_path / "out")},
         "eval": {"methods": ["comb"], "max_new_tokens": 2, "timing_examples": 0},
     }
