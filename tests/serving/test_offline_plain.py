@@ -137,7 +137,7 @@ def test_options_that_do_not_fit(tmp_path: Path, nano_adapter: Path) -> None:
 def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM) -> None:
     with pytest.raises(ValueError, match="unknown field 'colour'"):
         llm.generate("x", documents=[{"text": "a", "colour": "red"}])
-    with pytest.raises(ValueError, match="one list per prompt"):
+    with pytest.raises(ValueError, match="a list for each of them"):
         llm.generate(["x", "y"], documents=["one list for two"])
     with pytest.raises(RuntimeError, match="close"):
         LLM(CHECKPOINT, method=METHOD)
