@@ -216,7 +216,7 @@ def test_plots_are_written_and_hold_the_last_point_of_a_curve_far_from_zero(tmp_
     for (low, high), last in ((axes.get_xlim(), 100), (axes.get_ylim(), 97.1)):
         assert low == 0
         assert high > 1.04 * last
-    figure, axes = pyplot.subplots()
+    _, axes = pyplot.subplots()
     Lines([{"step": 0, "closed": -1.6}, {"step": 4, "closed": -0.3}], "step", "closed", "", "", by=str).draw(axes)
     assert axes.get_ylim() == pytest.approx((-1.68, 0))  # worse than without documents
     pyplot.close("all")
