@@ -15,16 +15,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from tokenizers import Tokenizer, __version__
+from torch import Tensor
+
+from comb.backbones.transformers_private import conversion_errors
+from comb.documents.files import read_json
 
 OWN = ("comb", "comb_training", "comb_serving")
+MODEL_FILES = ("config.json", "generation_config.json", "model*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "tekken.json",
 )  # fmt: skip
 _AGAIN = "download or copy it again"
+
+
+class DamagedError(ValueError):
+    """A file of a checkpoint isn't what it should be."""
 
 
 @contextmanager
@@ -36,6 +46,7 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
 
     Raises:
         ImportError: a package that it needs is missing.
+        DamagedError: a file is damaged.
         ValueError, OSError: all else.
     """
     try:
@@ -58,11 +69,15 @@ def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
         return ImportError(f"{what} can't be loaded, a package is missing: {message}{install}")
     if Path(place).is_file():
         why = f"({type(error).__name__}: {message}): it is damaged or cut off, or of a kind that isn't known"
-        return OSError(_damage(Path(place)) or f"{place} can't be read as a model {why}; {_AGAIN}")
+        return DamagedError(damage_of(Path(place)) or f"{place} can't be read as a model {why}; {_AGAIN}")
     folder = local_folder(place)
     found = None if folder is None else damage_in(folder, tokenizer=tokenizer)
     if found is not None:
-        return OSError(found)
+        return DamagedError(found)
+    if parts := conversion_errors(error):
+        name, why = next(iter(parts.items()))
+        return DamagedError(f"{place} has weights that can't be put together for {len(parts)} of the model's, among "
+                            f"them {name} ({why}): some are missing, or of another model; {_AGAIN}")  # fmt: skip
     if folder is None and isinstance(error, OSError):
         return OSError(f"no model {place!r}: there is no such folder, and as a Hub id it can't be read: {message}")
     kind = ValueError if isinstance(error, ValueError) else OSError
@@ -90,12 +105,43 @@ def damage_in(folder: Path, *, tokenizer: bool = False) -> str | None:
 
     Only headers of weights are read.
     """
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    chosen = [path for path in files if path.name == "config.json" or is_tokenizer_file(path.name) == tokenizer]
-    return next((found for path in chosen if (found := _damage(path)) is not None), None)
+    patterns = ("config.json", *TOKENIZER_FILES) if tokenizer else MODEL_FILES
+    chosen = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    return next((found for path in chosen if (found := damage_of(path)) is not None), None)
 
 
-def _damage(path: Path) -> str | None:
+def check_files(place: str | Path, *, weights: bool = False) -> None:
+    """Raises DamagedError for a checkpoint here with a file that can't be right; weights are looked at by headers.
+
+    Args:
+        weights: they must be there.
+    """
+    folder = local_folder(place)
+    if weights and Path(place).is_dir():
+        kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+        if not any(path.is_file() for kind in kinds for path in Path(place).glob(kind)):
+            raise DamagedError(f"{place} has no weights ({', '.join(kinds)}): {_AGAIN}")
+    for tokenizer in (False, True):
+        if folder is not None and (found := damage_in(folder, tokenizer=tokenizer)) is not None:
+            raise DamagedError(found)
+
+
+def headers(folder: Path) -> dict[str, Tensor]:
+    """The tensors that ``from_pretrained`` would read there, without their values (on the meta device)."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if not (folder / names[0]).is_file():
+        names = sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
+    found = {}
+    for name in names:
+        with explained(folder), safe_open(folder / name, framework="pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+            found.update({key: torch.empty(part.get_shape(), device="meta") for key, part in slices.items()})
+    return found
+
+
+def damage_of(path: Path) -> str | None:
+    """Why a file can't be right, and what to do; None if it looks well."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -111,8 +157,10 @@ def _damage(path: Path) -> str | None:
                 return None
         except Exception as error:  # safetensors' own class is no OSError or ValueError
             return f"{path} is damaged or cut off, it is no safetensors file ({error}): {_AGAIN}"
-    if head.startswith(b"PK") and not zipfile.is_zipfile(path):  # torch.save's format
-        return f"{path} is damaged or cut off: {_AGAIN}"
+    # torch.save's formats: a zip file, and before that a pickle
+    whole = zipfile.is_zipfile(path) if head.startswith(b"PK") else path.suffix != ".bin" or head.startswith(b"\x80")
+    if not whole:
+        return f"{path} is damaged or cut off, it is no file of torch.save: {_AGAIN}"
     return _damage_in_json(path) if path.suffix == ".json" else None
 
 
@@ -132,7 +180,7 @@ def _damage_in_json(path: Path) -> str | None:
     if path.name == "config.json":
         if not isinstance(content, dict):
             return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
-        if "model_type" not in content:
+        if not content.get("model_type"):
             return f"{path} has no model_type, so it is no model's: {_AGAIN}"
     if path.name.endswith(".index.json"):
         shards = content.get("weight_map") if isinstance(content, dict) else None

@@ -56,9 +56,9 @@ def gguf_file(path: Path) -> Path | None:
         part = _PART.fullmatch(file.stem)
         models.setdefault(file.stem if part is None else f"{part['model']} of {part['count']}", file)
     if len(models) > 1:
-        names = ", ".join(file.name for file in models.values())
+        shown = ", ".join(file.name for file in models.values())
         parts = " (one in several files: in a folder of its own)" if len(found) > len(models) else ""
-        raise OSError(f"{path} holds {len(models)} models in GGUF files: name one of {names}{parts}")
+        raise OSError(f"{path} holds {len(models)} models in GGUF files: name one of {shown}{parts}")
     return found[0] if found else None
 
 

@@ -11,9 +11,16 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from comb.backbones.damage import explained
+from comb.backbones.damage import DamagedError, check_files, damage_of, explained, headers, local_folder
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.half_precision import warn_if_slow
 from comb.backbones.unpublished import read_private
@@ -120,7 +127,38 @@ def load_model(name: str | Path, **options: Any) -> Any:
             place, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     check_whole(model, report, place)
+    folder = local_folder(place)
+    settings = None if folder is None else folder / "generation_config.json"
+    # transformers goes on with its defaults: another end of an answer, say
+    if settings is not None and settings.is_file() and (found := damage_of(settings)) is not None:
+        raise DamagedError(found)
     return model
+
+
+def check_weights(name: str | Path) -> None:
+    """What `load_model` checks, by the headers of the weights alone: for who lets others load them (vLLM).
+
+    Nothing is said of what isn't here yet, of models that transformers doesn't know, and of quantised ones.
+
+    Raises:
+        ValueError, OSError: as `load_model` does.
+    """
+    place = resolve_name(name)
+    check_files(place, weights=True)
+    folder = local_folder(place)
+    if folder is None or not (found := headers(folder)):
+        return
+    with explained(place):
+        given, _ = PreTrainedConfig.get_config_dict(place)
+    if given.get("model_type") not in CONFIG_MAPPING or given.get("quantization_config") or given.get("auto_map"):
+        return
+    config = load_config(place)
+    with explained(place):
+        model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None, config=config, state_dict=found, device_map="meta",
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    check_whole(model, report, place)
 
 
 def load_backbone(

@@ -40,11 +40,13 @@ class RotaryEmbedding:
         ask: the turns of a pass over tokens at positions [T], in float32 or more.
         limit: positions of a pass up to which their number changes nothing; None where it never does.
         module: that is asked; None for a formula.
+        counts: whether it goes by the number of tokens in a pass, whatever their positions are.
     """
 
     ask: Callable[[Tensor], Turns]
     limit: int | None = None
     module: nn.Module | None = None
+    counts: bool = False
 
     def turns(self, positions: Tensor, length: int) -> Turns:
         """Of tokens at `positions` [T], in a pass that ends at position `length` - 1."""
@@ -135,6 +137,14 @@ def tabulated_embeddings(model: Any) -> list[RotaryEmbedding]:
         if not any(torch.equal(frequencies, other) for other in distinct):
             distinct.append(frequencies)
     return [RotaryEmbedding(partial(_by_frequency, frequencies)) for frequencies in distinct]
+
+
+def embedding_of(module: nn.Module, longest: int) -> RotaryEmbedding | None:
+    """Of a module that is called as transformers calls its own, over `longest` positions; None for any other."""
+    try:
+        return _Call(module, (_Hidden(1, 1, torch.float32), _Positions((1,))), {}).embedding(longest)
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 @torch.no_grad()
@@ -234,7 +244,7 @@ class _Call:
             twin(torch.tensor(_FEW))
         except RuntimeError:  # accelerate's hooks send its arguments to another device
             twin = call
-        return RotaryEmbedding(call, _limit(twin, 2 * longest), self.module)
+        return RotaryEmbedding(call, _limit(twin, 2 * longest), self.module, _counts(twin, min(2 * longest, 2**16)))
 
 
 def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
@@ -248,11 +258,11 @@ def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
             return None  # longer than its table
         return cos[:-1], sin[:-1]
 
-    short = first(len(_FEW) + 1)
     same, other = len(_FEW) + 1, None
+    if (short := first(same)) is None:
+        return None
     for exponent in range(3, most.bit_length() + 1):
-        turns = first(2**exponent)
-        if short is None or turns is None:
+        if (turns := first(2**exponent)) is None:
             return None
         if not _same(turns, short):
             other = 2**exponent
@@ -268,6 +278,19 @@ def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
         else:
             other = middle
     return same
+
+
+def _counts(ask: Callable[[Tensor], Turns], length: int) -> bool:
+    """Whether the first few of so many tokens get other turns than they do beside the last one alone."""
+    found = []
+    for positions in (torch.arange(length), torch.tensor([*_FEW, length - 1])):
+        try:
+            ask(torch.tensor([0]))
+            cos, sin = ask(positions)
+        except (IndexError, RuntimeError, ValueError, AssertionError):
+            return False  # longer than its table
+        found.append((cos[: len(_FEW)], sin[: len(_FEW)]))
+    return not all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*found, strict=True))
 
 
 def _pair(output: Any, tokens: int) -> Turns | None:

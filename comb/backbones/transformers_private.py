@@ -7,6 +7,7 @@ Seen in transformers 5.16 to 5.19:
 - ``eager_attention_forward`` in a model's file: eager attention with what the model adds to it (soft caps, sinks)
 - scan functions in a model's file: layers call them as globals of that file, and no hook sees what they are given
 - cache classes in a model's file: MiniMax makes one of its own for its linear layers, and no attribute names it
+- the report that ends in an error without a name, when weights of a checkpoint can't be put together
 - the names that a GGUF file's tensors have in a model, and which of its two readers takes an architecture
 """
 
@@ -78,6 +79,17 @@ def wrapped_functions(
 def _file_of(module: nn.Module) -> dict[str, Any]:
     """The globals of the file that `module`'s class was defined in."""
     return vars(sys.modules[type(module).__module__])
+
+
+def conversion_errors(error: BaseException) -> dict[str, str]:
+    """By a model's weight, why a checkpoint's couldn't be put together to it: transformers raises without a name."""
+    frame = error.__traceback__
+    while frame is not None:
+        report = frame.tb_frame.f_locals.get("loading_info")
+        if found := getattr(report, "conversion_errors", None):
+            return {name: str(text).strip().splitlines()[-1] for name, text in found.items()}
+        frame = frame.tb_next
+    return {}
 
 
 def unused_gguf_tensors(model: nn.Module, architecture: str, names: Iterable[str]) -> list[str]:

@@ -51,7 +51,7 @@ def _named(keys: Iterable[str]) -> str:
     return f"{len(found)} weight{'s' * (len(found) > 1)} ({', '.join(found[:3])}{more})"
 
 
-def _is_inside(key: str, model: nn.Module) -> bool:
+def _is_inside(key: str, model: Any) -> bool:
     """Whether a weight stands in a layer of a stack that the model has, in its modules or behind its last layer."""
     module: Any = model
     *path, leaf = key.split(".")

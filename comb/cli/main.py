@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -281,6 +282,13 @@ def push(
     console.print(upload(folder, repo, private=private), soft_wrap=True)
 
 
+@cache
+def _add_commands() -> None:
+    """Adds what other packages bring, once in a process."""
+    for entry_point in metadata.entry_points(group=COMMANDS_GROUP):
+        entry_point.load()(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `comb`, with the process's own arguments by default.
 
@@ -289,10 +297,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import os
 
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given or os.environ.get("COMB_DEBUG") == "1"
+    if "--debug" in given:
+        os.environ["COMB_DEBUG"] = "1"  # for the processes of a server, too
+    debug = os.environ.get("COMB_DEBUG") == "1"
     try:
-        for entry_point in metadata.entry_points(group=COMMANDS_GROUP):
-            entry_point.load()(app)
+        _add_commands()
         app([argument for argument in given if argument != "--debug"], prog_name="comb")
     except Exception as error:
         if debug:

@@ -11,6 +11,7 @@ from typing import Any
 from comb.documents.messages import Message, Reference, as_messages
 from comb.documents.rendering import (
     Rendered,
+    Slot,
     added_tokens,
     plain_ids,
     render_chat,
@@ -290,7 +291,7 @@ class PromptBuilder:
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
         if self.head is None and renders_chats(self.tokenizer):
-            front = [self.lead, *([_DOCUMENTS] if segments else [])] if segments or self.lead else []
+            front: list[str | Slot] = [*([self.lead] if self.lead else []), *([_DOCUMENTS] if segments else [])]
             rendered = render_chat(self.tokenizer, messages, self.chat_template_kwargs, front)
             return _assembled(_blocks(self.tokenizer, rendered), segments, referenced or {})
         if not isinstance(query, str):

@@ -45,7 +45,7 @@ class Rendered:
 
 def renders_chats(tokenizer: Any) -> bool:
     """Whether it has a chat template, or writes chats in a way of its own."""
-    return bool(getattr(tokenizer, "chat_template", None)) or _makes_tokens(tokenizer)
+    return bool(getattr(tokenizer, "chat_template", None)) or makes_tokens(tokenizer)
 
 
 def render_chat(
@@ -68,7 +68,7 @@ def render_chat(
     slots = [slot for message in chat for slot in message.slots]
     if not slots:
         return _render(tokenizer, [message.written([]) for message in chat], arguments)
-    if not _makes_tokens(tokenizer):  # all renderings are of one moment, also around midnight
+    if not makes_tokens(tokenizer):  # all renderings are of one moment, also around midnight
         clock = cache(lambda form: chat_template_utils.datetime.now().strftime(form))
         arguments = {"strftime_now": clock, **arguments}
     return _with_slots(chat, slots, lambda written: _render(tokenizer, written, arguments))
@@ -212,7 +212,7 @@ def _render(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str,
     chat = [dict(message) for message in messages]
     try:
         with lock_of(tokenizer):
-            if not _makes_tokens(tokenizer):
+            if not makes_tokens(tokenizer):
                 return Rendered(tokenizer.apply_chat_template(chat, **{**given, "tokenize": False}))
             return _spelled(
                 tokenizer, tokenizer.apply_chat_template(chat, **{**given, "tokenize": True, "return_dict": False})
@@ -224,13 +224,13 @@ def _render(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str,
 
 def _form_wanted(tokenizer: Any, arguments: Mapping[str, Any]) -> Callable[[Any], bool]:
     """Says of a content whether the template gets a list of parts for it: where one came, or it takes nothing else."""
-    if _makes_tokens(tokenizer):
-        return lambda content: False
-    try:
-        template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
-    except ValueError as error:
-        raise ValueError(f"the tokenizer has no chat template for this: {error}") from error
-    takes_text, takes_parts = _forms(tokenizer, template)
+    takes_text = takes_parts = True
+    if not makes_tokens(tokenizer):
+        try:
+            template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+        except ValueError as error:
+            raise ValueError(f"the tokenizer has no chat template for this: {error}") from error
+        takes_text, takes_parts = _forms(tokenizer, template)
 
     def as_list(content: Any) -> bool:
         own = isinstance(content, str) or any(isinstance(part, Generated) for part in content or ())
@@ -270,7 +270,10 @@ def encoded(tokenizer: Any, text: str, **options: Any) -> list[int]:
 def plain_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Token ids of a text that stays text whatever it spells. Raises ValueError where a tokenizer can't do that."""
     # mistral_common's read no special token in any text
-    ids = encoded(tokenizer, text, **({} if _makes_tokens(tokenizer) else {"split_special_tokens": True}))
+    ids = encoded(tokenizer, text, **({} if makes_tokens(tokenizer) else {"split_special_tokens": True}))
+    if getattr(tokenizer, "is_fast", False):
+        return tuple(ids)
+    # one written in Python may not know that option
     special = set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
     if found := special.intersection(ids):
         raise ValueError(
@@ -296,14 +299,14 @@ def tokens_around(tokenizer: Any, rendered: Rendered) -> list[tuple[int, ...]]:
     text = rendered.text
     if not rendered.slots:
         return [tuple(encoded(tokenizer, text)) if rendered.token_ids is None else rendered.token_ids]
-    whole = _Whole.of(tokenizer, rendered)
+    whole = _TokenizedText.of(tokenizer, rendered)
     starts = [0, *(end for _, end, _ in rendered.slots)]
     stops = [*(start for start, _, _ in rendered.slots), len(text)]
     return [tuple(whole.between(start, stop)) for start, stop in zip(starts, stops, strict=True)]
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _TokenizedText:
     """The tokens of a text, each from a character (`begins`) to another (`ends`); none where a tokenizer can't say."""
 
     tokenizer: Any
@@ -314,13 +317,13 @@ class _Whole:
     special: frozenset[int]
 
     @classmethod
-    def of(cls, tokenizer: Any, rendered: Rendered) -> _Whole:
+    def of(cls, tokenizer: Any, rendered: Rendered) -> _TokenizedText:
         ids, offsets = rendered.token_ids, rendered.offsets
         if ids is None and getattr(tokenizer, "is_fast", False):
             with lock_of(tokenizer):
                 found = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = found["input_ids"], found["offset_mapping"]
-        begins, ends = zip(*offsets, strict=True) if offsets else ((), ())
+        begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
         return cls(tokenizer, rendered.text, ids or (), begins, ends, frozenset(tokenizer.all_special_ids))
 
     def between(self, start: int, stop: int) -> list[int]:
@@ -373,7 +376,8 @@ class _Whole:
 # ---- mistral_common's tokenizers, which write a chat as tokens ----
 
 
-def _makes_tokens(tokenizer: Any) -> bool:
+def makes_tokens(tokenizer: Any) -> bool:
+    """Whether it is one of these."""
     return any(kind.__name__ == "MistralCommonBackend" for kind in type(tokenizer).__mro__)
 
 

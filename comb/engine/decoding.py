@@ -163,7 +163,7 @@ def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
+class _Pieces(BaseStreamer):
     """Gives out an answer's text as far as no further token changes it, so that the pieces joined are that text.
 
     It is decoded from its beginning each time, since a tokenizer writes a token as those around it ask for (the first

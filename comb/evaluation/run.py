@@ -200,8 +200,8 @@ def _with_room(
             )
     if len(kept) == len(examples):
         return kept, ""
-    left_out, room = len(examples) - len(kept), " or ".join(map(str, sorted(set(rooms.values()))))
-    return kept, f"left out for all methods: {left_out} of {len(examples)} questions, prompts of over {room} tokens"
+    left_out, least = len(examples) - len(kept), min(rooms.values())
+    return kept, f"left out for all methods: {left_out} of {len(examples)} questions, prompts of over {least} tokens"
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
     config = load_config(folder)
     if not isinstance(config, AdapterConfig):
         raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
+    damage.check_files(folder)
     weights = read_weights(folder, config.parts)
     here, there, parent = read_card(folder), None, None
     if api is not None:
@@ -153,7 +154,7 @@ def read_weights(folder: Path, parts: Sequence[str]) -> tuple[str, int]:
     dtypes: set[str] = set()
     parameters = 0
     for path in files:
-        with damage.explained(folder), safe_open(path, framework="pt") as file:
+        with damage.explained(path), safe_open(path, framework="pt") as file:
             names = list(file.keys())
             dtypes.update(str(file.get_tensor(name).dtype) for name in names[:1])
             parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in names)

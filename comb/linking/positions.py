@@ -60,6 +60,11 @@ class RotaryProbe:
 
     def __init__(self, model: Any) -> None:
         self.embeddings = rotary_embeddings(model)
+        if any(each.counts for each in self.embeddings):
+            raise UnmovableError(
+                "its rotary embedding goes by the number of tokens in a pass, not by positions, and linked prompts "
+                "pass in parts"
+            )
         limits = sorted({each.limit for each in self.embeddings if each.limit is not None})
         short = _probe_positions(model, limits[0] if limits else None)
         longest = position_count(model.config.get_text_config(decoder=True)) or 0
@@ -99,8 +104,8 @@ class RotaryProbe:
         best: tuple[float, tuple[RotaryEmbedding, Rotation] | None] = (tolerance, None)
         for embedding in embeddings:
             parts = [embedding.turns(torch.tensor(list(positions)), max(positions) + 1) for positions in passes]
-            turns = tuple(torch.cat(each)[:, None].to(seen.device) for each in zip(*parts, strict=True))
-            for error, rotation in _errors(seen, Rerotation.between([((turns[0][:1], turns[1][:1]), turns)])):
+            cos, sin = (torch.cat(each)[:, None].to(seen.device) for each in zip(*parts, strict=True))
+            for error, rotation in _errors(seen, Rerotation.between([((cos[:1], sin[:1]), (cos, sin))])):
                 if error < best[0]:
                     best = error, (embedding, rotation)
         return best[1]
@@ -298,9 +303,13 @@ def _probe_positions(model: Any, limit: int | None) -> list[int]:
     config = model.config.get_text_config(decoder=True)
     # embeddings that depend on the length go back to their short form only below the original length
     end = limit - 1 if limit else position_count(config) or 1010
+    return sorted(position for position in {*_USUAL, *positions_near(config), end - 1} if 0 <= position < end)
+
+
+def positions_near(config: Any) -> set[int]:
+    """Before and at each larger number in a configuration: a length, or what else a model may count to."""
     numbers = {number for number in _integers(config.to_dict()) if number > _USUAL[-1]}
-    near = {position for number in numbers for position in (number - 1, number)}
-    return sorted(position for position in {*_USUAL, *near, end - 1} if 0 <= position < end)
+    return {position for number in numbers for position in (number - 1, number)}
 
 
 def _integers(values: Any) -> Iterator[int]:

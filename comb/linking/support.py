@@ -16,6 +16,7 @@ from comb.backbones.attention_calls import attention
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import run_decoder, takes_positions
 from comb.backbones.identity import identity_of
+from comb.backbones.rotary import length_limit
 from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import Masks, cache_kinds, exact_attention, mask_candidates, masked_attention
@@ -88,11 +89,14 @@ def _why_not_continued(model: Any) -> str:
     count = _QUERY + max(2, min((window for window in windows if window and window <= _SMALL_WINDOW), default=2))
     cache: Any = DynamicCache(config=model.config)
     ids, takes = made_up_tokens(model, count)[None], takes_positions(model)
-    whole = run_decoder(model, ids, DynamicCache(config=model.config))[0, -_QUERY:]
-    for first, last in ((0, count - _QUERY), (count - _QUERY, count)):
-        where = torch.arange(first, last)[None] if takes else None
-        mask = torch.ones(1, last, dtype=torch.long)
-        hidden = run_decoder(model, ids[:, first:last], cache, attention_mask=mask, position_ids=where)[0]
+
+    def run(cache: Any, first: int, last: int) -> Tensor:
+        where, mask = torch.arange(first, last)[None] if takes else None, torch.ones(1, last, dtype=torch.long)
+        return run_decoder(model, ids[:, first:last], cache, attention_mask=mask, position_ids=where)[0, -_QUERY:]
+
+    whole = run(DynamicCache(config=model.config), 0, count)
+    run(cache, 0, count - _QUERY)
+    hidden = run(cache, count - _QUERY, count)
     held = [getattr(layer, "keys", None) for layer in cache.layers]
     without = [str(number) for number, keys in enumerate(held) if keys is None]
     if len(without) == len(held):
@@ -108,8 +112,11 @@ def _why_not_continued(model: Any) -> str:
 
 
 def takes_padded_rows(model: Any) -> bool:
-    """Whether rows of a batch may be padded on the left: models of states may ignore their mask (RWKV)."""
-    return bool(identity_of(model).fact("padded rows", lambda: _try_padding(model)))
+    """Whether rows of a batch may be padded on the left.
+
+    Models of states may ignore their mask (RWKV), and the longest row may change all rows' rotary embedding.
+    """
+    return length_limit(model) is None and bool(identity_of(model).fact("padded rows", lambda: _try_padding(model)))
 
 
 @torch.no_grad()

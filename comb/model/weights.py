@@ -43,6 +43,24 @@ def load_adapter(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
     Raises:
         ValueError: if weights are missing, have other shapes, are not finite, or aren't in `model`.
     """
+    own = check_fits(model, weights, source)
+    for name in own:
+        if not bool(torch.isfinite(weights[name]).all()):
+            raise ValueError(
+                f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged or training diverged"
+            )
+    model.load_state_dict({name: weights[name] for name in own}, strict=False, assign=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in own)
+    return weights[next(iter(own))].dtype
+
+
+def check_fits(model: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
+    """The trained parameters of `model`, which `weights` are; their values don't matter.
+
+    Raises:
+        ValueError: if weights are missing, have other shapes, or aren't in `model`.
+    """
     own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
     missing = sorted(own.keys() - weights.keys())
     if missing:
@@ -60,11 +78,4 @@ def load_adapter(model: nn.Module, weights: Mapping[str, Tensor], source: str | 
             raise ValueError(
                 f"adapter weight {name} has shape {tuple(value.shape)}, its configuration says {tuple(tensor.shape)}"
             )
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(
-                f"adapter weight {name} holds NaN or infinity: the checkpoint is damaged or training diverged"
-            )
-    model.load_state_dict({name: weights[name] for name in own}, strict=False, assign=True)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in own)
-    return weights[next(iter(own))].dtype
+    return own

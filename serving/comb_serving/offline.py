@@ -19,6 +19,7 @@ from vllm import SamplingParams
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
 from comb_serving.api.choice import MethodChoice
+from comb_serving.api.conversion import as_rendered, renders_alike
 from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import NO_PLACE, PreprocessedRequest, Preprocessor, placing_of, tokenizer_of
 from comb_serving.api.response import report
@@ -26,7 +27,7 @@ from comb_serving.api.routes import CHAT, COMPLETIONS
 from comb_serving.config.instance import instance_folder, read_secret
 from comb_serving.config.options import INSTANCE_DIR, ServeOptions
 from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
-from comb_serving.launch.preflight import check_start
+from comb_serving.launch.preflight import check_checkpoint, check_start
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import ReportReceiver, name_of
@@ -53,6 +54,7 @@ class LLM(vllm.LLM):
     def __init__(self, model: str | os.PathLike[str], *, method: str | None = None, **options: Any) -> None:
         own: dict[str, Any] = {"pool_bytes": 2**30, **{name: options.pop(name) for name in OURS if name in options}}
         start = check_start(str(model), method and LinkMethod.parse(method).name, own.pop("backbone", None))
+        check_checkpoint(str(model), start)
         if start.method is None or LinkMethod.parse(start.method).full:
             raise ValueError(f"{model}: LLM links documents in plain models (method=...); `comb serve` has adapters")
         own |= {"pool_bytes": str(own["pool_bytes"]), "ranks": int(options.get("tensor_parallel_size", 1))}
@@ -77,7 +79,10 @@ class LLM(vllm.LLM):
             self._reports = ReportReceiver(folder)
             stack.callback(self._reports.close)
             manager, builder = PICManager(layout, self._compiler), PromptBuilder(tokenizer_of(served))
-            self.preprocessor = Preprocessor(builder, manager, MethodChoice(served), placing=placing_of(served))
+            self.preprocessor = Preprocessor(
+                builder, manager, MethodChoice(served), placing=placing_of(served),
+                chats=renders_alike(self.model_config, builder.tokenizer),
+            )  # fmt: skip
             # a loop of its own: the caller may be inside of one (notebooks)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="comb-documents", daemon=True)
@@ -125,9 +130,10 @@ class LLM(vllm.LLM):
     def _answer(self, path: str, rows: list[Any], documents: Any, method: str | None, given: Any, more: Any) -> Any:
         asked = more.pop("sampling_params", given[0] if given else None) or self.get_default_sampling_params()
         asked = [one.clone() for one in (asked if isinstance(asked, Sequence) else [asked] * len(rows))]
-        lists = [list(each) for each in documents if not isinstance(each, str | Mapping | Document)]
+        lists = [list(each) for each in documents if isinstance(each, Sequence) and not isinstance(each, str)]
         if not len(lists) == len(documents) == len(asked) == len(rows):
-            raise ValueError(f"{len(rows)} prompts: documents is one list per prompt, sampling_params one, or one each")
+            said = "documents is a list for each of them, sampling_params one for all or one each"
+            raise ValueError(f"{len(rows)} prompts: {said}")
         comb, prompts, tokens = ({} if method is None else {"method": method}), [], list[str | None]()
         bodies = [
             {**row, "documents": list(map(_body, own)), "comb": comb}
@@ -142,8 +148,9 @@ class LLM(vllm.LLM):
                 builder, body = self.preprocessor.builder_for(one.body), one.body
                 (ids,) = one.prompts or (None,)
                 if ids is None:
-                    built = builder.build(body["messages"]) if path == CHAT else builder.complete(body["prompt"])
-                    ids = list(built.query)
+                    assert not one.segments, "prompts over documents are built by the preprocessor"
+                    chat = path == CHAT and as_rendered(body["messages"], builder)
+                    ids = list((builder.build(chat) if chat else builder.complete(body["prompt"])).query)
                 salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
                 prompts.append({"prompt_token_ids": ids, **salt})
                 tokens.append(one.signed(lease, "", self._secret) if one.needs_capability else None)
@@ -171,4 +178,7 @@ class LLM(vllm.LLM):
 
 
 def _body(given: str | Mapping[str, Any] | Document) -> Any:
-    return given if not isinstance(given, Document) else {k: v for k, v in asdict(given).items() if v is not None}
+    if not isinstance(given, Document):
+        return given
+    fields = {name: value for name, value in asdict(given).items() if value is not None}
+    return {**fields, "token_ids": list(given.token_ids)} if given.token_ids is not None else fields

@@ -55,7 +55,7 @@ def serve(
     from comb_serving.config.options import ServeOptions
     from comb_serving.config.tenants import key_hash
     from comb_serving.launch.launcher import launch
-    from comb_serving.launch.preflight import check_plain_options, check_start
+    from comb_serving.launch.preflight import check_checkpoint, check_plain_options, check_start
     from comb_serving.linking.methods import FULL, LinkMethod
 
     if encoder not in ("on", "off"):
@@ -64,6 +64,7 @@ def serve(
     if method is not None:
         method = LinkMethod.parse(method).name
     start = check_start(checkpoint, method, backbone)
+    check_checkpoint(checkpoint, start)
     if audit and start.method in (None, FULL):
         raise ValueError(
             "--audit compares documents that a plain model's --method links (primed, legolink:16, ...) with full "

@@ -17,17 +17,9 @@ from transformers.utils import chat_template_utils
 from comb import PromptBuilder
 from comb.documents.messages import Generated
 from tests.helpers.byte_text import byte_tokenizer
-from tests.helpers.chat_templates import MADE_UP, shipped
+from tests.helpers.chat_templates import MADE_UP, REFUSED, shipped
 
 TEMPLATES = {**MADE_UP, **shipped()}
-# what these read of a question isn't there where documents stand in front of it
-REFUSED = {
-    "as much as there is room for",
-    "how long a text is",
-    "the beginning of a text",
-    "the last message alone",
-    "a title",
-}
 DOCUMENT = " The lake is <|end|> 12 m deep.</think>"
 MIDNIGHT = datetime.datetime(2024, 2, 29, 23, 59, 59)
 
@@ -66,7 +58,7 @@ def by_itself(tokenizer: Any, chat: list[dict[str, Any]], **more: Any) -> list[i
 @settings(max_examples=40, deadline=None)
 @given(chat=chats(), parts=st.booleans())
 def test_the_prompt_is_the_templates(name: str, chat: list[dict[str, Any]], parts: bool) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES[name])
+    tokenizer = byte_tokenizer(TEMPLATES[name], bos_token="<|bos|>")
     lists = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
     as_text, as_parts = by_itself(tokenizer, chat), by_itself(tokenizer, lists)
     takes_parts = name in ("parts or texts", "parts alone", "smolvlm", "qwen2_audio")
@@ -202,10 +194,13 @@ def test_answers_are_tokens_where_the_template_shows_them_whole() -> None:
 
 def test_a_long_chat_takes_linear_time() -> None:
     builder = PromptBuilder(byte_tokenizer(MADE_UP["plain"]))
-    chat = [{"role": "user" if place % 2 else "assistant", "content": "a"} for place in range(40_000)]
-    start = time.perf_counter()
-    builder.build(chat, [(1, 2)])
-    assert time.perf_counter() - start < 20  # each message sought in the whole text: minutes
+    seconds = []
+    for messages in (2_000, 20_000):
+        chat = [{"role": "user" if place % 2 else "assistant", "content": "a"} for place in range(messages)]
+        start = time.process_time()
+        builder.build(chat, [(1, 2)])
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 35 * seconds[0]  # ten times the text; each message sought in all of it: a hundred times
 
 
 # ---- tokens at the edges of documents ----
@@ -298,6 +293,8 @@ def test_few_shot_text_is_read_with_the_question() -> None:
 
 def test_a_tokenizer_that_reads_structure_in_any_text_is_refused() -> None:
     class Careless(PreTrainedTokenizerFast):
+        is_fast = False
+
         def encode(self, text: Any, *args: Any, split_special_tokens: bool = False, **options: Any) -> Any:
             return super().encode(text, *args, **options)
 

@@ -75,6 +75,12 @@ MADE_UP = {
     "a title": "{{ messages[0].content[:5] }}\n" + _loop("<|{{ m.role }}|>{{ m.content }}<|end|>"),
 }
 
+# what these read of a question isn't there where documents stand in front of it
+REFUSED = {
+    "a title", "as much as there is room for", "how long a text is", "the beginning of a text",
+    "the last message alone",
+}  # fmt: skip
+
 
 def shipped() -> dict[str, str]:
     """By file, of vLLM and transformers as they are installed."""
@@ -82,6 +88,7 @@ def shipped() -> dict[str, str]:
     if spec := importlib.util.find_spec("vllm"):
         folder = Path(str(spec.origin)).parent / "transformers_utils" / "chat_templates"
         found = {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+        del found["template_kimi_audio"]  # which reads variables of another name
     from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
     from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 

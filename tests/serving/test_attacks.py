@@ -64,6 +64,7 @@ SAID = [{"role": "user", "content": LONG}]
         (CHAT, chat(documents=[LONG], comb={"encoder": False})),
         (CHAT, chat(documents=[LONG[i : i + 900] for i in range(0, 3_000_000, 900)], comb={"encoder": False})),
         (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "description": LONG}}])),
+        (CHAT, chat(messages=[*ASKED, {"role": LONG, "content": "x"}])),
         (COMPLETIONS, {"prompt": LONG, "documents": DOCUMENTS}),
         (COMPLETIONS, {"prompt": ["short", LONG]}),
         (RESPONSES, {"input": LONG, "documents": DOCUMENTS}),
@@ -75,7 +76,7 @@ SAID = [{"role": "user", "content": LONG}]
         ("/v1/messages/count_tokens", {"messages": SAID}),
         ("/v1/chat/completions/batch", {"messages": [SAID]}),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 async def test_a_text_that_no_prompt_has_room_for_is_refused_unread(path: str, body: dict[str, Any]) -> None:
     server, data = Server(max_tokens=512), json.dumps(body).encode()
@@ -288,3 +289,13 @@ async def test_log_probabilities_of_a_prompt_are_those_of_the_whole_prompt() -> 
         assert "vllm_xargs" in server.echo.bodies[-2]
         assert "vllm_xargs" not in server.echo.bodies[-1]  # nothing is linked where nothing says so
     server.check_idle()
+
+
+async def test_what_no_template_writes_out_takes_no_room() -> None:
+    server = Server(max_tokens=64)
+    sealed = [{"type": "thinking", "thinking": "x", "signature": "s" * 100_000}]
+    turns = [
+        {"role": "assistant", "content": sealed},
+        {"role": "user", "content": [{"type": "image_url", "image_url": LONG}]},
+    ]
+    assert (await server.client().post(MESSAGES, {**ASK[MESSAGES], "messages": turns})).status == 200

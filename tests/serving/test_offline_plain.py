@@ -74,11 +74,31 @@ def test_weights_stay_what_documents_were_compiled_with(llm: LLM) -> None:
             llm.apply_model(scale(by))
 
 
+def test_who_asks_for_all_of_a_prompt_gets_all_of_it_computed(llm: LLM, library: PlainLibrary) -> None:
+    from vllm import SamplingParams
+
+    asked = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    chosen = [
+        SamplingParams(**asked, **more) for more in ({"prompt_logprobs": 1}, {}, {"skip_reading_prefix_cache": True})
+    ]
+    answers = llm.chat([QUESTION] * 3, chosen, documents=[TEXTS] * 3, use_tqdm=False)
+    assert [answer.comb["method"] for answer in answers] == ["full", METHOD, "full"]
+    for answer in (*answers, *ask(llm, [TEXTS])):
+        expected = library.logs(library.chat(QUESTION, TEXTS), answer.comb["method"], 8)
+        assert logs(answer) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("documents", ["", "one text", {}, {"text": "x"}, 0, False])
+def test_what_is_no_list_of_documents_is_said(llm: LLM, documents: Any) -> None:
+    with pytest.raises(ValueError, match="documents is a list"):
+        llm.chat(QUESTION, documents=documents, use_tqdm=False)
+
+
 def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> None:
     from vllm import SamplingParams
 
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, *QUESTION]
+    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION]
     parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     (answer,) = llm.chat(messages, parameters, documents=TEXTS, use_tqdm=False)
     assert logs(answer) == pytest.approx(library.logs(library.chat(messages, TEXTS), METHOD, 8), abs=1e-4)
@@ -117,7 +137,7 @@ def test_options_that_do_not_fit(tmp_path: Path, nano_adapter: Path) -> None:
 def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM) -> None:
     with pytest.raises(ValueError, match="unknown field 'colour'"):
         llm.generate("x", documents=[{"text": "a", "colour": "red"}])
-    with pytest.raises(ValueError, match="one list per prompt"):
+    with pytest.raises(ValueError, match="a list for each of them"):
         llm.generate(["x", "y"], documents=["one list for two"])
     with pytest.raises(RuntimeError, match="close"):
         LLM(CHECKPOINT, method=METHOD)

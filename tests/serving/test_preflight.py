@@ -9,12 +9,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from safetensors.torch import save_file
 
 from comb import LinkTokensConfig
 from comb.cli import main as cli
 from comb_serving.launch.preflight import Start, check_start
 from comb_serving.vllm.linking.setup import linking_options
 from comb_training.nano import CHECKPOINT
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 
 ADAPTER = json.dumps({"model_type": "comb", "backbone_name_or_path": str(CHECKPOINT)})
 
@@ -70,7 +72,7 @@ def test_checkpoints_that_are_none(
         ("./out/nowhere/x", "no such folder"),
         ("empty", "'empty': it holds no config.json"),
         ("blank", "'blank': it holds no config.json, or an empty one"),
-        ("bad", "'bad': its configuration could not be read: It looks like"),
+        ("bad", "bad/config.json is damaged or cut off, it is not JSON"),
         ("untyped", "model_type is None"),
         (CHECKPOINT, "model_type is 'llama': link documents in a plain model with `comb serve"),
         ("nano", "'nano' is no COMB adapter"),
@@ -82,6 +84,7 @@ def test_checkpoints_that_are_none(
 def test_adapters_are_started(started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
+    save_file({}, tmp_path / "adapter" / "model.safetensors")
     cached = tmp_path / "hub" / "models--me--adapter"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
@@ -102,6 +105,7 @@ def test_link_tokens_are_started_on_their_backbone(
         config = {"model_type": "comb_linktokens", "backbone_name_or_path": "nano", "num_link_tokens": 3, **more}
         (folder / "config.json").write_text(json.dumps(config))
 
+    save_file({}, folder / "model.safetensors")
     write()
     for options, message in (
         (["--method", "naive"], "is an adapter of link tokens, which are its method: leave --method away"),
@@ -129,6 +133,7 @@ def test_plain_models_say_how_they_link(
 ) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "config.json").write_text(ADAPTER)
+    save_file({}, tmp_path / "adapter" / "model.safetensors")
     for checkpoint, options, message in (
         ("adapter", ["--method", "naive"], "is a COMB adapter, whose encoder is its method: leave --method away"),
         (
@@ -149,3 +154,11 @@ def test_plain_models_say_how_they_link(
     for method in ("naive", "legolink", "full"):
         assert serve("nano", monkeypatch, "--method", method) == 0
     assert started == ["nano"] * 3
+
+
+@pytest.mark.parametrize(("positions", "tokens"), [(512, 256), (1024, 512), (4096, 519)])
+def test_the_passage_leaves_documents_half_of_a_small_model(positions: int, tokens: int, tmp_path: Path) -> None:
+    byte_llama(max_position_embeddings=positions).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    options = linking_options("primed", str(tmp_path))["kv_transfer_config"]["kv_connector_extra_config"]
+    assert len(options["primer"]) == tokens

@@ -18,6 +18,7 @@ from comb import methods
 from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import run_decoder
 from comb.backbones.rotary import compile_limit, length_limit, prompt_limit
+from comb.cache.picache import DecoderPICache
 from comb.cli.doctor.check import Check, close, relative_gap, tolerance_for
 from comb.linking.cache import ScatterCache
 from comb.methods.base import DecodeState, Method
@@ -158,7 +159,9 @@ class _Trial:
         """A document moved beyond the limit of a rotary embedding, in the first layer that knows positions."""
         model, positions, ids = method.backbone, method.support.positions, self.documents[0]
         number, pair = next(each for each in enumerate(positions.layers) if any(each[1]))
+        picache: Any
         (picache,) = method.compile([ids])
+        assert isinstance(picache, DecoderPICache)
         at, place = torch.arange(len(ids)), torch.arange(limit + 3, limit + 3 + len(ids))
         rerotation = positions.rerotation(at, place, int(place[-1]) + 1, model.get_input_embeddings().weight.device)
         moved = [

@@ -82,7 +82,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ValueError(f"{path} should be a JSON object, it is a {type(content).__name__}")
     argv = content.pop("argv", None)  # whose program is told by its folder
-    return public(content) | ({} if argv is None else {"argv": argv})
+    found: dict[str, Any] = public(content)
+    return found if argv is None else {**found, "argv": argv}
 
 
 def _sets(config: Any) -> Iterator[Mapping[str, Any]]:

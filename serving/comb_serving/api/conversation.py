@@ -31,9 +31,13 @@ def turns(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """All messages, with system texts; None where vLLM has to convert them (tools, reasoning). Raises RequestError."""
     found = turns(path, body)
-    # texts of the system between messages stay there, or don't, as vLLM finds the template
-    inline = path == MESSAGES and any(turn.get("role") == "system" for turn in found)
-    if inline or any(body.get(name) for name in _VLLM_CONVERTS[path]) or not all(map(_is_plain, found)):
+    # of Messages' system texts and Responses' answers in parts, vLLM keeps some
+    chosen = any(
+        turn.get("role") == {MESSAGES: "system", RESPONSES: "assistant"}.get(path)
+        and (path == MESSAGES or isinstance(turn.get("content"), list))
+        for turn in found
+    )
+    if chosen or any(body.get(name) for name in _VLLM_CONVERTS[path]) or not all(map(_is_plain, found)):
         return None
     system = _system(path, body)
     return [*system, *({**turn, "content": parts_of(turn["content"])} for turn in found)]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from comb.documents.document import PromptBuilder
+from comb.documents.rendering import makes_tokens
 from comb_serving.api.conversation import FIELD, parts_of, turns
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import TEMPLATE_RESERVED
@@ -44,7 +45,7 @@ def converted(
     try:
         found, tools, arguments = _by_vllm(path, marked, builder)
         messages = [_restored(_with_calls(each), references, mark) for each in found]
-    except (ValueError, TypeError, AttributeError, KeyError) as error:  # vLLM looks into some fields before their types
+    except Exception as error:  # errors of vLLM's own, and it looks into some fields before their types
         raise RequestError(400, f"{type(error).__name__}: {error}"[:2000], param=FIELD[path]) from error
     if arguments.get("continue_final_message"):
         raise RequestError(400, "an unfinished last message can't be combined with documents", param=FIELD[path])
@@ -62,14 +63,31 @@ def as_rendered(messages: Sequence[Mapping[str, Any]], builder: PromptBuilder) -
     found = [_known_fields(each) for each in messages]
     if any(each["role"] == "developer" for each in found) and not re.search("""["']developer["']""", template):
         found = _system_first([{**each, "role": "system"} if each["role"] == "developer" else each for each in found])
-    if not _takes_parts(template):
-        return found
-    return [
-        {**each, "content": [{"type": "text", "text": each["content"]}]}
-        if isinstance(each["content"], str) and each["role"] != "tool"
-        else each
-        for each in found
-    ]
+    return [{**each, "content": _in_form(each, parts=_takes_parts(template))} for each in found]
+
+
+def renders_alike(config: Any, tokenizer: Any) -> bool:
+    """Whether vLLM makes chats of messages as the library does with this tokenizer: by its template, or mistral_common.
+
+    Args:
+        config: vLLM's ModelConfig.
+    """
+    from vllm.tokenizers.registry import tokenizer_args_from_config
+
+    mode = "mistral" if makes_tokens(tokenizer) else "hf"
+    return bool(config.hf_config.model_type != "gpt_oss" and tokenizer_args_from_config(config)[0] == mode)
+
+
+def _in_form(message: dict[str, Any], *, parts: bool) -> Any:
+    """A message's content, as a list or as a text; those of tools are texts, and documents stand in lists."""
+    content = message["content"]
+    if message["role"] == "tool":
+        parts = False
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if parts else content
+    if parts or not isinstance(content, list) or any(part["type"] == "document" for part in content):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content)
 
 
 def _template(builder: PromptBuilder) -> str:
@@ -94,11 +112,10 @@ def _known_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in ("text", "document"):  # vLLM would render such messages itself
-            raise RequestError(400, f"parts of type {str(kind)[:40]} can't be combined with documents")
+            reason = f"parts of type {str(kind)[:40]} can't be combined with documents"
+            raise RequestError(400, reason, param="messages")
     if role == "system":
         content = _without_billing(content)
-    if role == "tool" and isinstance(content, list) and not any(part.get("type") == "document" for part in content):
-        content = "\n".join(str(part.get("text", "")) for part in content)  # most templates want a text there
     made = {"role": role, "content": content}
     if role == "assistant" and message.get("tool_calls"):
         made["tool_calls"] = message["tool_calls"]

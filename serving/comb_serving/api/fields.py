@@ -47,8 +47,8 @@ def check_names(body: Mapping[str, Any]) -> None:
         raise RequestError(400, f"extra_body is {advice}", param="extra_body")
     for holder in ("vllm_xargs", "chat_template_kwargs"):
         inner = body.get(holder)
-        for name in _OURS if isinstance(inner, dict) else ():
-            if name in inner:
+        for name in _OURS:
+            if isinstance(inner, dict) and name in inner:
                 raise RequestError(400, f"{name} is a field of the body itself, and not of {holder}", param=holder)
 
 

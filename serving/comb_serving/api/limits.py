@@ -20,7 +20,9 @@ _SLICE = 50_000
 
 _PROMPTS = ("prompt", "items")  # each is a prompt or a list of prompts
 _TEXTS = ("messages", "input", "system", "instructions", "tools", "suffix", "query")
-_MEDIA = {"image_url", "video_url", "audio_url", "input_audio", "image", "source"}  # of content that isn't text
+# of messages, what templates don't write out: media, seals, and short names
+_UNREAD = {"image_url", "video_url", "audio_url", "input_audio", "image", "source", "signature", "encrypted_content"}
+_NAMES, _NAME_LENGTH = {"role", "type", "id", "call_id", "tool_call_id", "status"}, 64
 
 
 def check_counts(body: Mapping[str, Any]) -> None:
@@ -76,7 +78,7 @@ def check_tokens(tokenizer: Any, texts: Iterable[str], tokens: int, gone: Callab
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """All texts inside of a JSON value but those of media and the names of fields."""
+    """All texts inside of a JSON value that may become a part of a prompt."""
     left = [value]
     while left:
         found = left.pop()
@@ -85,4 +87,9 @@ def texts_of(value: Any) -> Iterator[str]:
         elif isinstance(found, list):
             left += found
         elif isinstance(found, dict):
-            left += [inner for name, inner in found.items() if name not in _MEDIA]
+            left += [
+                inner
+                for name, inner in found.items()
+                if name not in _UNREAD
+                and not (name in _NAMES and isinstance(inner, str) and len(inner) <= _NAME_LENGTH)
+            ]

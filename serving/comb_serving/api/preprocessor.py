@@ -143,6 +143,7 @@ class Preprocessor:
         choice: of methods.
         max_documents: that one tenant may register.
         placing: where an adapter's documents have places in the prompt, what is known of these.
+        chats: whether vLLM renders chats as `builder` does.
         max_tokens: of a prompt; None while the engine isn't known.
     """
 
@@ -151,6 +152,7 @@ class Preprocessor:
     choice: MethodChoice
     max_documents: int = 10_000
     placing: Placing | None = None
+    chats: bool = True
     max_tokens: int | None = None
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
@@ -338,6 +340,9 @@ class Preprocessor:
         builder: PromptBuilder,
         gone: Gone,
     ) -> PreprocessedRequest:
+        if not self.chats:
+            reason = "vLLM renders this model's chats in a way of its own: documents go with raw prompts"
+            raise RequestError(400, reason, param="documents")
         messages, builder = messages_of(path, request.body), self.builder_for(request.body, builder)
         if messages is None:
             if not inside and not self._in_prompt(request) and self.placing is None:

@@ -28,6 +28,7 @@ from comb.backbones.loading import backbone_beside, resolve_name
 from comb_serving.config.instance import READY, instance_folder, note_segments
 from comb_serving.config.options import ADMIN_KEY, OPTIONS, POOL, ServeOptions
 from comb_serving.config.tenants import key_hash
+from comb_serving.launch.start_log import StartLog
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,9 @@ def launch(
     server: Sequence[str] = SERVER,
     on_ready: Callable[[str], Any] = logger.info,
 ) -> int:
-    """Runs a server until it ends; returns its exit status.
+    """Runs a server until it ends; returns its exit status. Told to end by a signal, this process ends with it.
+
+    Raises RuntimeError with the cause if the server can't start.
 
     Args:
         arguments: of vLLM's server.
@@ -169,14 +172,25 @@ def launch(
         ours = [*names, *tokenizer, *as_flags(engine or {}), "--middleware", MIDDLEWARE]
         command = [*server, "--model", model, *arguments, *ours]
         # a session of its own: a terminal's Ctrl-C reaches it once, through us
-        process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=end_with_parent,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
         try:
-            with _forwarding(process, options.drain_seconds + END_SECONDS):
+            with _forwarding(process, options.drain_seconds + END_SECONDS) as told:
+                log = StartLog(process, (folder / READY).exists)
                 watcher = threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True)
                 watcher.start()
-                return process.wait()
+                status = process.wait()
         finally:
             _end(process)
+        log.close()
+        if status > 0 and log.cause and not (folder / READY).exists():
+            raise RuntimeError(f"the server ended at its start (status {status}): {log.cause}")
+    if told.is_set():  # with all that was imported for the checks, Python's own way to end takes seconds
+        sys.stdout.flush()
+        os._exit(status if status >= 0 else 128 - status)
+    return status
 
 
 def tokenizer_flags(folder: Path, arguments: Sequence[str]) -> list[str]:
@@ -221,20 +235,21 @@ def end_with_parent() -> None:
 @contextmanager
 def _forwarding(process: subprocess.Popen[bytes], seconds: float) -> Any:
     """Tells the server of a signal; if it isn't gone `seconds` later, or at a second signal, it is ended."""
-    told = False
+    told = threading.Event()
 
     def forward(*_: object) -> None:
-        nonlocal told
-        if not told:
+        again = told.is_set()
+        told.set()
+        if not again:
             process.terminate()
         # in a thread: the one that handles signals is in the middle of waiting for the process
-        timer = threading.Timer(0 if told else seconds, _end, [process])
-        timer.daemon = told = True
+        timer = threading.Timer(0 if again else seconds, _end, [process])
+        timer.daemon = True
         timer.start()
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

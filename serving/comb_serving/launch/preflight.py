@@ -8,9 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.loading import backbone_beside, resolve_name
+import torch
+from transformers import AutoModelForCausalLM
+
+from comb.backbones.adapter import is_adapter
+from comb.backbones.damage import DamagedError, check_files, damage_in, explained, headers, local_folder
+from comb.backbones.loading import backbone_beside, check_weights, load_config, resolve_name
 from comb.linktokens.config import LinkTokensConfig
 from comb.model.config import CombConfig
+from comb.model.weights import check_fits
 from comb_serving.linking.methods import FULL, TRAINED
 
 
@@ -50,6 +56,8 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     try:
         config, _ = CombConfig.get_config_dict(name)
     except OSError as error:
+        if here and (found := damage_in(Path(name))) is not None:
+            raise DamagedError(found) from error
         reason = " ".join(str(error).split())  # transformers' own has several lines
         looked = "its configuration could not be read" if here else "there is no such folder, and as a Hub id"
         raise OSError(f"no checkpoint {checkpoint!r}: {looked}: {reason}") from error
@@ -78,6 +86,30 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     if backbone is not None and not adapter:
         raise ValueError("--backbone is for adapters, and this is a plain model: leave it away")
     return Start(method, backbone)
+
+
+def check_checkpoint(checkpoint: str, start: Start) -> None:
+    """Whether the checkpoint, and an adapter's backbone, have all their weights, and no damaged file.
+
+    vLLM serves a layer that lacks one of its weights. Only headers are read.
+
+    Raises:
+        ValueError, OSError: if not, naming the file or the weights.
+    """
+    name = resolve_name(checkpoint)
+    check_files(name, weights=True)
+    with explained(name):
+        config, _ = CombConfig.get_config_dict(name)
+    if not is_adapter(config):
+        check_weights(name)
+        return
+    folder, adapter = local_folder(name), load_config(name)
+    found = {} if folder is None else headers(folder)
+    if found and adapter.backbone_config is not None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(adapter)
+        check_fits(model, found, name)
+    check_weights(start.backbone or backbone_beside(adapter.backbone_name_or_path, name))
 
 
 def _of_link_tokens(checkpoint: str, config: Mapping[str, Any], method: str | None, backbone: str | None) -> Start:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from comb.documents.files import read_text
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
 from comb_training.config.stage import StageConfig
@@ -57,7 +58,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         if not Path(path).is_file():
             raise ValueError(f"there is no configuration file {source!r}")
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            content = yaml.safe_load(read_text(path)) or {}
         except yaml.YAMLError as error:
             raise ValueError(f"{source} is not YAML: {error}") from error
         if not isinstance(content, dict):
@@ -116,7 +117,7 @@ def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
 
 
 def _validate(content: Mapping[str, Any], source: str, *, alone: bool = False) -> Config | None:
-    """The configuration, or a ValueError with all mistakes, one a line.
+    """The configuration, or a ValueError with all mistakes.
 
     Args:
         alone: it is a part of one only: whether values fit together can't be told, and None is returned if not.
@@ -128,7 +129,7 @@ def _validate(content: Mapping[str, Any], source: str, *, alone: bool = False) -
         mistakes = [item for item in error.errors() if not (alone and item["type"] == "value_error")]
         if not mistakes:
             return None
-        raise ValueError("\n".join(f"{source}: {_describe(item)}" for item in mistakes)) from error
+        raise ValueError("; ".join(f"{source}: {_describe(item)}" for item in mistakes)) from error
 
 
 def _describe(mistake: Any) -> str:

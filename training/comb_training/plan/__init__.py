@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from comb.backbones.damage import check_files
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts, MissingDataError
 from comb.model.modeling import CombForCausalLM
@@ -74,6 +75,7 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
         )
         return result
     result.notes += [note] if note else []
+    check_files(config.model.init_from or config.model.backbone)  # damage is found now, not when it is loaded
     _add_data(result, model)
     _add_memory(result, model, deepspeed)
     return result

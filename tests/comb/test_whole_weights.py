@@ -1,0 +1,201 @@
+"""Checkpoints from which a part is missing, or that hold another model than they say: refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from comb import CombForCausalLM, PICEngine
+from comb.backbones.loading import load_backbone, resolve_name
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
+from tests.helpers.families import FAMILIES, tiny
+from tests.helpers.gguf_files import same_weights, write_gguf
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Llama of two layers with its tokenizer."""
+    byte_llama().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(folder: Path, **weights: torch.Tensor | None) -> None:
+    """Replaces weights; None takes one away."""
+    held = {**load_file(folder / "model.safetensors"), **weights}
+    kept = {name: tensor for name, tensor in held.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: change(f, **{UP: None}), rf"lacks 1 weight \({UP}\)"),
+        (lambda f: change(f, **{"lm_head.weight": None}), r"lacks 1 weight \(lm_head\.weight\)"),
+        (lambda f: change(f, **{UP: torch.ones(3, 3)}), rf"other shapes .*{UP} \(3, 3\) \(config\.json says \(48"),
+        (lambda f: edit(f, intermediate_size=40), r"other shapes than its config\.json says in 6 weights"),
+        (lambda f: edit(f, num_hidden_layers=3), r"lacks 9 weights \(model\.layers\.2\.[^)]* and 6 more\)"),
+        (lambda f: edit(f, num_hidden_layers=1), r"has 9 weights \(model\.layers\.1\..* another model than"),
+        (
+            lambda f: change(f, **{"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
+            r"has 1 weight \(model\.layers\.0\.self_attn\.q_proj\.bias\) that LlamaForCausalLM .* doesn't have",
+        ),
+        (lambda f: change(f, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}), r"q_norm.*another model"),
+    ],
+    ids=["missing", "head", "shape", "config size", "fewer layers", "more layers", "bias", "norm"],
+)  # fmt: skip
+def test_a_checkpoint_is_whole_or_refused(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+    assert load_backbone(folder) is not None
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        PICEngine.from_pretrained(folder)
+    with pytest.raises(ValueError, match=message):
+        CombForCausalLM.from_backbone(str(folder), num_encoder_layers=1)
+
+
+def test_parts_that_a_text_model_has_no_use_for_are_named_in_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(folder, **{"vision_tower.layers.0.weight": torch.ones(2), "model.rotary_emb.inv_freq": torch.ones(2)})
+    with caplog.at_level(logging.WARNING, logger="comb"):
+        load_backbone(folder)
+    assert "1 weight (vision_tower.layers.0.weight) that LlamaForCausalLM doesn't use" in caplog.text
+
+
+def test_every_family_is_whole(tmp_path: Path) -> None:
+    """Tied heads, buffers and renamed weights aren't missing."""
+    for family in FAMILIES:
+        tiny(family).save_pretrained(tmp_path / family)
+        load_backbone(tmp_path / family)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    tiny("mixtral").save_pretrained(tmp_path)
+    name = next(name for name in load_file(tmp_path / "model.safetensors") if name.endswith("experts.1.w1.weight"))
+    change(tmp_path, **{name: None})
+    with pytest.raises(ValueError, match=r"can't be put together .*mlp\.experts\.gate_up_proj .*some are missing"):
+        load_backbone(tmp_path)
+
+
+def test_shards_and_old_files_are_whole_or_refused(folder: Path) -> None:
+    whole = folder / "model.safetensors"
+    names = sorted(load_file(whole))
+    whole.rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    index["weight_map"][UP] = "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index\.json names 1 files that aren't in .*model-00002-of-00002"):
+        load_backbone(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    torch.save({n: t for n, t in byte_llama().state_dict().items() if n != UP}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=rf"lacks 1 weight \({UP}\)"):
+        load_backbone(folder)
+
+
+def test_generation_settings_that_are_damaged_are_not_left_out(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
+        load_backbone(folder)
+
+
+@pytest.fixture
+def model() -> Any:
+    return byte_llama(vocab_size=261).bfloat16()
+
+
+def test_gguf_in_several_files_is_one_model(tmp_path: Path, model: Any) -> None:
+    (tmp_path / "parts").mkdir()
+    first, second, third = write_gguf(tmp_path / "parts" / "m.gguf", model, byte_tokenizer(), parts=3)
+    loaded = load_backbone(tmp_path / "parts")
+    assert same_weights(model, loaded)
+    for part in (first, second):
+        with pytest.raises(OSError, match=rf"one of the 3 files of a model: name their folder, {tmp_path}/parts"):
+            resolve_name(part)
+    third.rename(tmp_path / "third")
+    for named in (tmp_path / "parts", first):
+        with pytest.raises(OSError, match=r"one of the 3 files of a model, and m-00003-of-00003\.gguf is missing"):
+            resolve_name(named)
+    shutil.copy(second, third)
+    with pytest.raises(OSError, match=r"m-00003-of-00003\.gguf says that it is part 1 of 3"):
+        resolve_name(tmp_path / "parts")
+    third.write_bytes((tmp_path / "third").read_bytes()[:-3000])
+    with pytest.raises(ValueError, match=r"m-00003-of-00003\.gguf can't be read .* damaged or cut off"):
+        resolve_name(tmp_path / "parts")
+    shutil.copy(first, tmp_path / "renamed.gguf")
+    with pytest.raises(OSError, match=r"one of the 3 files .* names that end in -00001-of-00003\.gguf"):
+        resolve_name(tmp_path / "renamed.gguf")
+    write_gguf(tmp_path / "parts" / "other.gguf", model, byte_tokenizer())
+    with pytest.raises(OSError, match=r"2 models in GGUF files: name one of .*other\.gguf \(one in several files"):
+        resolve_name(tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, {}, r"rope\.scaling\.type = 'yarn'"),
+        ({"llama.rope.scaling.type": "none", "llama.attention.sliding_window": 0}, {}, None),
+        ({"llama.rope.freq_base": 5e5}, {}, None),
+        ({"llama.rope.scaling.attn_factor": 1.2}, {}, r"attn_factor = 1\.2.* compute with 1\.0"),
+        ({"llama.attn_logit_softcapping": 50.0}, {}, "llama.attn_logit_softcapping = 50.0, which transformers"),
+        ({"llama.attention.sliding_window": 64}, {}, "llama.attention.sliding_window = 64"),
+        ({"llama.attention.sliding_window": 4096}, {}, None),  # beyond all positions
+        ({"llama.attention.scale": 0.5}, {}, r"attention\.scale = 0\.5.*compute with 0\.35"),
+        ({"llama.attention.key_length": 8, "llama.attention.value_length": 8}, {}, None),
+        ({"llama.expert_count": 4, "llama.expert_used_count": 2}, {}, "llama.expert_used_count = 2"),
+        ({"llama.embedding_scale": 12.0}, {}, r"embedding_scale = 12\.0"),
+        ({"llama.something_new": True}, {}, "llama.something_new = True"),
+        ({}, {"rope_freqs.weight": [1.0, 2.0, 4.0, 8.0]}, r"1 weights \(rope_freqs\.weight\)"),
+        ({}, {"rope_freqs.weight": [1.0, 1.0, 1.0, 1.0]}, None),
+        ({}, {"blk.0.attn_q.bias": [1.0] * 32}, r"1 weights \(blk\.0\.attn_q\.bias\)"),
+        ({}, {"blk.2.attn_norm.weight": [1.0] * 32}, r"1 weights \(blk\.2\.attn_norm\.weight\)"),
+    ],
+)
+def test_what_a_gguf_file_says_is_computed_or_refused_by_its_key(
+    tmp_path: Path, model: Any, keys: dict[str, Any], tensors: dict[str, Any], message: str | None
+) -> None:
+    more = {name: np.array(values, dtype=np.float32) for name, values in tensors.items()}
+    (file,) = write_gguf(tmp_path / "m.gguf", model, byte_tokenizer(), keys=keys, tensors=more)
+    if message is None:
+        assert same_weights(model, load_backbone(file))
+        return
+    with pytest.raises(ValueError, match=message):
+        resolve_name(file)
+
+
+def test_a_gguf_file_without_a_weight_is_refused(tmp_path: Path, model: Any) -> None:
+    first, _ = write_gguf(tmp_path / "m.gguf", model, byte_tokenizer(), parts=2)
+    data = bytearray(first.read_bytes())
+    place = data.index(b"split.count") + len("split.count") + 4
+    data[place : place + 2] = b"\x01\x00"  # taken for a whole file
+    (tmp_path / "one.gguf").write_bytes(data)
+    with pytest.raises(ValueError, match=r"one\.gguf lacks \d+ weights"):
+        resolve_name(tmp_path / "one.gguf")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_gguf_tokenizer_begins_texts_as_the_file_says(tmp_path: Path, model: Any, wanted: bool) -> None:
+    (file,) = write_gguf(tmp_path / "m.gguf", model, byte_tokenizer(), keys={"tokenizer.ggml.add_bos_token": wanted})
+    tokenizer = AutoTokenizer.from_pretrained(resolve_name(file))
+    assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) == wanted
