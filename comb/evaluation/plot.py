@@ -64,11 +64,13 @@ class Lines:
             axes.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0, label=self.diagonal)
         if self.level is not None:
             axes.axhline(self.level, color="black", linewidth=0.8, linestyle="--")
-        # a linear axis begins at zero, so that lengths on it can be compared, and ends behind the last point, which
+        # a linear axis holds zero, so that lengths on it can be compared, and ends behind the last point, which
         # matplotlib's own margin, a share of the points' spread, doesn't see to where they are all far from zero
-        for axis, end in (("x", axes.dataLim.x1), ("y", axes.dataLim.y1)):
-            top = 1.05 * end if curves and end > 0 else None
-            axes.set(**{f"{axis}scale": "log"} if axis in self.log else {f"{axis}lim": (0, top)})
+        found = axes.dataLim
+        for axis, start, end in (("x", found.x0, found.x1), ("y", found.y0, found.y1)):
+            bottom = 1.05 * start if curves and start < 0 else 0
+            top = 1.05 * end if curves and end > 0 else 0 if bottom else None
+            axes.set(**{f"{axis}scale": "log"} if axis in self.log else {f"{axis}lim": (bottom, top)})
         axes.set_xlabel(self.xlabel)
         axes.set_ylabel(self.ylabel)
         if len(curves) > 1:

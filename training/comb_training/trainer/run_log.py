@@ -73,7 +73,7 @@ class RunLog:
                 init_kwargs={"wandb": {"name": self.config.run_name or self.config.output_dir}},
             )
         self._bar = tqdm(
-            total=1000, initial=int(1000 * self.schedule.progress(step)), smoothing=0, desc="training",
+            total=1.0, initial=self.schedule.progress(step), smoothing=0, desc="training",
             bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}, {remaining} left",
             disable=not (self._progress and distributed.is_main()),
         )  # fmt: skip
@@ -114,7 +114,7 @@ class RunLog:
 
     def advance(self, step: int) -> None:
         """Moves the bar: over the steps or over the seconds, whichever is nearer to the end."""
-        self._bar.update(int(1000 * self.schedule.progress(step)) - self._bar.n)
+        self._bar.update(self.schedule.progress(step) - self._bar.n)
 
     def write(self, step: int, record: dict[str, float]) -> None:
         """Adds a record, everywhere; on the terminal one without a loss is a line of its own, which stays."""
