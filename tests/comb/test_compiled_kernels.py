@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
     ("program", "kernels"),
     [
         ("compiled_mac_kernels.py", ["ranges"]),
-        ("compiled_paged_kernels.py", ["_paged_kernel", "_paged_merge_kernel"]),
-        ("compiled_joint_kernels.py", ["_paged_kernel", "_own_mass_kernel", "_join_kernel"]),
+        ("compiled_paged_kernels.py", ["paged", "paged_merge"]),
+        ("compiled_joint_kernels.py", ["paged", "own_mass", "join"]),
     ],
 )
 def test_kernels_compile_for_a_gpu(program: str, kernels: list[str]) -> None:

@@ -23,6 +23,7 @@ from comb_serving.config.options import ServeOptions
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.chat_templates import MADE_UP, REFUSED, shipped
 
+pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 CONFIG = SimpleNamespace(
