@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from comb.backbones.unpublished import public, read_private, write_private
-from comb.documents.files import read_json
+from comb.documents.files import check_writable, read_json
 from comb.hub.card.facts import TRAINING
 
 PACKAGES = ("comb-pic", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
@@ -44,6 +44,13 @@ def write_results(path: str | Path, results: Iterable[Any], **settings: Any) -> 
     """Writes results (plain rows, or objects with `to_dict`) with `environment` as JSON, atomically."""
     rows = [row if isinstance(row, Mapping) else row.to_dict() for row in results]
     write_json(path, {**environment(**settings), "results": rows})
+
+
+def check_out(path: Path) -> None:
+    """Raises ValueError unless JSON can be written to `path`, before hours of work that end there."""
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder: name the JSON file in it")
+    check_writable(path.parent, "the folder of --out")
 
 
 def write_training(folder: Path, record: Mapping[str, Any]) -> None:

@@ -38,11 +38,14 @@ def evaluate(
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb.backbones.tokenizer import load_tokenizer
+    from comb.evaluation.record import check_out
     from comb.methods import split_specs
     from comb_training.config import DataConfig, config_from_dict, override
     from comb_training.models.loading import load_checkpoint
     from comb_training.train import trained_config
 
+    if out is not None:
+        check_out(out)
     settings = trained_config(checkpoint)
     given: list[str] = []
     if dataset is not None:

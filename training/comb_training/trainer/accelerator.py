@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+from comb.documents.files import check_writable
 from comb_training.config import TrainConfig
 
 
@@ -48,10 +49,7 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
 def check_tools(config: TrainConfig) -> None:
     """Raises ValueError for a DeepSpeed configuration that can't be used, a tracker that isn't installed, or a folder
     that can't be written to."""
-    folder = Path(config.output_dir).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"train.output_dir={config.output_dir}: {there} is no folder that can be written to")
+    check_writable(config.output_dir, "train.output_dir")
     installed = set(map(str, get_available_trackers()))
     if missing := sorted(set(config.report_to) - {"all", *installed}):
         raise ValueError(
