@@ -227,7 +227,9 @@ def test_a_full_disk(place: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
-    assert "No space left on device" in line_of(capsys, "train", config(place), "--no-eval")
+    assert "No space left on device: free some space on that disk" in line_of(
+        capsys, "train", config(place), "--no-eval"
+    )
 
 
 def test_slips_of_our_own_are_said_to_be_ours(
