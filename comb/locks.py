@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -23,11 +22,11 @@ class _Lock:
 _creating = threading.Lock()
 
 
-def lock_of(shared: Any) -> AbstractContextManager[Any]:
+def lock_of(shared: Any) -> threading.RLock:
     """The lock of `shared`, the same for everybody who asks; made at the first call."""
     with _creating:
         holder = shared.__dict__.get("_comb_lock")
         if holder is None:
             holder = shared.__dict__["_comb_lock"] = _Lock()
-    lock: AbstractContextManager[Any] = holder.lock
+    lock: threading.RLock = holder.lock
     return lock

@@ -1,10 +1,11 @@
 """Train an encoder for a backbone of your own (any Hub id, folder or GGUF file) on a dataset of your own.
 
-    python examples/train_encoder.py BACKBONE DATA.jsonl OUTPUT_DIR [section.key=value ...]
+    python examples/train_encoder.py BACKBONE DATA OUTPUT_DIR [section.key=value ...]
 
-DATA.jsonl has rows {"documents": ["..."], "query": "...", "answer": "..."}. What a run costs, before it is started:
+DATA is a file, a folder or a set on the Hub of rows {"documents": ["..."], "query": "...", "answer": "..."}. What a run
+costs, before it is started:
 
-    comb train configs/smollm2-135m.yaml model.backbone=BACKBONE --dry-run
+    comb train configs/smollm2-135m.yaml model.backbone=BACKBONE data=DATA --dry-run
 """
 
 import sys
@@ -23,7 +24,7 @@ START = [
 
 
 def main(backbone: str, data: str, output_dir: str, *more: str) -> None:
-    where = [f"model.backbone={backbone}", "data.dataset=jsonl", f"data.path={data}", f"train.output_dir={output_dir}"]
+    where = [f"model.backbone={backbone}", f"data={data}", f"train.output_dir={output_dir}"]
     result = run_training(load_config(None, [*where, *START, *more]))
     print(
         f"{result.record['steps']} steps in {result.record['seconds']:.0f} s, loss {result.record['losses'][-1][1]:.3f}"

@@ -69,7 +69,8 @@ class AttentionCall:
             rows, keys = scores.shape[-2:]
             causal = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril(keys - rows)
             return scores.masked_fill(~causal, -math.inf)
-        mask = self.mask[:, :, None, first:]
+        # one for all heads, or one for each (Doge)
+        mask = self.mask[:, :, first:].unflatten(1, (scores.shape[1], -1) if self.mask.shape[1] > 1 else (1, 1))
         return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 

@@ -17,8 +17,6 @@ ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 LINEAR_NAMES = ("linear_attn", "mamba", "mixer", "conv", "short_conv", "ssm")
 NORM_EPS_NAMES = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies change with the length of the prompt."""
 
 
 class UnsupportedBackboneError(ValueError):
@@ -56,6 +54,12 @@ class BackboneInfo:
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of the language model inside `model` (multimodal models nest it)."""
     return model.config.get_text_config(decoder=True)
+
+
+def position_count(config: Any) -> int | None:
+    """Positions that a text configuration names; None where it names none (ALiBi, states)."""
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+    return next((int(count) for name in names if (count := getattr(config, name, None))), None)
 
 
 def start_token_id(config: Any) -> int | None:
@@ -107,7 +111,7 @@ def inspect_backbone(model: PreTrainedModel) -> BackboneInfo:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=int(embeddings.weight.shape[0]),
-        max_position_embeddings=int(_first(config, "max_position_embeddings", "n_positions", default=1 << 17)),
+        max_position_embeddings=position_count(config) or 1 << 17,
         hidden_act=str(_first(config, "hidden_act", "hidden_activation", "activation_function", default="silu")),
         rms_norm_eps=float(_first(config, *NORM_EPS_NAMES, default=1e-6)),
         rope_parameters=_rope_parameters(config, head_dim),
@@ -282,16 +286,6 @@ def _rope_parameters(config: Any, head_dim: int) -> dict[str, Any]:
     if factor and factor != 1.0:
         parameters["partial_rotary_factor"] = float(factor)
     return parameters
-
-
-def length_dependent_rope(model: Any) -> str:
-    """Says so if a model's rotary embedding changes all keys with the length of the prompt; empty if not."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {str(rope.get("rope_type"))} | {
-        str(part.get("rope_type")) for part in rope.values() if isinstance(part, dict)
-    }
-    scaled = sorted(kinds.intersection(LENGTH_DEPENDENT))
-    return f"its rotary embedding ({scaled[0]}) changes all keys with the length of the prompt" if scaled else ""
 
 
 def _first(config: Any, *names: str, default: Any = ...) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comb.backbones.identity import modules_now
+from comb.backbones.identity import check_unchanged, modules_now
 from comb.locks import lock_of
 
 
@@ -35,6 +35,20 @@ def _without_autocast() -> Iterator[None]:
 
 
 @contextmanager
+def _locked(backbone: Any) -> Iterator[None]:
+    lock = lock_of(backbone)
+    waits = not lock.acquire(blocking=False)
+    if waits:
+        lock.acquire()
+    try:
+        if waits:  # time, in which the weights may have changed
+            check_unchanged()
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
 def exclusive(model: Any) -> Iterator[None]:
     """One computation at a time on a model, in eval mode, without gradients, and in the model's own dtype.
 
@@ -42,8 +56,11 @@ def exclusive(model: Any) -> Iterator[None]:
 
     Documents reach the cross blocks through hooks on the backbone, so a plain run of that backbone, or another
     request's, must not overlap: the lock belongs to the backbone, whichever engine or method uses it.
+
+    Raises:
+        ValueError: the weights have changed while this call waited for another's computation.
     """
-    with lock_of(backbone_of(model)), torch.inference_mode(False), torch.no_grad(), _without_autocast():
+    with _locked(backbone_of(model)), torch.inference_mode(False), torch.no_grad(), _without_autocast():
         outer = _entered.get()
         if any(model is entered or model is backbone_of(entered) for entered in outer):  # its modules have been seen to
             yield

@@ -48,7 +48,9 @@ def decoder_of(model: Any) -> Any:
     """The stack of decoder layers with embeddings and final norm; the model itself where it has no such part."""
     find = getattr(model, "get_decoder", None)
     decoder = find() if callable(find) else None
-    return getattr(model, "base_model", model) if decoder is None else decoder
+    # transformers goes by the name, and ModernBERT's output head is called `decoder`
+    reads = decoder is not None and "input_ids" in inspect.signature(decoder.forward).parameters
+    return decoder if reads else getattr(model, "base_model", model)
 
 
 def takes_positions(model: Any) -> bool:

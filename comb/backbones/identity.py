@@ -2,37 +2,54 @@
 
 Caches of what a model's own layers compute are only as good as the answer to "is it still the same model?". Nothing
 tells us when that changes: an optimizer writes in place, `load_state_dict` and `.to()` replace memory, peft adds,
-switches and merges adapters. So all tensors are looked at (address, torch's count of writes, dtype; no values are
-read), and whatever was derived from them is kept on the model until one of these differs.
+switches, merges and exchanges adapters. So all tensors are looked at (address, layout, dtype, torch's count of writes,
+and, as writes through ``.data`` aren't counted, a sample of the bytes), and whatever was derived from them is kept on
+the model until one of these differs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from comb.backbones.forward import counted_passes
-from comb.backbones.torch_private import modules_of, tensors_of, writes
+from comb.backbones.sample import Sample
+from comb.backbones.torch_private import all_tensors_of, layouts_of, modules_of, tensors_of
 
 _CHUNK = 2**24
 _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "architectures", "dtype", "use_cache")
 
 _ATTRIBUTE = "_comb_identity"
 
+CHANGED = "the model's weights have changed while documents were compiled, or waited for the model: ask again"
+
 
 class Identity:
-    """A model between two changes of its weights, and the facts that hold that long."""
+    """A model between two changes of its weights, and the facts that hold that long.
 
-    def __init__(self, stamp: int) -> None:
-        self.stamp = stamp
+    Attributes:
+        number: no other identity has it.
+    """
+
+    _numbers = count()
+
+    def __init__(self, stamp: Any, tensors: list[Tensor]) -> None:
+        self.number = next(self._numbers)
+        self._stamp, self._sample = stamp, Sample(tensors)
         self._facts: dict[Hashable, Any] = {}
+
+    def holds(self, stamp: Any, tensors: list[Tensor]) -> bool:
+        """Whether a model is still this one."""
+        return self._stamp == stamp and self._sample.holds(tensors)
 
     def fact(self, name: Hashable, find: Callable[[], Any]) -> Any:
         """What `find` returned when it was asked first. Tokens that it tries the model on are no prompt's."""
@@ -47,26 +64,38 @@ class _Walk:
     """What one call has found out about each of its models, by their ids."""
 
     modules: dict[int, list[torch.nn.Module]] = field(default_factory=dict)
-    identities: dict[int, Identity] = field(default_factory=dict)
+    identities: dict[int, tuple[Any, Identity]] = field(default_factory=dict)
 
 
 _walk: ContextVar[_Walk | None] = ContextVar("the models of this call", default=None)
 
 
 def identity_of(model: Any) -> Identity:
-    """Who `model` is now: the same object until a weight is written (other than through ``.data``) or replaced, or an
-    adapter is added, switched or merged. One walk over the model, or inside `one_walk` at most one for all questions.
+    """Who `model` is now: the same object until a weight is written or replaced, or an adapter is added, switched,
+    exchanged or merged. One look at the model, or inside `one_walk` at most one for all questions.
+
+    Not noticed are writes that bypass torch's count (through ``.data``, say) and change less than a sample of each
+    tensor shows, and those to weights that accelerate has offloaded: `forget_identity` is for them.
     """
     walk = _walk.get()
     if walk is not None and id(model) in walk.identities:
-        return walk.identities[id(model)]
-    stamp = _stamp(model)
-    identity: Identity | None = model.__dict__.get(_ATTRIBUTE)
-    if identity is None or identity.stamp != stamp:
-        identity = model.__dict__[_ATTRIBUTE] = Identity(stamp)
+        return walk.identities[id(model)][1]
+    identity = _look(model, modules_now(model))
     if walk is not None:
-        walk.identities[id(model)] = identity
+        walk.identities[id(model)] = model, identity
     return identity
+
+
+def check_unchanged() -> None:
+    """For a call that has waited for others: its models are still who they were when it began.
+
+    Raises:
+        ValueError: one isn't, so that what this call has found for it (documents, a conversation) isn't its own.
+    """
+    walk = _walk.get()
+    for model, identity in () if walk is None else walk.identities.values():
+        if _look(model, modules_of(model)) is not identity:
+            raise ValueError(CHANGED)
 
 
 def modules_now(model: Any) -> list[torch.nn.Module]:
@@ -89,8 +118,9 @@ def weights_fingerprint(model: Any) -> str:
 
 
 def forget_identity(model: Any) -> None:
-    """For weights that are about to be written where torch counts no writes (through ``.data``)."""
-    model.__dict__.pop(_ATTRIBUTE, None)
+    """For weights that were written, or are about to be, in a way that `identity_of` may not notice."""
+    for module in modules_of(model):
+        module.__dict__.pop(_ATTRIBUTE, None)
 
 
 @contextmanager
@@ -106,26 +136,39 @@ def one_walk() -> Iterator[None]:
         _walk.reset(token)
 
 
-def _stamp(model: Any) -> int:
-    """Changes when a weight is written (other than through ``.data``) or replaced, or an adapter is switched."""
-    seen: list[Any] = []
-    for module in modules_now(model):
-        for _, tensor in tensors_of(module):
-            seen.append((tensor.data_ptr(), writes(tensor), tensor.dtype))
-        seen.append(_adapter(module))
-    return hash(tuple(seen))
+def _look(model: Any, modules: list[torch.nn.Module]) -> Identity:
+    stamp, tensors = _stamp(modules)
+    identity: Identity | None = model.__dict__.get(_ATTRIBUTE)
+    if identity is None or not identity.holds(stamp, tensors):
+        identity = model.__dict__[_ATTRIBUTE] = Identity(stamp, tensors)
+    return identity
 
 
-def _adapter(module: torch.nn.Module) -> tuple[Any, ...] | None:
-    """Which of peft's adapters are in use in this layer, and how strongly; None for other layers."""
-    if not hasattr(type(module), "active_adapters"):
-        return None
-    active, disabled = getattr(module, "active_adapters", None), getattr(module, "disable_adapters", None)
-    if not isinstance(active, list | tuple) or not isinstance(disabled, bool):
-        return None  # a transformers model has methods of these names
-    scaling = getattr(module, "scaling", None)
-    scales = tuple(sorted(scaling.items())) if isinstance(scaling, dict) else ()
-    return tuple(active), disabled, tuple(getattr(module, "merged_adapters", ())), scales
+def _stamp(modules: list[torch.nn.Module]) -> tuple[Any, list[Tensor]]:
+    """What changes when a weight is replaced or counted as written, or an adapter switched; and all tensors."""
+    tensors, adapters = all_tensors_of(modules), []
+    for module in _adapted(modules):
+        *state, scales = _adapter(module)
+        # numbers, or tensors where peft has prepared a compiled model for exchanges
+        tensors += [scale for scale in scales.values() if isinstance(scale, Tensor)]
+        adapters.append((*state, {name: scale for name, scale in scales.items() if not isinstance(scale, Tensor)}))
+    return (layouts_of(tensors), adapters), tensors
+
+
+def _adapted(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those that peft has put adapters on."""
+    kinds = {kind for kind in set(map(type, modules)) if hasattr(kind, "active_adapters")}
+    # a transformers model has methods of this name
+    return [module for module in modules if type(module) in kinds and isinstance(module.active_adapters, list | tuple)]
+
+
+def _adapter(module: Any) -> tuple[Any, ...]:
+    """Which adapters are in use in a layer, whether they are switched off or merged, and how strong each is."""
+    state, scaling = vars(module), vars(module).get("scaling")
+    merged = tuple(state.get("merged_adapters", ()))
+    return (
+        tuple(module.active_adapters), module.disable_adapters, merged, scaling if isinstance(scaling, dict) else {}
+    )  # fmt: skip
 
 
 def _digest(model: Any) -> str:
@@ -136,19 +179,31 @@ def _digest(model: Any) -> str:
         for name, tensor in tensors_of(module):
             if id(tensor) not in counted:  # tied weights count once
                 counted.add(id(tensor))
-                digest.update(f"{path}.{name}:{tuple(tensor.shape)}:{tensor.dtype}:{_sums(tensor)};".encode())
-        adapter = _adapter(module)
-        if adapter is not None:
+                digest.update(f"{path}.{name}:{tuple(tensor.shape)}:{tensor.dtype}:{bit_sums(tensor)};".encode())
+        for _ in _adapted([module]):
+            *state, scales = _adapter(module)
+            adapter = *state, tuple(sorted((name, float(scale)) for name, scale in scales.items()))
             digest.update(f"{path}:{adapter};".encode())
     return digest.hexdigest()[:16]
 
 
-def _sums(tensor: torch.Tensor) -> list[int]:
-    """Sums of the raw bits, exact on every device, and position-weighted so that swapped values are noticed too."""
+def bit_sums(tensor: Tensor) -> list[int]:
+    """Sums of the raw bits, exact on every device, and position-weighted so that swapped values are noticed too.
+
+    Raises:
+        ValueError: for weights that aren't there.
+    """
+    if tensor.is_meta:
+        raise ValueError(
+            "some weights are on the meta device (offloaded by accelerate), so what is cached can't be named after "
+            "them: load the model whole, or use method='full'"
+        )
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     bits = tensor.detach().reshape(-1).view(words)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _CHUNK):
         wide = bits[start : start + _CHUNK].long()
-        sums += torch.stack((wide.sum(), (wide * torch.arange(1, len(wide) + 1, device=wide.device)).sum()))
+        sums += torch.stack(
+            (wide.sum(), (wide * torch.arange(start + 1, start + len(wide) + 1, device=wide.device)).sum())
+        )
     return [int(value) for value in sums.tolist()]

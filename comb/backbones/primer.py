@@ -22,8 +22,11 @@ PASSAGE = (
 docs/training-free.md."""
 
 
-def primer_ids(primer: Primer, tokenizer: Any) -> list[int]:
+def primer_ids(primer: Primer, tokenizer: Any, most: int | None = None) -> list[int]:
     """Token ids of a primer, behind whatever the tokenizer begins a text with.
+
+    Args:
+        most: tokens that `PASSAGE` is cut to, so that documents fit behind it; a primer of one's own is never cut.
 
     Raises:
         ValueError: for a file that can't be read or is empty, or what is no primer.
@@ -44,7 +47,8 @@ def primer_ids(primer: Primer, tokenizer: Any) -> list[int]:
     if not text:
         return []
     ids: list[int] = list(tokenizer(text)["input_ids"])
-    return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+    ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+    return ids[:most] if primer is True else ids
 
 
 def own_tokenizer(model: Any) -> Any:

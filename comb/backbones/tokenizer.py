@@ -71,7 +71,8 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
         raise ValueError(f"expected the model's tokenizer, for example AutoTokenizer's, not {type(tokenizer).__name__}")
     rows = int(backbone_of(model).get_input_embeddings().weight.shape[0])
     beyond = [token for token, number in tokenizer.get_vocab().items() if number >= rows]
-    if any(token not in tokenizer.get_added_vocab() for token in beyond):
+    added = tokenizer.get_added_vocab() if beyond and hasattr(tokenizer, "get_added_vocab") else {}
+    if any(token not in added for token in beyond):
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding table has {rows} rows: "
             "this is another model's tokenizer, load the one from the model's own folder"

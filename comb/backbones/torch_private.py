@@ -1,7 +1,7 @@
 """Private names of torch, all of them here.
 
 Seen in torch 2.13: `Module._modules`, `_parameters`, `_buffers`, `_non_persistent_buffers_set`,
-`_forward_pre_hooks`, `Tensor._version`, `Tensor._base`.
+`_forward_pre_hooks`, `Tensor._version`, `Tensor._base`, `torch.utils._python_dispatch`.
 
 `Module.modules()` and the like build every module's name on the way, which takes three times as long, and a cached
 question walks the whole model.
@@ -9,38 +9,73 @@ question walks the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_VERSION = attrgetter("_version")
+_LAYOUT = (methodcaller("data_ptr"), methodcaller("stride"), attrgetter("dtype", "shape"))
 
 
 def modules_of(model: Any) -> list[nn.Module]:
     """All modules of `model`, each once, in an order that depends on the model alone."""
-    found: dict[int, nn.Module] = {}
+    found: dict[nn.Module, None] = {}
     ahead: list[nn.Module | None] = [model]
     while ahead:
         module = ahead.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            ahead.extend(module._modules.values())
-    return list(found.values())
+        if module is not None and module not in found:
+            found[module] = None
+            if inner := module._modules:
+                ahead.extend(inner.values())
+    return list(found)
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters, and its buffers that belong to a checkpoint (packed weights of quantised models)."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own parameters, and its buffers that belong to a checkpoint (packed weights of quantised models); of
+    wrappers (torchao, DTensor) the tensors inside."""
+    volatile = module._non_persistent_buffers_set
+    named = [*module._parameters.items(), *(each for each in module._buffers.items() if each[0] not in volatile)]
+    return [inner for name, tensor in named if tensor is not None for inner in _inside(name, tensor)]
+
+
+def all_tensors_of(modules: list[nn.Module]) -> list[Tensor]:
+    """`tensors_of` all of them, without names, in a tenth of the time."""
+    found: list[Tensor | None] = []
+    for module in modules:
+        if parameters := module._parameters:
+            found.extend(parameters.values())
+        if buffers := module._buffers:
+            volatile = module._non_persistent_buffers_set
+            found.extend(buffer for name, buffer in buffers.items() if name not in volatile)
+    tensors = [tensor for tensor in found if tensor is not None]
+    if _PLAIN.issuperset(map(type, tensors)):
+        return tensors
+    return [inner for tensor in tensors for _, inner in _inside("", tensor)]
+
+
+def _inside(name: str, tensor: Any) -> list[tuple[str, Tensor]]:
+    if not is_traceable_wrapper_subclass(tensor):
+        return [(name, tensor)]
+    parts = tensor.__tensor_flatten__()[0]
+    return [inner for part in parts for inner in _inside(f"{name}.{part}", getattr(tensor, part))]
 
 
 def writes(tensor: Tensor) -> int:
     """How often a tensor was written in place, other than through ``.data``; -1 for inference tensors, which count no
     writes and take none outside of inference mode."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def layouts_of(tensors: list[Tensor]) -> tuple[tuple[Any, ...], ...]:
+    """Where tensors lie and how, and the `writes` of each."""
+    try:
+        counts = tuple(map(_VERSION, tensors))
+    except RuntimeError:  # there are inference tensors
+        counts = tuple(map(writes, tensors))
+    return counts, *(tuple(map(read, tensors)) for read in _LAYOUT)
 
 
 def base_of(tensor: Tensor) -> Tensor:

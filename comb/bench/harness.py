@@ -47,7 +47,7 @@ from typer.models import CommandInfo
 from comb.backbones.unpublished import public
 from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
-from comb.evaluation.record import check_out, environment, write_json
+from comb.evaluation.record import check_writable, environment, write_json
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Row as Row
 from comb.evaluation.table import TextTable
@@ -164,7 +164,7 @@ def benchmark(
 
         def command(**given: Any) -> None:
             options = kind(**given)
-            check_named(options.out)
+            check_out(options.out)
             report = BenchmarkReport(name, options, tables, panels)
             try:
                 run(options, report)
@@ -189,10 +189,10 @@ def benchmark(
     return add
 
 
-def check_named(out: Path | None) -> None:
+def check_out(out: Path | None) -> None:
     """Raises ValueError unless `out` can take JSON, with a plot and a table beside it."""
     if out is not None:
-        check_out(out)
+        check_writable(out.parent, out.name)
     if out is not None and out.suffix != ".json":
         raise ValueError(f"--out is the JSON file, with .png and .md beside it: expected a name in .json, got {out}")
     if out is not None and out.name == "results.json" and (out.parent / "config.json").exists():

@@ -1,4 +1,4 @@
-"""Calls of the kernels of joint attention as data, for `comb bench serving-gpu`."""
+"""Calls of the kernels of joint attention as data, for `comb bench kernels`."""
 
 from __future__ import annotations
 

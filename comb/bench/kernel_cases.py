@@ -19,13 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comb.cache.quantization import quantize
-from comb.kernels.interpreter import INTERPRETED
-from comb.kernels.launch import Launch, Pages
 from comb.kernels.mac.algebra import attend_range
 from comb.kernels.mac.config import MacConfig
+from comb.kernels.mac.dispatch import computed_step
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep, step
-from comb.kernels.mac.step_kernel import mac_step_triton
 from comb.kernels.paged.attention import attend_plain
 from comb.kernels.paged.kernel import attend_paged
 from comb.kernels.paged.layout import BlockTable, PagedBatch, PagedLayer
@@ -80,7 +78,7 @@ class MacCase:
 
     Args:
         hits: share of the key/value heads whose query heads all find their query, unchanged, in the ring.
-        page: tokens of a page of keys; 0: contiguous. chains: those of the ring's entries are drawn below it.
+        chains: those of the ring's entries are drawn below it.
     """
 
     config: MacConfig
@@ -91,7 +89,6 @@ class MacCase:
     heads: int = 32
     groups: int = 8
     width: int = 128
-    page: int = 0
     chains: int = 1
 
     def make(self, device: torch.device) -> KernelCall:
@@ -105,14 +102,15 @@ class MacCase:
         query, unrotated = (noise(self.rows, self.heads, self.width) for _ in range(2))
         start = torch.arange(self.rows, device=device)  # padding in front
         state = self._rings(noise, unrotated, draw)
-        stored, pages = _paged(keys, values, self.page) if self.page else ((keys, values), None)
-        launch = Launch(16, 16, programs=4) if INTERPRETED else None
 
         def kernel(into: MacState = state) -> MacStep:
             # the ring's oldest slot is written, which no later call matches
-            return mac_step_triton(
-                into, unrotated, query, *stored, start, config, scale, write=True, pages=pages, launch=launch
+            done, plain = computed_step(
+                into, unrotated, query, keys, values, start, replace(config, kernels="triton"), scale
             )
+            if plain:
+                raise RuntimeError(f"no kernel ran: {plain}")
+            return done
 
         def plain(by: float = scale) -> tuple[MacStep, MacState]:
             written = deepcopy(state)
@@ -297,18 +295,3 @@ def _without_a_tile(table: BlockTable) -> BlockTable:
 def _last_row(others: Tensor, found: Tensor, queries: int) -> Tensor:
     """`found` for the last row's query tokens, `others` for the rest."""
     return torch.cat([others[:-queries], found[-queries:].to(others)])
-
-
-def _paged(keys: Tensor, values: Tensor, page: int) -> tuple[tuple[Tensor, Tensor], Pages]:
-    """Keys [B, G, L, D] and values in shuffled pages [N, page, G, ...], and the table of them."""
-    rows, groups, length, _ = keys.shape
-    count = -(-length // page)
-    table = torch.randperm(rows * count, generator=torch.Generator().manual_seed(4)).to(keys.device)
-    stored = []
-    for tensor in (keys, values):
-        whole = F.pad(tensor, (0, 0, 0, count * page - length))
-        pages = torch.empty_like(whole).view(rows * count, page, groups, -1)
-        pages[table] = whole.unflatten(2, (count, page)).permute(0, 2, 3, 1, 4).flatten(0, 1)
-        stored.append(pages)
-    lengths = torch.full((rows,), length, device=keys.device)
-    return (stored[0], stored[1]), Pages(table.view(rows, count).int(), lengths)

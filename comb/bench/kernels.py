@@ -1,10 +1,10 @@
-"""`comb bench mac-gpu` and `serving-gpu`: Triton's kernels against the plain way on a GPU, then their time.
+"""`comb bench kernels`: Triton's kernels, and attention of recomputed tokens, on a GPU: checked, then timed.
 
 Cases are data: those of `MAC_CHECKS` and `PAGED_CHECKS` are compared, those of `MAC_TIMES` and `PAGED_TIMES` compared
 and timed; nothing is timed if a comparison fails, or wouldn't notice answers that are wrong on purpose. What is timed
 is captured in a CUDA graph, as in a serving engine's decode, behind an overwritten cache: in a model, another layer's
 keys come in between. Keys are noise: times are measured, never fidelity.
-`scripts/bench-gpu` runs both commands where comb isn't installed.
+`scripts/bench-gpu` runs it where comb isn't installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import triton
 import typer
 
+from comb.bench import seams
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, or_refused
 from comb.bench.joint_cases import JointKernelCase
 from comb.bench.kernel_cases import BOUNDS, MacCase, PagedCase
@@ -30,8 +31,9 @@ from comb.kernels.mac.config import MacConfig
 
 @dataclass(frozen=True)
 class GpuOptions(OutOptions):
-    """Of `comb bench mac-gpu` and `serving-gpu`."""
+    """Of `comb bench kernels`."""
 
+    part: Annotated[str, typer.Option(help="paged (and joint attention), mac, or seams: recomputed tokens")] = "paged"
     device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu with TRITON_INTERPRET=1")] = "cuda"
     tiny: Annotated[bool, typer.Option("--tiny", help="a few small sizes, to see that everything runs")] = False
 
@@ -40,12 +42,12 @@ _MAC = MacConfig(window=48, band=20, tau=0.6, min_length=0, max_chain=None, max_
 _SMALL = MacCase(_MAC, 2, 150, dtype=torch.float32, heads=6, groups=2, width=10)
 MAC_CHECKS = (
     _SMALL,
-    replace(_SMALL, dtype=torch.bfloat16, page=16),
+    replace(_SMALL, dtype=torch.bfloat16),
     replace(_SMALL, config=replace(_MAC, sink=7, max_chain=1, max_drift=True), chains=2),
     replace(_SMALL, config=replace(_MAC, ring_dtype="bfloat16"), dtype=torch.float16, hits=1.0),
     replace(_SMALL, rows=1, width=256, hits=0.0),
     MacCase(replace(_MAC, window=1024, band=256), 4, 6000),
-    MacCase(replace(_MAC, window=1024, band=256), 4, 6000, page=16, hits=0.0),
+    MacCase(replace(_MAC, window=1024, band=256), 4, 6000, hits=0.0),
 )
 # the paper's Fig. 6 searches 512 queries; rings in 16 bits as its release
 _FIG6 = MacConfig(window=512, band=256, tau=0.8, min_length=0, ring_dtype="bfloat16")
@@ -87,20 +89,24 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
     return [*found, TextTable("One layer's attention of a step", times, timed)]
 
 
-@benchmark("mac-gpu", tables)
-def mac_gpu(options: GpuOptions, report: BenchmarkReport) -> None:
-    """The kernels of MAC attention on a GPU: checked, then timed against torch's exact attention."""
-    tiny = [MacCase(replace(_MAC, window=16, band=8), 2, 96, hits, **_TINY) for hits in (0.0, 1.0)]
-    measure_kernels(options, report, *((MAC_CHECKS[:4], tiny) if options.tiny else (MAC_CHECKS, MAC_TIMES)))
-
-
-@benchmark("serving-gpu", tables)
-def serving_gpu(options: GpuOptions, report: BenchmarkReport) -> None:
-    """The kernels of paged and joint attention on a GPU: checked, then timed beside the plain way and a device copy."""
-    tiny = [PagedCase(3, 2, 9, queries, fp8=fp8, block=4, **_TINY) for queries in (1, 5) for fp8 in (False, True)]
-    tiny += [JointKernelCase(3, 2, 9, queries, block=4, **_TINY) for queries in (1, 5)]
-    usual = (PAGED_CHECKS + JOINT_CHECKS, PAGED_TIMES + JOINT_TIMES)
-    measure_kernels(options, report, *((tiny, tiny) if options.tiny else usual))
+@benchmark("kernels", tables)
+def kernels(options: GpuOptions, report: BenchmarkReport) -> None:
+    """The kernels on a GPU: checked, then timed beside the plain way (of MAC, torch's exact attention) and a copy."""
+    if options.part == "seams":
+        report.tables = seams.tables
+        seams.measure(torch.device(options.device), report, seconds_of, tiny=options.tiny)
+    elif options.part == "mac":
+        tiny = [MacCase(replace(_MAC, window=16, band=8), 2, 96, hits, **_TINY) for hits in (0.0, 1.0)]
+        measure_kernels(options, report, *((MAC_CHECKS[:4], tiny) if options.tiny else (MAC_CHECKS, MAC_TIMES)))
+    elif options.part == "paged":
+        small: list[Any] = [
+            PagedCase(3, 2, 9, queries, fp8=fp8, block=4, **_TINY) for queries in (1, 5) for fp8 in (False, True)
+        ]
+        small += [JointKernelCase(3, 2, 9, queries, block=4, **_TINY) for queries in (1, 5)]
+        usual = (PAGED_CHECKS + JOINT_CHECKS, PAGED_TIMES + JOINT_TIMES)
+        measure_kernels(options, report, *((small, small) if options.tiny else usual))
+    else:
+        raise ValueError(f"--part is paged, mac or seams, not {options.part!r}")
 
 
 def measure_kernels(

@@ -17,7 +17,6 @@ import typer
 from tqdm import tqdm
 
 from comb.bench.harness import BenchmarkReport, benchmark
-from comb.bench.haystack import ExampleHaystack
 from comb.bench.mac_stream import StreamSpec, error_between, make_stream, run_stream
 from comb.bench.options import MaxNewTokens, QuestionOptions, integers
 from comb.documents.document import Example
@@ -28,17 +27,17 @@ from comb.evaluation.table import Column, Row, TextTable, fixed, percent
 from comb.mac import MacConfig
 from comb.mac.accounting import MacReport
 
-TAUS, BANDS, DEPTHS = (0.15, 0.45, 0.75, 0.85, 0.95), (8, 16, 64, 256), (0, 25, 50, 75, 100)
+TAUS, BANDS = (0.15, 0.45, 0.75, 0.85, 0.95), (8, 16, 64, 256)
 FAR: dict[str, Any] = {"recency": 7.0, "content": 1.5, "drift": 0.05, "heads": 16, "kv_heads": 4}
 """A stream whose attention isn't all near the cursor, so that old summaries show."""
 OPTIONS = tuple(
     f"generation:window=256,{text}"
     for text in (
         *(f"band=64,tau={tau}" for tau in (0.75, 0.8, 0.85, 0.9)), "band=64,max_gap=128", "band=64,max_gap=75",
-        "band=128", "band=96", *(f"band=64,gate={gate}" for gate in (0.3, 0.5, 0.6, 0.7)),
+        "band=128", "band=96",
     )
 )  # fmt: skip
-"""The options of the paper's app. A.3, and what buys a smaller error for more keys without them."""
+"""What buys a smaller error for more keys."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,6 @@ class MacOptions(QuestionOptions):
         "window=64,band=32,min_length=64,audit_every=4,audit_bound=none"
     )
     questions: Annotated[int, typer.Option(min=1, help="of those read, how many are asked as they are")] = 40
-    lengths: Annotated[str, typer.Option(help="tokens of the needles' haystacks")] = "512,1024"
-    repeats: Annotated[int, typer.Option(min=1, help="haystacks per length and depth")] = 4
     max_new_tokens: MaxNewTokens = 48
 
 
@@ -111,8 +108,7 @@ def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
     configs = {}
     for text in [] if options.quality == "none" else options.quality.split(";"):
         preset, _, further = text.partition(":")
-        # answers are what is measured, whatever they cost, so the break-even rule isn't asked
-        configs[text] = MacConfig.parse(f"{preset}:break_even=false,{options.common},{further}")
+        configs[text] = MacConfig.parse(f"{preset}:{options.common},{further}")
     spec = StreamSpec(contexts[len(contexts) // 2], options.steps, drift=0.15, seed=options.seed)
     report.heading = (
         f"MAC, {options.config}: streams of {spec.heads} heads, {spec.kv_heads} of keys, width {spec.width}"
@@ -122,18 +118,9 @@ def measure_mac(options: MacOptions, report: BenchmarkReport) -> None:
     if not configs:
         return
     examples, _ = options.read()
-    setting = options.setting()
-    tasks = [(setting, options.dataset, examples[: options.questions])]
-    haystack = ExampleHaystack(examples, setting.builder, setting.query_template)
-    # a case holds the question as it is asked, so templates are not applied again
-    plain = replace(setting, query_template="{query}")
-    for tokens in integers(options.lengths, "--lengths"):
-        cases = [haystack.case(tokens, depth, number) for depth in DEPTHS for number in range(options.repeats)]
-        needles = [Example(case.documents, case.question, case.answer) for case in cases]
-        tasks.append((plain, f"needle {tokens}", needles))
-    for own, task, asked in tasks:
-        for row in measure_quality(own, task, asked, configs, options.max_new_tokens):
-            report.add(row)
+    asked = examples[: options.questions]
+    for row in measure_quality(options.setting(), options.dataset, asked, configs, options.max_new_tokens):
+        report.add(row)
 
 
 def sweep_streams(spec: StreamSpec, config: MacConfig, contexts: Sequence[int]) -> Iterator[Row]:

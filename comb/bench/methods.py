@@ -1,9 +1,10 @@
 """`comb bench methods`: every method on the same questions, against full recompute and against the right answers.
 
-The questions are one dataset's (``--dataset``), or those of the sets in a file (``--config configs/evaluation.yaml``),
-which also says how they are put to a plain language model. With ``--out`` a run that was broken off goes on where it
-was: a question's rows are in ``OUT/SET.jsonl`` when it has been asked. The same command with as few ``--questions`` as
-are there makes their tables meanwhile.
+The questions are those of a file of rows, a dataset, or several of them (``--data a.jsonl,squad``), put as an adapter
+was trained to be asked; or those of the sets in a file (``--config configs/evaluation.yaml``), which also says how they
+are put to a plain language model. With ``--out`` a run that was broken off goes on where it was: a question's rows are
+in ``OUT/SET.jsonl`` when it has been asked. The same command with as few ``--questions`` as are there makes their
+tables meanwhile.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class MethodsOptions(QuestionOptions):
         None
     )
     sets: Annotated[str, typer.Option(help="sets of --config, separated by commas; all by default")] = ""
-    data: Annotated[Path, typer.Option(help="folder in which the files of --config's sets are")] = Path(
-        "../shared/data"
-    )
+    data: Annotated[
+        str | None, typer.Option(help="the same as --dataset; with --config the folder of its sets' files")
+    ] = None
     limit: Annotated[int, typer.Option("--questions", "--limit", min=1, help="questions per set that are answered")] = (
         50
     )
@@ -64,7 +65,7 @@ class MethodsOptions(QuestionOptions):
     metric: Annotated[str, typer.Option(help=f"of the plot: {', '.join(METRICS)}")] = "f1"
 
 
-_OF_CONFIG = ("sets", "data")
+_OF_CONFIG = ("sets",)
 _OF_DATASET = ("dataset", "path", "split", "num_documents", "query_template", "document_template")
 
 
@@ -142,12 +143,19 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
             f"{option} has no effect {'without' if options.config is None else 'with'} --config: leave it out"
         )
     if options.config is None:
+        if options.data is not None and options.dataset != MethodsOptions.dataset:
+            raise ValueError("--data and --dataset both say what is asked about: give one of them")
         chosen = replace(options, limit=wanted)
-        rules = AnswerRules(options.max_new_tokens or 48)
-        setting, examples = chosen.load_questions(report, rules.max_new_tokens)
-        source = {name: getattr(options, name) for name in ("dataset", "path", "split", "num_documents")}
-        name = Path(options.dataset).stem  # the name of a file, of which the journals' are made, may be given too
-        yield QuestionSet(name, setting, examples, rules, source, {"data": report.facts.pop("data")})
+        longest = options.max_new_tokens or 48
+        datasets = (options.data or options.dataset).split(",")
+        stems = [Path(dataset).stem for dataset in datasets]  # journals' names are made of these
+        for dataset, stem in zip(datasets, stems, strict=True):
+            setting, examples = replace(chosen, dataset=dataset).load_questions(report, longest)
+            rules = AnswerRules(longest, setting.builder.stop)
+            source = {name: getattr(options, name) for name in ("path", "split", "num_documents")}
+            name = stem if stems.count(stem) == 1 else dataset.strip("./").replace("/", "-")
+            facts = {"data": report.facts.pop("data")}
+            yield QuestionSet(name, setting, examples, rules, {"dataset": dataset, **source}, facts)
         return
     sets = read_sets(options.config)
     names = [name.strip() for name in options.sets.split(",") if name.strip()] or list(sets)
@@ -159,10 +167,11 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
 
 
 def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, wanted: int) -> QuestionSet:
-    template = each.asked(options.data)
+    folder = Path(options.data or "../shared/data")
+    template = each.asked(folder)
     rules = AnswerRules(options.max_new_tokens or each.max_new_tokens, template.stop)
     setting = replace(plain, builder=template.builder(plain.tokenizer), query_template=template.query)
-    found = each.read(options.data, options.seed)
+    found = each.read(folder, options.seed)
     counts = Counts.from_dict(found.counts.to_dict())
     counts.drop("over the limit", max(0, len(found) - wanted))
     examples = drop_too_long(setting, found.examples[:wanted], rules.max_new_tokens, counts)

@@ -99,8 +99,10 @@ class RandomModelOptions(ModelOptions):
 class QuestionOptions(ModelOptions):
     """A model, and questions about documents."""
 
-    dataset: Annotated[str, typer.Option(help="a dataset's name, or a .jsonl file")] = "nano"
-    path: Annotated[str | None, typer.Option(help="the dataset's file or folder")] = None
+    dataset: Annotated[
+        str, typer.Option(help="a file or folder of rows, hf://org/name, or a dataset's name: nano, squad, ...")
+    ] = "nano"
+    path: Annotated[str | None, typer.Option(help="the file or folder, where --dataset is a name")] = None
     split: Annotated[str, typer.Option(help="heldout, train or all")] = "heldout"
     num_documents: Annotated[int | None, typer.Option(help="documents per question, for datasets that choose them")] = (
         None
@@ -123,7 +125,10 @@ class QuestionOptions(ModelOptions):
         model = self.load()
         tokenizer = load_tokenizer(self.model, model)
         document = self.document_template or trained.get("document_template")
-        return Setting(model, tokenizer, PromptBuilder(tokenizer, document_template=document), query, self.splitter)
+        builder = PromptBuilder(
+            tokenizer, document_template=document, head=trained.get("head"), stop=trained.get("stop") or ""
+        )
+        return Setting(model, tokenizer, builder, query, self.splitter)
 
     def read(self) -> tuple[list[Example], Counts]:
         """The questions, and what was read and dropped."""
@@ -145,7 +150,7 @@ def _trained_templates(model: str) -> dict[str, Any]:
     """How text was written when an adapter was trained, if its folder says so."""
     record = read_training(model)
     data = {} if record is None else record["config"].get("data") or {}
-    return {name: data.get(name) for name in ("query_template", "document_template")} if data else {}
+    return {name: data.get(name) for name in ("query_template", "document_template", "head", "stop")}
 
 
 def drop_too_long(setting: Setting, examples: Sequence[Example], max_new_tokens: int, counts: Counts) -> list[Example]:

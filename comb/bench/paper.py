@@ -31,14 +31,12 @@ from typing import Annotated, Any, get_type_hints
 import typer
 import yaml
 
-from comb.bench.arrivals import measure_arrivals
 from comb.bench.context_length import context_length
 from comb.bench.drift import drift
 from comb.bench.formulas import FORMULAS
 from comb.bench.harness import BenchmarkReport, OutOptions, benchmark, or_refused
 from comb.bench.mac import measure_mac
 from comb.bench.methods import compare_methods
-from comb.bench.needle import needle
 from comb.bench.options import DeviceOptions, Seed
 from comb.bench.parallel import parallel
 from comb.evaluation.run import Timing
@@ -47,7 +45,7 @@ from comb.evaluation.table import Column, Row, TextTable
 
 PAPERS = {file.stem: file for file in sorted((Path(__file__).parent / "papers").glob("*.yaml"))}
 BENCHMARKS: dict[str, Callable[[Any, BenchmarkReport], None]] = {
-    "methods": compare_methods, "needle": needle, "async": measure_arrivals, "context-length": context_length,
+    "methods": compare_methods, "context-length": context_length,
     "drift": drift, "mac": measure_mac, "parallel": parallel,
 }  # fmt: skip
 SCORES = {"samsum": "rouge_l", "multi_news": "rouge_l", "gov_report": "rouge_l"}
@@ -194,7 +192,7 @@ def _run(name: str, run: Mapping[str, Any], options: PaperOptions, report: Bench
         for each in (name for name in run["sets"] if name in there):
             own: Row = {"set": each, "refused": ""}
             with or_refused(own):  # a set whose file isn't there is no reason to refuse the others
-                asked = kind(**wanted, config=options.config, data=options.data, sets=each)
+                asked = kind(**wanted, config=options.config, data=str(options.data), sets=each)
                 rows += _rows(run["benchmark"], asked)
             rows += [own] if own["refused"] else []
     return [row] if row["refused"] else rows

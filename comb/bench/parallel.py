@@ -25,7 +25,7 @@ from comb.bench.harness import BenchmarkReport, benchmark, in_turns, ratios
 from comb.bench.options import Methods, OfRandomModel, QueryTokens, RandomModelOptions, Repeats, integers, split_methods
 from comb.bench.work import RandomPrompt, check_logits, first_token, vocabulary
 from comb.engine.workers import CompileExecutor
-from comb.engine.workers.processes import process_executor
+from comb.engine.workers.ray_actors import ray_executor
 from comb.engine.workers.scheduling import Plan, lpt
 from comb.evaluation.plot import Bars, Panel
 from comb.evaluation.run import Timing
@@ -108,7 +108,7 @@ def parallel(options: ParallelOptions, report: BenchmarkReport) -> None:
             f"{options.title}: {options.segments} segments of {options.segment_tokens}, query of "
             f"{options.query_tokens} tokens, {options.threads} thread(s) each"
         )
-        with process_executor(source, max(counts), threads=options.threads) as executor:
+        with ray_executor(source, max(counts), threads=options.threads) as executor:
             measured = measure_parallel(model, executor, specs, counts, prompt, options)
     for row in [*measured, *simulate(measured, beyond)]:
         report.add(row)

@@ -1,4 +1,4 @@
-"""`comb bench seams-gpu`: attention of recomputed tokens on a GPU in all ways of comb's; new lengths in decoding.
+"""`comb bench kernels --part seams`: attention of recomputed tokens in all ways of comb's; new lengths in decoding.
 
 The mask is transformers' way: keys repeated for each query head. The others are the product's own
 (`comb.linking.recomputed`), each checked against the mask in float32 before any is timed, and what the product would
@@ -22,15 +22,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from comb.backbones.attention_calls import AttentionCall
 from comb.backbones.sdpa import seconds_of_lengths
-from comb.bench.harness import BenchmarkReport, benchmark, or_refused
+from comb.bench.harness import BenchmarkReport, or_refused
 from comb.bench.kernel_cases import BOUNDS, TILE
-from comb.bench.kernels import GpuOptions, seconds_of
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable
 from comb.linking.cache import ScatteredRows
-from comb.linking.recomputed import WAYS, chosen
+from comb.linking.recomputed import GroupedAttention, VarlenAttention, chosen
 
+Clock = Callable[[Callable[[], object], torch.device], Timing]
 HEADS, GROUPS, WIDTH = 32, 8, 128
+WAYS = {"grouped": GroupedAttention, "varlen": VarlenAttention}
 _OWN = 0.8  # how much of its own key is in a query: a fifth of the weights go there, of 16,000 keys
 
 
@@ -65,29 +66,27 @@ def tables(rows: Sequence[Row]) -> list[TextTable]:
 
     columns = (
         Column("runs", "runs", names=True), Column("rows", "rows", names=True), Column("keys", "keys", names=True),
-        *(Column(f"{way} us", f"{way}_s", us) for way in (*WAYS, "unmasked")), Column("chosen", "chosen"),
+        *(Column(f"{way} us", f"{way}_s", us) for way in ("mask", *WAYS, "unmasked")), Column("chosen", "chosen"),
         Column("error", "error", "{:.2g}".format, "the largest of all ways, relative, of vectors"),
         Column("a wrong one", "least_wrong", "{:.2g}".format, "at least"),
     )  # fmt: skip
     return [TextTable("One layer's attention of recomputed tokens", columns, rows)]
 
 
-@benchmark("seams-gpu", tables)
-def seams_gpu(options: GpuOptions, report: BenchmarkReport) -> None:
-    """Attention of recomputed tokens on a GPU in all ways there are; what a new length costs in decoding."""
-    device = torch.device(options.device)
+def measure(device: torch.device, report: BenchmarkReport, seconds_of: Clock, *, tiny: bool) -> None:
+    """A row per case, and what a new length costs in decoding."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cuda":
         report.facts["new_length_s"], report.facts["same_length_s"] = seconds_of_lengths(device)
     report.heading = f"{HEADS} heads over {GROUPS}, width {WIDTH}, {dtype}"
-    for case in _TINY if options.tiny else CASES:
+    for case in _TINY if tiny else CASES:
         row: Row = {"runs": case.runs, "rows": case.runs * case.tokens, "keys": case.keys}
         with or_refused(row), torch.inference_mode():
-            measured(case, dtype, device, row)
+            measured(case, dtype, device, row, seconds_of)
         report.add(row)
 
 
-def measured(case: SeamCase, dtype: torch.dtype, device: torch.device, row: Row) -> None:
+def measured(case: SeamCase, dtype: torch.dtype, device: torch.device, row: Row, seconds_of: Clock) -> None:
     """Fills `row`.
 
     Raises:
@@ -99,14 +98,15 @@ def measured(case: SeamCase, dtype: torch.dtype, device: torch.device, row: Row)
     wanted = _in_float32(call, call.mask)
     bound = BOUNDS[dtype]
     wrong = {name: distance(_in_float32(call, mask), wanted) for name, mask in _wrong(rows, call.mask).items()}
-    row |= {"bound": bound, "least_wrong": min(wrong.values()), "chosen": chosen(rows, device.type)}
+    way = chosen(rows, device.type)
+    name = next((name for name, each in WAYS.items() if each is way), "mask")
+    row |= {"bound": bound, "least_wrong": min(wrong.values()), "chosen": name}
     unseen = [name for name, error in wrong.items() if not error > 2 * bound]
     if unseen:
         raise ValueError(f"the check would hardly notice {', '.join(unseen)}: nothing is timed")
     ways: dict[str, Callable[[], Tensor]] = {"mask": lambda: call.exact()[0]}
     for name, make in WAYS.items():
-        if (made := make(rows, [(call.mask, None)])) is not None:
-            ways[name] = partial(_answered, made.mixed, call, call.mask, None)
+        ways[name] = partial(_answered, make(rows, [(call.mask, None)]).mixed, call, call.mask, None)
     errors = {}
     for name in tuple(ways):
         try:

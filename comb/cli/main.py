@@ -198,7 +198,7 @@ def ask(
     mac: Annotated[
         str | None, typer.Option(help="reuse attention while decoding: context, generation, generation:band=128, ...")
     ] = None,
-    workers: Annotated[int, typer.Option(min=0, help="processes that compile new documents side by side")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Ray actors that compile new documents side by side")] = 0,
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from comb.registry import Registry
 
 HUB = "hf://"
 """How a path to a set on the Hugging Face Hub begins: ``hf://org/name?config=...&split=...``."""
+_ON_HUB = r"([\w.-]+/[\w.-]+)(\?.*)?"
 
 
 @dataclass
@@ -62,6 +64,11 @@ class Counts:
         """Counts `n` things that were shortened (the reason says which)."""
         if n:
             self.truncated[reason] += n
+
+    def note(self, what: str, n: int = 1) -> None:
+        """Counts `n` things that happened without a loss of rows."""
+        if n:
+            self.noted[what] += n
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -151,30 +158,72 @@ datasets = DatasetRegistry()
 
 def hub_id(name: str, path: str | Path | None = None) -> str | None:
     """The id on the Hub of a registered dataset, or of the one that `path` names; None if the Hub doesn't have it."""
+    try:
+        name, path = locate(name, path)
+    except ValueError:  # a file that isn't here any more
+        return None
     text = str(path or "")
-    named = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(\?.*)?", text)
+    named = re.fullmatch(f"{HUB}{_ON_HUB}", text)
     if named is not None:
         return named[1]
     ids = datasets.hub_ids.get(name, {}) if name in datasets else {}
     return next((found for part, found in ids.items() if part in text.lower()), None)
 
 
-def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> Dataset:
-    """Reads the registered dataset `name`.
+def locate(name: str, path: str | Path | None = None) -> tuple[str, str | Path | None]:
+    """The reader and the path of data that one text names.
 
-    `name` may also be a ``.jsonl`` file with documents, query and answer in each line.
+    That is a registered name; a file or folder of rows with documents, query and answer, for the reader `jsonl`; or a
+    set on the Hub, ``hf://org/name?split=...`` or plainly ``org/name`` where no such folder is here, for the reader
+    whose set it is, or `jsonl` as well.
+
+    Raises:
+        ValueError: for a text that is none of them.
+    """
+    if path is not None or name in datasets:
+        return name, path if path is None else _at_home(str(path))
+    name = _at_home(name)
+    if name.startswith(HUB):
+        return _reader_of(name), name
+    if Path(name).exists() or name.removesuffix(".gz").endswith((".json", ".jsonl")):
+        return "jsonl", name
+    if re.fullmatch(_ON_HUB, name):
+        return _reader_of(name), f"{HUB}{name}"
+    raise ValueError(
+        f"unknown dataset {name!r}; known: {', '.join(datasets.names()) or 'none'}; or give a file or folder of rows "
+        f"with documents, query and answer (there is none of this name), or {HUB}org/name"
+    )
+
+
+def _at_home(path: str) -> str:
+    # shells leave the ~ in data=~/mine.jsonl
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def _reader_of(text: str) -> str:
+    on_hub = hub_id("", text if text.startswith(HUB) else f"{HUB}{text}")
+    return next((name for name, ids in datasets.hub_ids.items() if on_hub in ids.values()), "jsonl")
+
+
+def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> Dataset:
+    """Reads the dataset that `name` names (`locate`), or the registered `name` from `path`.
 
     Raises:
         ValueError: for an unknown name, an option the reader doesn't have, a missing or malformed file, or when
             no example is left.
     """
-    if name not in datasets and path is None and Path(name).suffix == ".jsonl":
-        name, path = "jsonl", name
+    given = name
+    name, path = locate(name, path)
     reader = datasets.get(name)
     _check_options(name, reader, options)
-    if path is not None and not str(path).startswith(HUB) and not Path(path).exists():
+    if path is not None and not str(path).startswith(HUB) and not os.path.exists(path):  # noqa: PTH110  which a name too long for one, or with a NUL, isn't an error of
         raise MissingDataError(f"dataset {name!r}: there is no file or folder {str(path)!r}")
-    dataset = reader(path, **options)
+    try:
+        dataset = reader(path, **options)
+    except ValueError as error:
+        if path == f"{HUB}{given}":  # as likely a folder that was mistyped
+            raise type(error)(f"there is no file or folder {given!r} here, and on the Hub: {error}") from error
+        raise
     if not dataset.examples:
         raise ValueError(f"dataset {name!r} gives no example ({dataset.counts})")
     return dataset

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import operator
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
-from jinja2 import TemplateError
-
-from comb.documents.messages import Generated, Message, as_messages, message_parts
-from comb.locks import lock_of
+from comb.documents.messages import Message, Reference, as_messages
+from comb.documents.rendering import (
+    Rendered,
+    Slot,
+    added_tokens,
+    plain_ids,
+    render_chat,
+    renders_chats,
+    tokens_around,
+)
 
 
 @dataclass(frozen=True)
@@ -174,21 +179,26 @@ def behind_first(behind: Sequence[int], own: int) -> tuple[int, ...]:
     return tuple(max(min(1, own - 1), place) for place in behind)
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """A place in a prompt for the document of this id; None for the documents that a request carries."""
-
-    id: str | None
+_DOCUMENTS = Reference(None)
 
 
-_DOCUMENTS = _Reference(None)
+def _blocks(tokenizer: Any, rendered: Rendered) -> list[int | Reference]:
+    """The tokens of a rendered text, with references where documents stand in it."""
+    first, *others = tokens_around(tokenizer, rendered)
+    blocks: list[int | Reference] = [*first]
+    for (_, _, slot), row in zip(rendered.slots, others, strict=True):
+        blocks += [slot] if isinstance(slot, Reference) else slot.token_ids
+        blocks += row
+    return blocks
 
 
 def _assembled(
-    blocks: Sequence[int | _Reference],
+    blocks: Sequence[int | Reference],
     segments: Sequence[Sequence[int]],
     referenced: Mapping[str, Sequence[Sequence[int]]],
 ) -> Prompt:
+    if not any(isinstance(block, int) for block in blocks):
+        raise ValueError("the query is empty: there is no token to decode from")
     fresh: list[list[int]] = [[]]
     placed: list[tuple[int, ...]] = []
     for block in blocks:
@@ -201,17 +211,11 @@ def _assembled(
             placed.append(tuple(int(token) for token in segment))
             fresh.append([])
     if not placed:
-        # where documents would stand: a prompt without any keeps its head apart from its tail all the same
-        place = next(index for index, block in enumerate(blocks) if block is _DOCUMENTS)
+        # raw text without documents keeps what the tokenizer puts in front of it apart all the same
+        place = blocks.index(_DOCUMENTS) if _DOCUMENTS in blocks else 0
         return Prompt(tuple(fresh[0][:place]), (), tuple(fresh[0][place:]))
     head, *gaps, tail = (tuple(ids) for ids in fresh)
     return Prompt(head, tuple(placed), tail, tuple(gaps) if any(gaps) else ())
-
-
-def _not_empty(blocks: list[int | _Reference]) -> list[int | _Reference]:
-    if not any(isinstance(block, int) for block in blocks):
-        raise ValueError("the query is empty: there is no token to decode from")
-    return blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,20 +287,32 @@ class PromptBuilder:
         Raises:
             ValueError: for an empty query, messages that a template can't render, or an unknown reference.
         """
-        messages = [dict(message) for message in as_messages(query)]
+        messages = as_messages(query)
         if not messages:
             raise ValueError("no messages: give at least one message with role and content")
-        chat = self.head is None and self.tokenizer.chat_template
-        blocks = self._chat(messages) if chat else self._plain(query, (self.head or "") + self.lead)
-        return _assembled(_not_empty(blocks), segments, referenced or {})
+        if self.head is None and renders_chats(self.tokenizer):
+            front: list[str | Slot] = [*([self.lead] if self.lead else []), *([_DOCUMENTS] if segments else [])]
+            rendered = render_chat(self.tokenizer, messages, self.chat_template_kwargs, front)
+            return _assembled(_blocks(self.tokenizer, rendered), segments, referenced or {})
+        if not isinstance(query, str):
+            raise ValueError(
+                "chat messages need a tokenizer with a chat_template, and a PromptBuilder without a head of its own: "
+                "pass the query as text"
+            )
+        return self._raw(query, segments, (self.head or "") + self.lead)
 
-    def complete(self, text: str, segments: Sequence[Sequence[int]] = ()) -> Prompt:
-        """The prompt for raw text, whatever chat template there is: documents stand behind the BOS token, if any.
+    def complete(self, text: str, segments: Sequence[Sequence[int]] = (), *, add_special_tokens: bool = True) -> Prompt:
+        """The prompt for raw text, whatever chat template there is: the tokens that the tokenizer makes of it.
+
+        Documents stand in front of it, but behind a BOS token or what else the tokenizer itself begins a text with.
+
+        Args:
+            add_special_tokens: whether the tokenizer adds such tokens, in front and behind.
 
         Raises:
             ValueError: for an empty text without a BOS token.
         """
-        return _assembled(_not_empty(self._plain(text)), segments, {})
+        return self._raw(text, segments, add_special_tokens=add_special_tokens)
 
     def answer(self, text: str) -> tuple[int, ...]:
         """Token ids of an answer with its end-of-turn token."""
@@ -305,79 +321,19 @@ class PromptBuilder:
         return (*self._ids(text + self.stop[:1]), int(self.tokenizer.eos_token_id))
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        # a document that spells a special token stays text: `split_special_tokens` keeps it from becoming one, and
-        # lies on the tokenizer while it works, so that no other thread may use it meanwhile
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text holds half of a surrogate pair, at character {error.start}: {error}") from error
-        with lock_of(self.tokenizer):
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        return plain_ids(self.tokenizer, text)
 
-    def _plain(self, query: str | Sequence[Message], head: str = "") -> list[int | _Reference]:
-        if not isinstance(query, str):
-            raise ValueError(
-                "chat messages need a tokenizer with a chat_template, and a PromptBuilder without a head of its own: "
-                "pass the query as text"
-            )
-        bos = self.tokenizer.bos_token_id
-        with lock_of(self.tokenizer):
-            adds_bos = bos is not None and self.tokenizer.encode("a")[0] == bos
-        return [*((bos,) if adds_bos else ()), *self._ids(head), _DOCUMENTS, *self._ids(query)]
-
-    def _chat(self, messages: list[dict[str, Any]]) -> list[int | _Reference]:
-        """The rendered chat as tokens, with the places where documents go: `_DOCUMENTS` before the first user content.
-
-        User text is replaced by random markers before rendering, so that neither the template nor the tokenizer
-        can mistake a user's words for structure.
-        """
-        contents: dict[str, list[int | _Reference]] = {}
-        placed = False
-        optional: set[str] = set()
-        for message in messages:
-            if message.get("tool_calls") and not message.get("content"):
-                message["content"] = ""
-                continue
-            marker = f"comb{secrets.token_hex(16)}"
-            first_user = not placed and message.get("role") == "user"
-            lead = self._ids(self.lead) if self.lead else ()
-            contents[marker] = [*lead, _DOCUMENTS] if first_user else []
-            placed = placed or first_user
-            for kind, value in message_parts(message):
-                if isinstance(value, Generated):
-                    contents[marker] += value.token_ids
-                else:
-                    contents[marker] += self._ids(value) if kind == "text" else (_Reference(value),)
-            message["content"] = marker
-            if message.get("tool_calls") and all(isinstance(block, int) for block in contents[marker]):
-                optional.add(marker)  # some templates show the calls alone
-        if not placed:
-            raise ValueError("no message with role 'user': documents and question belong to a user message")
-        try:
-            with lock_of(self.tokenizer):
-                rendered: str = self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
-                )
-        except TemplateError as error:
-            raise ValueError(f"the tokenizer's chat template doesn't take these messages: {error}") from error
-        blocks: list[int | _Reference] = []
-        position = 0
-        for start, marker in sorted((rendered.find(marker), marker) for marker in contents):
-            if start < 0 and marker in optional:
-                continue
-            if start < 0:
-                raise ValueError("the chat template leaves out a message; documents can't be placed in it")
-            if rendered.count(marker) > 1:
-                raise ValueError("the chat template shows a message more than once; documents can't be placed in it")
-            blocks += self._template_ids(rendered[position:start])
-            blocks += contents[marker]
-            position = start + len(marker)
-        return [*blocks, *self._template_ids(rendered[position:])]
-
-    def _template_ids(self, text: str) -> list[int]:
-        # the template's own words: its special tokens are meant as such
-        with lock_of(self.tokenizer):
-            return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+    def _raw(
+        self, text: str, segments: Sequence[Sequence[int]], head: str = "", *, add_special_tokens: bool = True
+    ) -> Prompt:
+        front, back = added_tokens(self.tokenizer) if add_special_tokens else ([], [])
+        place = len(head)
+        slots = ((place, place, _DOCUMENTS),) if segments else ()
+        mark = [] if segments else [_DOCUMENTS]
+        blocks = [*front, *mark, *_blocks(self.tokenizer, Rendered(head + text, slots)), *back]
+        if not front and not head and segments and blocks[1:2] == [self.tokenizer.bos_token_id]:
+            blocks[:2] = [blocks[1], blocks[0]]  # behind a BOS token that the text itself spells
+        return _assembled(blocks, segments, {})
 
     def _check_ids(self, document: Document) -> None:
         size = len(self.tokenizer)

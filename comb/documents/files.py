@@ -1,9 +1,8 @@
-"""Files that a person names: text and JSON read, places to write to tried, or refused with what to do."""
+"""Text and JSON that a person names, read or refused with the file and what to do."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): save it as UTF-8") from error
-
-
-def check_writable(folder: str | Path, name: str) -> None:
-    """Raises ValueError unless `folder` can be made or written to. `name`: of the option that says so."""
-    wanted = Path(folder).absolute()
-    there = next(path for path in (wanted, *wanted.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"{name}={folder}: {there} is no folder that can be written to")
 
 
 def read_json(path: str | Path, remedy: str = "write or download it again") -> dict[str, Any]:

@@ -8,6 +8,16 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
+# whose content has to be words and documents; a call has none, and a tool's answer may be anything
+_WORDS_ONLY = (None, "user", "system", "developer")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A place in a prompt for the document of this id; None for the documents that a request carries."""
+
+    id: str | None
+
 
 @dataclass(frozen=True)
 class References:
@@ -37,35 +47,43 @@ def referenced_documents(query: str | Sequence[Message]) -> References:
     for message in as_messages(query):
         if message.get("role") == "user":
             found = after
-        found += [str(part) for kind, part in message_parts(message) if kind == "document"]
+        found += [part.id for part in message_parts(message) if isinstance(part, Reference) and part.id is not None]
     return References(tuple(before), tuple(after))
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A part of a message that a model has generated, as tokens: text would not always become the same ones again."""
+    """A part of a message that a model has generated: its tokens, which its text would not always become again."""
 
     token_ids: tuple[int, ...]
+    text: str
 
 
-def message_parts(message: Message) -> list[tuple[str, str | Generated]]:
-    """A message's content as (kind, text, document id or generated tokens)."""
+def message_parts(message: Message) -> list[str | Reference | Generated]:
+    """A message's content: texts, documents, generated tokens; empty where none of these is in it, as in a tool's JSON.
+
+    Raises:
+        ValueError: for another part, and for a user's message without any.
+    """
     content = message.get("content")
     if isinstance(content, str):
-        return [("text", content)]
-    parts: list[tuple[str, str | Generated]] = []
-    for part in content if isinstance(content, list | tuple) else [content]:
-        if isinstance(part, Generated):
-            parts.append(("generated", part))
-            continue
+        return [content]
+    given = content if isinstance(content, list | tuple) else [content]
+    parts: list[str | Reference | Generated] = []
+    unknown = []
+    for part in given:
         match part:
+            case Generated():
+                parts.append(part)
             case {"type": "text", "text": str(text)}:
-                parts.append(("text", text))
+                parts.append(text)
             case {"type": "document", "id": str(document)}:
-                parts.append(("document", document))
+                parts.append(Reference(document))
             case _:
-                raise ValueError(
-                    'message content must be text, or a list of {"type": "text", "text": ...} and '
-                    f'{{"type": "document", "id": ...}}, not {part!r}'
-                )
-    return parts
+                unknown.append(part)
+    if unknown and (message.get("role") in _WORDS_ONLY or not all(isinstance(part, str) for part in parts)):
+        raise ValueError(
+            'message content must be text, or a list of {"type": "text", "text": ...} and '
+            f'{{"type": "document", "id": ...}}, not {unknown[0]!r}'
+        )
+    return [] if unknown else parts

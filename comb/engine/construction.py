@@ -44,34 +44,34 @@ def make_method(
     name, from_spec = methods.parse(method)
     cls = methods.get(name)
     extra = {"store": store, "salt": salt} if cls.needs_store else {}
-    return methods.create(name, model, **cls.tokenized({**from_spec, **parameters}, tokenizer), **extra)
+    return methods.create(name, model, **cls.tokenized({**from_spec, **parameters}, tokenizer, model), **extra)
 
 
 def executor_of(
     method: Method, given: CompileExecutor | None, workers: int, source: ModelSource | None
 ) -> CompileExecutor | None:
-    """The workers that were given, or so many new processes; checked to compile as `method` does. None for none.
+    """The workers that were given, or so many new Ray actors; checked to compile as `method` does. None for none.
 
     Raises:
-        ValueError: workers that compile something else, a negative number, or both kinds at once.
+        ValueError: workers that compile something else, a negative number, both kinds at once, or no Ray.
         RuntimeError: a worker could not load the model.
     """
     if given is not None:
         if workers:
-            raise ValueError("workers= starts processes of its own: leave it out when giving an executor=")
+            raise ValueError("workers= starts Ray actors of its own: leave it out when giving an executor=")
         given.check(method)
         return given
     if workers < 0:
-        raise ValueError(f"workers is a number of processes, or 0 for none, got {workers}")
+        raise ValueError(f"workers is a number of Ray actors, or 0 for none, got {workers}")
     if workers and method.keeps_tokens_only:
         logger.warning("method %r has nothing to compile: no workers are started", method.name)
         return None
     if not workers:
         return None
-    from comb.engine.workers.processes import process_executor
+    from comb.engine.workers.ray_actors import ray_executor
 
     spec_of(method)
-    executor = process_executor(ModelSource.of(method.model) if source is None else source, workers)
+    executor = ray_executor(ModelSource.of(method.model) if source is None else source, workers)
     try:
         executor.check(method)
     except BaseException:

@@ -14,6 +14,7 @@ from comb.backbones.identity import one_walk
 from comb.documents.catalog import KeyedSegment
 from comb.documents.document import Document
 from comb.documents.messages import Generated, Message, referenced_documents
+from comb.documents.rendering import renders_chats
 from comb.engine.decoding import AnswerStream, FirstTokenTimer, check_no_streamer, check_wanted
 from comb.engine.report import Answer, continued_reports
 from comb.engine.steps import AnswerSteps, PreparedQuestion
@@ -50,8 +51,9 @@ class Conversation:
         documents, document_ids: the first question brings them.
         messages: what came before the first question, such as a system message.
         encoder: as in `PICEngine.ask`, for all turns.
-        remember: what later turns see of an answer's text, for example without its thinking; by default all of it,
-            token by token. Behind a changed answer a hybrid goes on from the question in front of it.
+        remember: what later turns see of an answer's text, for example without its thinking; by default what the chat
+            template shows of it, token by token where that is all of it. Behind a changed answer a hybrid goes on from
+            the question in front of it.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Conversation:
         encoder: bool | None = None,
         remember: Callable[[str], str] | None = None,
     ) -> None:
-        if not engine.tokenizer.chat_template:
+        if not renders_chats(engine.tokenizer):
             raise ValueError(
                 "a conversation needs a tokenizer with a chat_template, and this one has none: set one, or use ask() "
                 "with the text so far in the question"
@@ -194,7 +196,10 @@ class Conversation:
         )
         text = answer.text if self._remember is None else self._remember(answer.text)
         rewritten = text != answer.text
-        content: Any = text if rewritten else [Generated(_without_end(answer.token_ids, settings["eos_token_id"]))]
+        ids = _without_end(answer.token_ids, settings["eos_token_id"])
+        # special tokens included: thinking may stand between some, and a template drops it by them
+        whole = engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        content: Any = text if rewritten else [Generated(ids, whole)]
         return replace(answer, report=report), replace(
             asked,
             messages=(*asked.messages, {"role": "assistant", "content": content}),
@@ -212,7 +217,7 @@ class Conversation:
         content = [{"type": "document", "id": name}, {"type": "text", "text": question}]
         return replace(
             now,
-            messages=(*now.messages, {"role": "user", "content": content[0 if new else 1 :]}),
+            messages=(*now.messages, {"role": "user", "content": content if new else question}),
             texts=(*now.texts, {"role": "user", "content": question}),
             segments={**now.segments, name: new} if new else now.segments,
             first=(),

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from comb import methods
 from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
-from comb.backbones.identity import one_walk
+from comb.backbones.identity import forget_identity, one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, load_model
 from comb.backbones.sdpa import choose_attention
 from comb.backbones.tokenizer import load_tokenizer
@@ -61,10 +61,10 @@ class PICEngine(AnswerSteps):
             is exact attention.
         encoder_enabled: False answers from the plain backbone with the documents in the prompt; may be changed at any
             time, and per call.
-        workers: processes that compile the documents of one request side by side (docs/segment-parallel.md); 0: none.
+        workers: Ray actors that compile the documents of one request side by side (docs/segment-parallel.md); 0: none.
             They load the model again. `close`, or a ``with`` block around the engine, ends them.
         source: where they load it from; by default the place that the model names as its own.
-        executor: workers of another kind, number or source instead; the caller closes it.
+        executor: workers with other resources or another source instead; the caller closes it.
         parameters: of the method.
 
     Raises:
@@ -206,8 +206,9 @@ class PICEngine(AnswerSteps):
         """
         start, on = time.perf_counter(), self.with_encoder(encoder)
         check_no_streamer(generate_kwargs)
-        settings = self.settings(generate_kwargs)
-        prepared = self._prepared(Request(question, documents, document_ids), on)
+        with one_walk():
+            settings = self.settings(generate_kwargs)
+            prepared = self._prepared(Request(question, documents, document_ids), on)
 
         def run(streamer: Any, stop: threading.Event) -> Answer:
             with one_walk():
@@ -293,6 +294,18 @@ class PICEngine(AnswerSteps):
             UnknownDocumentError: an unknown id; then none is removed.
         """
         self.catalog.remove(ids)
+
+    # ---- weights ----
+
+    def model_changed(self) -> None:
+        """To be called when weights were written in a way that nothing shows: a few elements through ``.data``, weights
+        that accelerate has offloaded, or tensors that are no parameter and no buffer.
+
+        All other changes are noticed at the next call (docs/python.md). Documents compiled before count as hits only
+        if all weights turn out to be what they were; conversations are linked from their start. For all engines on this
+        model.
+        """
+        forget_identity(self.model)
 
     # ---- the same in the papers' words (EPIC sec. 5: Implementation) ----
 

@@ -20,7 +20,8 @@ from transformers.cache_utils import Cache
 
 from comb import methods
 from comb.backbones.forward import counted_passes
-from comb.backbones.identity import one_walk
+from comb.backbones.identity import CHANGED, one_walk
+from comb.backbones.rotary import rotary_embeddings
 from comb.backbones.tokenizer import check_tokenizer
 from comb.cache.picache import PICache
 from comb.cache.store import PICacheRef, PICacheStore
@@ -28,7 +29,7 @@ from comb.documents.catalog import DocumentCatalog, KeyedSegment
 from comb.documents.document import Document, Prompt, PromptBuilder
 from comb.documents.messages import Message, referenced_documents
 from comb.documents.splitting import Splitter
-from comb.engine.decoding import FirstTokenTimer, check_wanted, decoding_settings, trim, with_length
+from comb.engine.decoding import FirstTokenTimer, answer_text, check_wanted, decoding_settings, trim, with_length
 from comb.engine.report import Answer, Report, cache_bytes, document_reports
 from comb.engine.segmenter import REMEMBERED, Segmenter, cut_document
 from comb.engine.workers import CompileExecutor
@@ -130,6 +131,7 @@ class AnswerSteps:
         self.catalog = DocumentCatalog(store)
         self._cut = functools.lru_cache(REMEMBERED)(cut_document)
         self._plain = methods.create("full", model)
+        rotary_embeddings(method.backbone)  # which costs a pass that belongs to no question
 
     @property
     def heads(self) -> HeadCache:
@@ -189,6 +191,9 @@ class AnswerSteps:
             [segment.token_ids for segment in segments],
             {name: [segment.token_ids for segment in parts] for name, parts in inside.items()},
         )
+        if not (encoder and self.method.uses_encoder):  # else documents are no tokens of the prompt
+            own = len(prompt.head) + sum(map(len, prompt.gaps)) + len(prompt.tail)
+            self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)
         return PreparedQuestion(every, prompt)
 
     # ---- acquire: PICaches from the store, compiled where it has none ----
@@ -215,7 +220,6 @@ class AnswerSteps:
         """PICaches of `segments`; notes in `compiled` what of the backbone's work is each one's, by its tokens."""
         token_ids = [segment.token_ids for segment in segments]
         lengths = [len(ids) for ids in token_ids]
-        # waiting for the model takes time, in which its weights may have changed
         with one_walk(), counted_passes() as passed:
             if self.executor is None:
                 picaches = self.method.compile(token_ids)
@@ -223,6 +227,10 @@ class AnswerSteps:
                 picaches = self.executor.compile(self.method, token_ids)
                 # other processes' passes aren't counted here
                 passed.tokens = 0 if self.method.uses_encoder or self.method.keeps_tokens_only else sum(lengths)
+        # the weights may have changed since the keys were made, or in between: nothing is filed under another's name
+        with one_walk():
+            if self.segmenter.keyed_anew(segments) != list(segments):
+                raise ValueError(CHANGED)
         ends = [round(passed.tokens * end / sum(lengths)) for end in accumulate(lengths)]
         compiled |= {each.key: end - start for each, start, end in zip(segments, [0, *ends], ends, strict=False)}
         return picaches
@@ -292,7 +300,7 @@ class AnswerSteps:
             total_s=decoded.total_s,
             mac=decoded.mac,
         )
-        return Answer(self.tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, report)
+        return Answer(answer_text(self.tokenizer, token_ids), token_ids, report)
 
     # ---- all of them ----
 

@@ -68,7 +68,7 @@ class TurnStart:
     @classmethod
     def plan(cls, before: TurnEnd | None, method: Method, question: PreparedQuestion) -> TurnStart:
         """Where to begin with `question`, the whole conversation's."""
-        stamp = id(method), method.fingerprint, identity_of(method.backbone).stamp
+        stamp = id(method), method.fingerprint, identity_of(method.model).number
         keys, behind = tuple(segment.key for segment in question.segments), question.prompt.placed_behind
         reason = "" if before is None else _why_not(before, method, stamp, keys)
         past, segments, rest = None, 0, question.prompt

@@ -64,11 +64,13 @@ class Lines:
             axes.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0, label=self.diagonal)
         if self.level is not None:
             axes.axhline(self.level, color="black", linewidth=0.8, linestyle="--")
-        # a linear axis begins at zero, so that lengths on it can be compared, and ends behind the last point, which
+        # a linear axis holds zero, so that lengths on it can be compared, and ends behind the last point, which
         # matplotlib's own margin, a share of the points' spread, doesn't see to where they are all far from zero
-        for axis, end in (("x", axes.dataLim.x1), ("y", axes.dataLim.y1)):
-            top = 1.05 * end if curves and end > 0 else None
-            axes.set(**{f"{axis}scale": "log"} if axis in self.log else {f"{axis}lim": (0, top)})
+        found = axes.dataLim
+        for axis, start, end in (("x", found.x0, found.x1), ("y", found.y0, found.y1)):
+            bottom = 1.05 * start if curves and start < 0 else 0
+            top = 1.05 * end if curves and end > 0 else 0 if bottom else None
+            axes.set(**{f"{axis}scale": "log"} if axis in self.log else {f"{axis}lim": (bottom, top)})
         axes.set_xlabel(self.xlabel)
         axes.set_ylabel(self.ylabel)
         if len(curves) > 1:
@@ -241,12 +243,14 @@ def plot_training(
     *,
     heldout: Curve = (),
     scores: Mapping[str, Curve] | None = None,
+    loss: str = "loss per target token",
     title: str = "",
     stages: Sequence[tuple[str, int]] = (),
 ) -> Path:
-    """Loss per target token over optimizer steps, on held-out data too, and beside it scores in 0..1 if there are any.
+    """The loss over optimizer steps, on held-out data too, and beside it scores in 0..1 if there are any.
 
     Args:
+        loss: what it is, and in which unit.
         stages: names, and the steps after which they began: losses of different stages are different lines.
 
     Raises:
@@ -261,7 +265,7 @@ def plot_training(
     training: dict[str, Curve] = {}
     for (name, first), (_, end) in itertools.pairwise(begun):
         training[f"training {name}".strip()] = [point for point in losses if first < point[0] <= end]
-    panels = [panel({**training, "held-out": heldout}, "loss per target token")]
+    panels = [panel({**training, "held-out": heldout}, loss)]
     if drawn := {name: curve for name, curve in (scores or {}).items() if curve}:
         panels.append(panel(drawn, f"held-out: {', '.join(drawn)}, %", 100))
     return draw(panels, path, title=title)

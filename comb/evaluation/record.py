@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from comb.backbones.unpublished import public, read_private, write_private
-from comb.documents.files import check_writable, read_json
+from comb.documents.files import read_json
 from comb.hub.card.facts import TRAINING
 
 PACKAGES = ("comb-pic", "transformers", "tokenizers", "safetensors", "accelerate", "vllm")
@@ -44,13 +45,6 @@ def write_results(path: str | Path, results: Iterable[Any], **settings: Any) -> 
     """Writes results (plain rows, or objects with `to_dict`) with `environment` as JSON, atomically."""
     rows = [row if isinstance(row, Mapping) else row.to_dict() for row in results]
     write_json(path, {**environment(**settings), "results": rows})
-
-
-def check_out(path: Path) -> None:
-    """Raises ValueError unless JSON can be written to `path`, before hours of work that end there."""
-    if path.is_dir():
-        raise ValueError(f"--out {path} is a folder: name the JSON file in it")
-    check_writable(path.parent, "the folder of --out")
 
 
 def write_training(folder: Path, record: Mapping[str, Any]) -> None:
@@ -87,6 +81,19 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=2, default=_plain) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def check_writable(folder: str | Path, *names: str) -> None:
+    """Raises ValueError unless files of these names (patterns) can be written into a folder, which may not be there."""
+    folder = Path(folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{there} is no folder that can be written to ({error.strerror})") from error
+    for path in (path for name in names for path in folder.glob(name) if path.is_dir()):
+        raise ValueError(f"{path} is a folder, where a file is to be written: take it away")
 
 
 def _program(path: str) -> str:

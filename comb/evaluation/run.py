@@ -118,13 +118,7 @@ def evaluate(
         ValueError: if there is no example or no method, a method is unknown or doesn't fit the model, or no prompt has
             room. Single questions whose prompts are too long for one of the methods are left out for all of them.
     """
-    if not examples:
-        raise ValueError("no examples to evaluate on")
-    if not methods:
-        raise ValueError("no methods to compare: name at least one, for example full")
-    weights, tokenizer = model
-    setting = Setting(weights, tokenizer, builder or PromptBuilder(tokenizer))
-    examples, note = _with_room(setting, examples, methods, max_new_tokens)
+    setting, examples, note = _prepared(model, examples, methods, max_new_tokens, builder)
     if note:
         logger.warning(note)
     results = []
@@ -134,6 +128,41 @@ def evaluate(
         results.append(replace(quality, ttft_cold_s=Timing.of(cold), ttft_cached_s=Timing.of(cached)))
     results = _beside_full(results)
     return [replace(results[0], note=note), *results[1:]]
+
+
+def rehearse(
+    model: tuple[Any, Any],
+    examples: Sequence[Example],
+    methods: Sequence[str],
+    *,
+    max_new_tokens: int,
+    builder: PromptBuilder | None = None,
+) -> None:
+    """Asks each method for one token, so that what `evaluate` would refuse is known before a long run.
+
+    Raises:
+        ValueError: as `evaluate` does.
+    """
+    setting, examples, _ = _prepared(model, examples, methods, max_new_tokens, builder)
+    for method in methods:
+        setting.engine(method).ask(*setting.request(method, examples[0]), max_new_tokens=1)
+
+
+def _prepared(
+    model: tuple[Any, Any],
+    examples: Sequence[Example],
+    methods: Sequence[str],
+    max_new_tokens: int,
+    builder: PromptBuilder | None,
+) -> tuple[Setting, list[Example], str]:
+    """The setting, the examples that have room, and what to say of the others. Raises ValueError as `evaluate`."""
+    if not examples:
+        raise ValueError("no examples to evaluate on")
+    if not methods:
+        raise ValueError("no methods to compare: name at least one, for example full")
+    weights, tokenizer = model
+    setting = Setting(weights, tokenizer, builder or PromptBuilder(tokenizer))
+    return setting, *_with_room(setting, examples, methods, max_new_tokens)
 
 
 def _beside_full(results: Sequence[MethodResult]) -> list[MethodResult]:
@@ -152,19 +181,26 @@ def _with_room(
     setting: Setting, examples: Sequence[Example], methods: Sequence[str], max_new_tokens: int
 ) -> tuple[list[Example], str]:
     """The examples whose prompts and answers fit the backbone with every method, and what to say of the others."""
-    # an unknown method fails here, before anything is computed
-    made = [setting.engine(name).method for name in methods if name != NO_DOCUMENTS]
-    limits = [method.max_prompt_tokens for method in made if not method.uses_encoder]
-    least = min((limit - max_new_tokens for limit in limits if limit is not None), default=None)
-    kept = list(examples) if least is None else setting.fitting(examples, least)
-    if not kept:
-        raise ValueError(
-            f"no question fits: with documents and answer all of their prompts are longer than {least} tokens, which "
-            "a method without an encoder has room for; ask with fewer or shorter documents, or compare comb and none"
-        )
+    rooms: dict[bool, int] = {}  # with documents in the prompt, and without
+    for name in methods:
+        # an unknown method fails here, before anything is computed
+        method = setting.engine(name).method
+        if method.max_prompt_tokens is not None:
+            reads_documents = name != NO_DOCUMENTS and not method.uses_encoder
+            room = method.max_prompt_tokens - max_new_tokens
+            rooms[reads_documents] = min(rooms.get(reads_documents, room), room)
+    kept = list(examples)
+    for documents, room in rooms.items():
+        if not (kept := setting.fitting(kept, room, documents=documents)):
+            whose = "with documents" if documents else "without documents"
+            advice = "ask with fewer or shorter documents, or compare comb and none" if documents else "ask for less"
+            raise ValueError(
+                f"no question fits: beside an answer of {max_new_tokens} tokens there is room for {max(room, 0)}, and "
+                f"all prompts {whose} are longer; {advice}"
+            )
     if len(kept) == len(examples):
         return kept, ""
-    left_out = len(examples) - len(kept)
+    left_out, least = len(examples) - len(kept), min(rooms.values())
     return kept, f"left out for all methods: {left_out} of {len(examples)} questions, prompts of over {least} tokens"
 
 
@@ -191,12 +227,13 @@ class Setting:
         extra |= {"prompt_builder": self.builder, "mac": self.mac}
         return PICEngine(self.model, self.tokenizer, method=name, store=store, **extra)
 
-    def fitting(self, examples: Sequence[Example], most_tokens: int) -> list[Example]:
-        """Those whose prompts with their documents in them are no longer."""
+    def fitting(self, examples: Sequence[Example], most_tokens: int, *, documents: bool = True) -> list[Example]:
+        """Those whose prompts, with or without their documents in them, are no longer."""
 
         def tokens(example: Example) -> int:
             segments = [self.builder.segment(document) for document in example.documents]
-            return len(self.builder.build(self.request("full", example)[0], segments).flat)
+            prompt = self.builder.build(self.request("full", example)[0], segments)
+            return len(prompt.flat if documents else prompt.query)
 
         return [example for example in examples if tokens(example) <= most_tokens]
 

@@ -57,7 +57,7 @@ class PushPlan:
 def write_card(config: Any, folder: Path) -> None:
     """Writes the generated part of the model card, and leaves alone what a person wrote."""
     weights = read_weights(folder, config.parts) if any(folder.glob("model*.safetensors")) else (None, None)
-    card = render(config, folder, folder.name, _read_card(folder), weights)
+    card = render(config, folder, folder.name, read_card(folder), weights)
     (folder / CARD).write_text(str(card), encoding="utf-8")
 
 
@@ -97,7 +97,7 @@ def plan_push(folder: str | Path, repo: str, *, api: HfApi | None = None, privat
         raise ValueError(f"{folder} holds a checkpoint of model_type {config.model_type!r}, not a COMB adapter")
     damage.check_files(folder)
     weights = read_weights(folder, config.parts)
-    here, there, parent = _read_card(folder), None, None
+    here, there, parent = read_card(folder), None, None
     if api is not None:
         there, parent = _read_remote(api, repo, private)
     card = render(config, folder, repo, edited_last(here, there, repo), weights, api=api, pushing=True)
@@ -165,7 +165,8 @@ def read_weights(folder: Path, parts: Sequence[str]) -> tuple[str, int]:
     return min(dtypes), parameters
 
 
-def _read_card(folder: Path) -> Card | None:
+def read_card(folder: Path) -> Card | None:
+    """The card in a folder, None without one. Raises ValueError if it can't be read."""
     path = folder / CARD
     return parse_card(read_text(path), str(path)) if path.exists() else None
 

@@ -16,13 +16,21 @@ from torch import Tensor
 
 from comb.backbones.exclusive import exclusive
 from comb.backbones.identity import identity_of
+from comb.backbones.rotary import RotaryEmbedding, why_length_dependent
 from comb.backbones.state_cache import StateCache
 from comb.hybrid.caches import attention_layers, has_states, new_cache, odd_layers, read_state, run, states_of
 from comb.hybrid.families.scalar import constant_decay
 from comb.hybrid.probe import LayerRun, TransitionProbe, apply_on, watch_layers
 from comb.hybrid.scans import listen, read_scan
 from comb.hybrid.transition import Transition, TransitionError
-from comb.linking.positions import UnmovableError, explain_states, find_positions, states_by_position
+from comb.linking.positions import (
+    UnmovableError,
+    check_shifts,
+    explain_states,
+    find_positions,
+    numbered,
+    states_by_position,
+)
 from comb.linking.rotation import PositionMap, Rotation
 from comb.linking.support import distance, made_up_tokens, tolerance_of
 
@@ -164,14 +172,16 @@ def _try(model: Any) -> HybridSupport:
         raise UnmovableError(f"the backbone computes NaN or infinite hidden states in {model.dtype}")
     step = _step(model, whole)
     positions = find_positions(model, partial(new_cache, model))
-    if positions.length_dependent:
-        raise UnmovableError("its rotary embedding changes all keys with the length of the prompt")
+    if reason := why_length_dependent(model):
+        raise UnmovableError(reason)
     numbers = sorted(whole.layers)
     stateful = [number for number in numbers if read_state(whole.cache, number)[1] is not None]
     seen = states_by_position(model, stateful, partial(new_cache, model), read_states)
-    linear = {number: _linear_layer(model, whole, number, seen.get(number), step) for number in numbers}
+    sources = list(positions.sources)
+    linear = {number: _linear_layer(model, whole, number, seen.get(number), step, sources) for number in numbers}
+    check_shifts(sources)
     modules = {number: layer.module for number, layer in whole.layers.items()}
-    return HybridSupport(positions, linear, attention, step, modules)
+    return HybridSupport(replace(positions, sources=tuple(sources)), linear, attention, step, modules)
 
 
 def _step(model: Any, whole: Recording) -> int | None:
@@ -188,8 +198,10 @@ def _step(model: Any, whole: Recording) -> int | None:
     )
 
 
-def _linear_layer(model: Any, whole: Recording, number: int, seen: Tensor | None, step: int | None) -> LinearLayer:
-    """`seen`: the layer's part of `states_by_position`, if it has one."""
+def _linear_layer(
+    model: Any, whole: Recording, number: int, seen: Tensor | None, step: int | None, sources: list[RotaryEmbedding]
+) -> LinearLayer:
+    """`seen`: the layer's part of `states_by_position`, if it has one; what turns it is put among `sources`."""
     columns, state = read_state(whole.cache, number)
     kernel = 0 if columns is None else columns.shape[-1]
     if state is None:
@@ -210,7 +222,8 @@ def _linear_layer(model: Any, whole: Recording, number: int, seen: Tensor | None
             "can't be told from outside, and it calls no scan that is known"
         )
     family, axis = known
-    rotation, rotated_axis = (None, -2) if seen is None else explain_states(model, number, seen)
+    turned, rotated_axis = (None, -2) if seen is None else explain_states(model, number, seen)
+    rotation = numbered(turned, sources)
     if rotation is not None and family == "scalar":
         axis = rotated_axis  # a scalar decay doesn't say where the keys are
     if rotation is not None and (family not in ("scalar", "dense") or axis != rotated_axis):

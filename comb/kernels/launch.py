@@ -1,4 +1,4 @@
-"""How the kernels are launched, and where paged keys lie."""
+"""How the kernels are launched."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
-
-SINK, AMEND, TAIL = 0, 1, 2
-"""A row's key/value head has a span of keys of each kind, in this order; any of them may be empty."""
 
 
 @dataclass(frozen=True)
@@ -17,14 +13,12 @@ class Launch:
     """Sizes of the launches; they change rounding and speed, nothing else.
 
     Args:
-        ring_tile: queries of the ring that one program compares.
         key_tile: keys that one turn of the attention's loop reads, at least 16.
         programs: of the attention; None: `per_processor` for each multiprocessor of the device.
         warps: of the attention.
         stages: tiles that its loop keeps in flight; None: up to 3, as far as 96 KiB of shared memory hold them.
     """
 
-    ring_tile: int = 64
     key_tile: int = 64
     programs: int | None = None
     per_processor: int = 2
@@ -32,10 +26,8 @@ class Launch:
     stages: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ring_tile", "key_tile"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two of at least 16, got {value}")
+        if self.key_tile < 16 or self.key_tile & (self.key_tile - 1):
+            raise ValueError(f"key_tile must be a power of two of at least 16, got {self.key_tile}")
         if self.programs is not None and self.programs < 1:
             raise ValueError(f"programs must be at least 1, or None for as many as fit, got {self.programs}")
 
@@ -46,19 +38,6 @@ class Launch:
     def count(self, device: torch.device) -> int:
         """Programs of the attention on `device`."""
         return self.programs or self.per_processor * _processors(device)
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Keys and values in pages: with these, `keys` are [pages, page size, G, D] and `values` [pages, page size, G, V].
-
-    Args:
-        table: [B, N], the page of each row that holds its keys n * page size and up.
-        lengths: [B], keys of each row, padding in front included.
-    """
-
-    table: Tensor
-    lengths: Tensor
 
 
 @cache

@@ -157,47 +157,6 @@ class RoomyLayer(DynamicLayer):
         return self.room
 
 
-class FixedLayer(RoomyLayer):
-    """A `RoomyLayer` whose next token may be put where a tensor says, so that the step is the same for every token.
-
-    While `at` [1] is set, `update` writes there and returns all of the room [rows, H, N + room, D], which doesn't move;
-    what lies behind `at` is zeros or of tokens that were taken back. `grow` then says how much of it is filled.
-    """
-
-    at: Tensor | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.at is None:
-            return super().update(key_states, value_states, *args, **kwargs)
-        assert self.room is not None
-        for room, new in zip(self.room, (key_states, value_states), strict=True):
-            room.index_copy_(2, self.at, new)
-        return self.room
-
-    @classmethod
-    def within(cls, layer: Any, length: int, most: int) -> FixedLayer:
-        """`layer` if it is one with room for `length` tokens; else a copy with room for `most`."""
-        if isinstance(layer, FixedLayer) and layer.room is not None and length <= layer.room[0].shape[2]:
-            layer._room(length)  # zeros, if `keys` were put elsewhere
-            return layer
-        rooms = [tensor.new_zeros(*tensor.shape[:2], most, tensor.shape[-1]) for tensor in (layer.keys, layer.values)]
-        for room, held in zip(rooms, (layer.keys, layer.values), strict=True):
-            room[:, :, : held.shape[2]] = held
-        return cls(rooms[0], rooms[1], layer.keys.shape[2])
-
-    def _room(self, length: int) -> tuple[Tensor, Tensor]:
-        before, rooms = self.room, super()._room(length)
-        if rooms is not before and self.keys is not None:
-            for room in rooms:
-                room[:, :, self.keys.shape[2] :].zero_()
-        return rooms
-
-    def grow(self, length: int) -> None:
-        """The first `length` tokens of the room are filled now."""
-        assert self.room is not None
-        self.keys, self.values = (room[:, :, :length] for room in self.room)
-
-
 def _with_room(tensor: Tensor, length: int) -> Tensor:
     roomy = tensor.new_empty(*tensor.shape[:2], length + max(ROOM, length // 8), tensor.shape[-1])
     roomy[:, :, : tensor.shape[-2]] = tensor
@@ -287,9 +246,9 @@ def assemble(
     """
     first, last = spans[0].start, spans[-1].end
     linked = torch.arange(first, last)
-    compiled = linked.clone()  # what lies between segments stays as it is
+    compiled = torch.zeros_like(linked)  # between segments there is nothing yet to turn
     for span in spans:
-        compiled[span.start - first : span.end - first] -= span.start - compiled_from
+        compiled[span.start - first : span.end - first] = torch.arange(compiled_from, compiled_from + span.length)
     rerotation = positions.rerotation(compiled, linked, length, torch.device(device)) if rotate else None
     layers = []
     for number, rotations in enumerate(positions.layers):

@@ -10,18 +10,21 @@ Shapes: H cached heads, T tokens, D channels, m rotated pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from comb.backbones.discovery import position_count
 from comb.backbones.forward import run_decoder, takes_positions
-from comb.linking.frequencies import frequency_sources, original_length
+from comb.backbones.rotary import RotaryEmbedding, length_limit, rotary_embeddings, tabulated_embeddings
 from comb.linking.rotation import PositionMap, Rerotation, Rotation
 
 _PROBE_TOKENS = 4
+_USUAL = (0, 1, 2, 7, 61)
 # relative error up to which a rotation explains what was seen; 16-bit models round cosines and products
 _EXPLAINS = {torch.float64: 1e-4, torch.float32: 1e-4}
 _EXPLAINS_16_BIT = 3e-2
@@ -49,22 +52,34 @@ def find_positions(model: Any, new_cache: Callable[[], Any] = DynamicCache) -> P
 class RotaryProbe:
     """Single tokens at several positions, and which rotation explains how a tensor made from them changes.
 
+    The first pass stays below every limit of the model's rotary embeddings, others go beyond one each.
+
     Args:
         model: whose rotary embeddings are the candidates.
     """
 
     def __init__(self, model: Any) -> None:
-        self.sources, self.scaled = frequency_sources(model)
-        self.limit = original_length(model) if self.scaled else None
-        self.positions = _probe_positions(model, self.limit)
-        self.device = model.get_input_embeddings().weight.device
+        self.embeddings = rotary_embeddings(model)
+        if any(each.counts for each in self.embeddings):
+            raise UnmovableError(
+                "its rotary embedding goes by the number of tokens in a pass, not by positions, and linked prompts "
+                "pass in parts"
+            )
+        limits = sorted({each.limit for each in self.embeddings if each.limit is not None})
+        short = _probe_positions(model, limits[0] if limits else None)
+        longest = position_count(model.config.get_text_config(decoder=True)) or 0
+        self.passes = [short, *([*short, limit - 1, limit, max(longest - 1, limit + 2)] for limit in limits)]
         self._ids = _probe_ids(model)
-        self._candidates = [(index, source.at(1).to(self.device)) for index, source in enumerate(self.sources)]
+        self._guesses = tabulated_embeddings(model)
         self._tolerance = _tolerance(model)
 
-    def inputs(self, positions: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Token ids and position ids of a pass over `positions` (None: all), both [probe tokens x positions, 1]."""
-        positions = self.positions if positions is None else positions
+    def inputs(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Token ids and position ids of a pass over `positions`, both [probe tokens x positions, 1].
+
+        The pass is the next thing to be run on the model.
+        """
+        for embedding in self.embeddings:
+            embedding.settle(1)
         tokens = torch.tensor(self._ids).repeat_interleave(len(positions))[:, None]
         return tokens, torch.tensor(list(positions)).repeat(len(self._ids))[:, None]
 
@@ -72,10 +87,28 @@ class RotaryProbe:
         """What a pass gave, [probe tokens x positions, H, 1, D], as [probe tokens, positions, H, D] float64."""
         return tensor.double().reshape(len(self._ids), -1, *tensor.shape[1::2])
 
-    def explain(self, seen: Tensor) -> Rotation | str | None:
-        """The rotation behind `seen`, as `by_position` gives it; "still": nothing changes; None: nothing fits."""
-        candidates = [(index, frequencies.to(seen.device)) for index, frequencies in self._candidates]
-        return _explain(seen, self.positions, candidates, self._tolerance)
+    def explain(self, seen: Tensor, passes: Sequence[Sequence[int]]) -> tuple[RotaryEmbedding, Rotation] | str | None:
+        """The embedding and the rotation (of source 0) behind `seen`, as `by_position` gives it of each of `passes`
+        over positions, joined; "still": nothing changes; None: nothing fits."""
+        if _still(seen, self._tolerance):
+            return "still"
+        # angles of a table in float32 are off by this much at its end
+        rounding = max(map(max, passes)) * 2.0**-22
+        return self._fitting(self.embeddings, seen, passes, self._tolerance) or self._fitting(
+            self._guesses, seen, passes, max(self._tolerance, rounding)
+        )
+
+    def _fitting(
+        self, embeddings: Sequence[RotaryEmbedding], seen: Tensor, passes: Sequence[Sequence[int]], tolerance: float
+    ) -> tuple[RotaryEmbedding, Rotation] | None:
+        best: tuple[float, tuple[RotaryEmbedding, Rotation] | None] = (tolerance, None)
+        for embedding in embeddings:
+            parts = [embedding.turns(torch.tensor(list(positions)), max(positions) + 1) for positions in passes]
+            cos, sin = (torch.cat(each)[:, None].to(seen.device) for each in zip(*parts, strict=True))
+            for error, rotation in _errors(seen, Rerotation.between([((cos[:1], sin[:1]), (cos, sin))])):
+                if error < best[0]:
+                    best = error, (embedding, rotation)
+        return best[1]
 
 
 @torch.no_grad()
@@ -95,7 +128,7 @@ def states_by_position(
         return {}
     found: dict[int, list[Tensor]] = {}
     tokens = torch.tensor(_probe_ids(model)[:2])[:, None]
-    for position in _probe_positions(model, None):
+    for position in _probe_positions(model, length_limit(model)):
         cache = new_cache()
         run_decoder(model, tokens, cache, position_ids=torch.full_like(tokens, position))
         for number in numbers:
@@ -105,14 +138,14 @@ def states_by_position(
     return {number: torch.stack(states, dim=1) for number, states in found.items()}
 
 
-def explain_states(model: Any, number: int, seen: Tensor) -> tuple[Rotation | None, int]:
+def explain_states(model: Any, number: int, seen: Tensor) -> tuple[tuple[RotaryEmbedding, Rotation] | None, int]:
     """How the state of linear layer `number` turns with a token's position, and its axis (-2 or -1).
 
     Args:
         seen: the layer's part of `states_by_position`.
 
     Returns:
-        The rotation, None where the state doesn't turn.
+        The embedding and its rotation, None where the state doesn't turn.
 
     Raises:
         UnmovableError: when no rotation explains how the state changes with the position.
@@ -121,7 +154,7 @@ def explain_states(model: Any, number: int, seen: Tensor) -> tuple[Rotation | No
     for axis in (-2, -1):
         channels_last = seen.transpose(-1, -2) if axis == -2 else seen
         flat = channels_last.reshape(*seen.shape[:2], -1, channels_last.shape[-1])
-        found = probe.explain(flat)
+        found = probe.explain(flat, probe.passes[:1])
         if found is not None:
             return (None if isinstance(found, str) else found), axis
     raise UnmovableError(
@@ -132,10 +165,12 @@ def explain_states(model: Any, number: int, seen: Tensor) -> tuple[Rotation | No
 
 def _with_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
     probe = RotaryProbe(model)
-    explained = _explanations(model, probe, [probe.positions], new_cache)
+    explained = _explanations(model, probe, probe.passes, new_cache)
     if any(None in found for found in explained):
         # the rows of one pass may differ by rounding alone (`states_by_position`)
-        explained = _explanations(model, probe, [[position] for position in probe.positions], new_cache)
+        alone = [[position] for position in dict.fromkeys(position for each in probe.passes for position in each)]
+        explained = _explanations(model, probe, alone, new_cache)
+    sources: list[RotaryEmbedding] = []
     layers = []
     for number, found in enumerate(explained):
         if None in found:
@@ -144,10 +179,28 @@ def _with_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
                 f"the cached {part} of layer {number} change with the position in a way that no rotary embedding "
                 "explains (learned absolute positions?), so a compiled document can't be moved to another place"
             )
-        layers.append(tuple(None if item == "still" else item for item in found) or (None, None))
-    turning = probe.scaled and any(rotation is not None for layer in layers for rotation in layer)
-    limit = probe.limit if turning else None
-    return PositionMap(tuple(layers), tuple(probe.sources), turning, limit)  # type: ignore[arg-type]
+        layers.append(tuple(numbered(each, sources) for each in found) or (None, None))
+    return PositionMap(tuple(layers), tuple(sources))  # type: ignore[arg-type]
+
+
+def numbered(found: tuple[RotaryEmbedding, Rotation] | str | None, sources: list[RotaryEmbedding]) -> Rotation | None:
+    """A rotation whose source counts among `sources`, where the embedding is put if it isn't there."""
+    if not isinstance(found, tuple):
+        return None
+    embedding, rotation = found
+    if embedding not in sources:
+        sources.append(embedding)
+    return replace(rotation, source=sources.index(embedding))
+
+
+def check_shifts(embeddings: Sequence[RotaryEmbedding]) -> None:
+    """Raises UnmovableError unless a step of one position turns alike everywhere."""
+    at = torch.tensor([0, 2, 7, 61])
+    for embedding in embeddings:
+        here, there = (embedding.turns(positions, int(at[-1]) + 2) for positions in (at, at + 1))
+        ((cos, sin),) = Rerotation.between([(here, there)]).factors
+        if float(torch.stack([cos - cos[:1], sin - sin[:1]]).abs().max()) > 1e-3:
+            raise UnmovableError("its rotary embedding turns tokens that are moved equally far by different angles")
 
 
 def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionMap:
@@ -164,7 +217,7 @@ def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionM
     first = held[0]
     for name in ("keys", "values"):
         second, alone = (getattr(cache.layers[first], name)[:, :, -1] for cache in caches)
-        if _explain(torch.stack([second, alone], dim=1), (), (), _tolerance(model)) != "still":
+        if not _still(torch.stack([second, alone], dim=1).double(), _tolerance(model)):
             raise UnmovableError(
                 f"the model takes no position_ids, and the cached {name} of its first layer depend on where a token "
                 "stands, so a compiled document can't be moved to another place"
@@ -174,11 +227,11 @@ def _without_position_ids(model: Any, new_cache: Callable[[], Any]) -> PositionM
 
 def _explanations(
     model: Any, probe: RotaryProbe, passes: Sequence[Sequence[int]], new_cache: Callable[[], Any]
-) -> list[list[Rotation | str | None]]:
-    """Per layer, what explains its keys and its values (`RotaryProbe.explain`), seen in `passes` over all positions."""
+) -> list[list[tuple[RotaryEmbedding, Rotation] | str | None]]:
+    """Per layer, what explains its keys and its values (`RotaryProbe.explain`), seen in `passes`."""
     seen = [_single_tokens(model, probe, positions, new_cache) for positions in passes]
     return [
-        [probe.explain(torch.cat(parts, dim=1)) for parts in zip(*layer, strict=True)]
+        [probe.explain(torch.cat(parts, dim=1), passes) for parts in zip(*layer, strict=True)]
         for layer in zip(*seen, strict=True)
     ]
 
@@ -208,35 +261,31 @@ def _single_tokens(
     return shots
 
 
-def _explain(
-    seen: Tensor, positions: Sequence[int], candidates: Sequence[tuple[int, Tensor]], tolerance: float
-) -> Rotation | str | None:
-    """The rotation behind `seen` [tokens, positions, H, D]; "still" when nothing changes; None when nothing fits.
+def _still(seen: Tensor, tolerance: float) -> bool:
+    """Whether `seen` [tokens, positions, H, D] is the same at all positions."""
+    size, least = _sizes(seen)
+    return float(((seen - seen[:, :1]).abs() / (size + least)).amax()) <= tolerance
 
-    Errors count relative to each channel's own size (a pair's, for a rotation): key biases can make one channel of a
-    real model a thousand times larger than the others, which must not hide how these turn.
+
+def _errors(seen: Tensor, rerotation: Rerotation) -> Iterator[tuple[float, Rotation]]:
+    """How far `seen` is from its first position, turned, for every place and pairing of the turned channels."""
+    origin, (size, least), m = seen[:, :1], _sizes(seen), rerotation.factors[0][0].shape[-1]
+    for start in sorted({0, seen.shape[-1] - 2 * m}):
+        if start < 0 or start + 2 * m > seen.shape[-1]:
+            continue
+        for interleaved in (False, True):
+            rotation = Rotation(0, start, interleaved)
+            predicted = rerotation.apply(origin.expand_as(seen).clone(), rotation)
+            yield float(((predicted - seen).abs() / (_pair_sizes(size, rotation, m) + least)).amax()), rotation
+
+
+def _sizes(seen: Tensor) -> tuple[Tensor, float]:
+    """Each channel's size [H, D], and what is added to it; errors count relative to that.
+
+    A key bias can make one channel of a real model a thousand times larger than others, whose turning it must not hide.
     """
-    origin = seen[:, :1]
-    size = seen.abs().amax(dim=(0, 1))  # [H, D]
-    least = float(size.amax().clamp_min(1e-30)) * _NEGLIGIBLE
-    if float(((seen - origin).abs() / (size + least)).amax()) <= tolerance:
-        return "still"
-    where = torch.tensor(positions, dtype=torch.float64, device=seen.device)
-    best: tuple[float, Rotation | None] = (tolerance, None)
-    for source, frequencies in candidates:
-        m = len(frequencies)
-        angles = where[:, None] * frequencies
-        rerotation = Rerotation(((angles.cos()[:, None], angles.sin()[:, None]),))
-        for start in sorted({0, seen.shape[-1] - 2 * m}):
-            if start < 0 or start + 2 * m > seen.shape[-1]:
-                continue
-            for interleaved in (False, True):
-                rotation = Rotation(0, start, interleaved)
-                predicted = rerotation.apply(origin.expand_as(seen).clone(), rotation)
-                error = float(((predicted - seen).abs() / (_pair_sizes(size, rotation, m) + least)).amax())
-                if error < best[0]:
-                    best = (error, Rotation(source, start, interleaved))
-    return best[1]
+    size = seen.abs().amax(dim=(0, 1))
+    return size, float(size.amax().clamp_min(1e-30)) * _NEGLIGIBLE
 
 
 def _pair_sizes(size: Tensor, rotation: Rotation, m: int) -> Tensor:
@@ -250,11 +299,24 @@ def _pair_sizes(size: Tensor, rotation: Rotation, m: int) -> Tensor:
 
 
 def _probe_positions(model: Any, limit: int | None) -> list[int]:
+    """A few positions below `limit`, some at each number in the configuration: there a model may change its way."""
     config = model.config.get_text_config(decoder=True)
     # embeddings that depend on the length go back to their short form only below the original length
-    last = limit - 2 if limit else (getattr(config, "max_position_embeddings", None) or 1010) - 1
-    last = min(1009, last)
-    return sorted({0, *(position for position in (1, 2, 7, 61, last) if 0 < position <= last)})
+    end = limit - 1 if limit else position_count(config) or 1010
+    return sorted(position for position in {*_USUAL, *positions_near(config), end - 1} if 0 <= position < end)
+
+
+def positions_near(config: Any) -> set[int]:
+    """Before and at each larger number in a configuration: a length, or what else a model may count to."""
+    numbers = {number for number in _integers(config.to_dict()) if number > _USUAL[-1]}
+    return {position for number in numbers for position in (number - 1, number)}
+
+
+def _integers(values: Any) -> Iterator[int]:
+    if isinstance(values, int) and not isinstance(values, bool):
+        yield values
+    for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
+        yield from _integers(value)
 
 
 def _probe_ids(model: Any) -> list[int]:

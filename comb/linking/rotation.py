@@ -5,12 +5,13 @@ Shapes: T tokens, D channels, m rotated pairs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from comb.linking.frequencies import Frequencies
+from comb.backbones.rotary import RotaryEmbedding, Turns
 from comb.waits import on_device
 
 
@@ -36,52 +37,55 @@ class Rotation:
 
 @dataclass(frozen=True)
 class PositionMap:
-    """What was found: per cache layer the rotation in its keys and in its values (None: no positions there).
-
-    `max_segment_tokens`: segments must stay shorter than this for their frequencies to be the short-prompt ones.
-    """
+    """What was found: per cache layer the rotation in its keys and in its values (None: no positions there)."""
 
     layers: tuple[tuple[Rotation | None, Rotation | None], ...]
-    sources: tuple[Frequencies, ...]
-    length_dependent: bool = False
-    max_segment_tokens: int | None = None
+    sources: tuple[RotaryEmbedding, ...]
 
-    def settle(self, length: int) -> None:
-        """Puts frequencies that change with the prompt's length to what they are for one of `length` tokens."""
-        for source in self.sources if self.length_dependent else ():
-            source.at(1)
-            source.at(length)
+    @property
+    def limit(self) -> int | None:
+        """Positions of a pass up to which their number changes no key; None where it never does.
+
+        Segments are compiled in passes that stay below.
+        """
+        return min((source.limit for source in self.sources if source.limit is not None), default=None)
 
     def rerotation(self, compiled: Tensor, linked: Tensor, length: int, device: torch.device) -> Rerotation:
         """Cosines and sines on `device` that take tokens from `compiled` positions [T] to `linked` positions [T].
 
         Args:
-            compiled, linked: best on the host: otherwise different shifts are counted by a GPU, and waited for.
+            compiled: below `limit`.
             length: of the whole prompt, for embeddings that depend on it.
         """
-        factors = []
+        count, both = len(compiled), on_device(torch.cat([compiled, linked]), device)
+        turns = []
         for source in self.sources:
-            before = source.at(1)
-            after = source.at(length) if self.length_dependent else before
-            # Angles in float64: at position 100,000 a float32 product is off by 0.006 rad. A segment's tokens share
-            # one angle as long as the frequencies are the same, and then only the distinct shifts are computed.
-            if after is before or torch.equal(before, after):
-                shifts, which = torch.unique_consecutive(linked - compiled, return_inverse=True)
-                shifts, which = on_device(shifts.double(), device), on_device(which, device)
-                angles = shifts[:, None] * on_device(after, device)
-                factors.append((angles.cos().float()[which], angles.sin().float()[which]))
+            if source.limit is None:
+                cos, sin = source.ask(both)
+                turns.append(((cos[:count], sin[:count]), (cos[count:], sin[count:])))
             else:
-                angles = on_device(linked.double(), device)[:, None] * on_device(after, device)
-                angles -= on_device(compiled.double(), device)[:, None] * on_device(before, device)
-                factors.append((angles.cos().float(), angles.sin().float()))
-        return Rerotation(tuple(factors))
+                turns.append((source.turns(both[:count], 1), source.turns(both[count:], length)))
+        return Rerotation.between(turns)
 
 
 @dataclass(frozen=True)
 class Rerotation:
-    """Per frequency set, cosines and sines [T, m] in float32."""
+    """Per rotary embedding, cosines and sines [T, m] in float32 or more."""
 
     factors: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def between(cls, turns: Iterable[tuple[Turns, Turns]]) -> Rerotation:
+        """Per embedding, from the turns that tokens have to those that they are to have; a common magnitude falls out.
+
+        As the model computed both, so that what was turned is what the model itself would have turned.
+        """
+        factors = []
+        for (cos, sin), (new_cos, new_sin) in turns:
+            # not fused: what stays in its place is turned by nothing, to the last bit
+            size = cos * cos + sin * sin
+            factors.append(((cos * new_cos + sin * new_sin) / size, (cos * new_sin - sin * new_cos) / size))
+        return cls(tuple(factors))
 
     def apply(self, tensor: Tensor, rotation: Rotation | None) -> Tensor:
         """Re-rotates `tensor` [..., T, D] in place, computing in float32 (in float64 for a float64 tensor)."""

@@ -16,6 +16,7 @@ from comb.backbones.attention_calls import attention
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import run_decoder, takes_positions
 from comb.backbones.identity import identity_of
+from comb.backbones.rotary import length_limit
 from comb.cache.picache import DecoderPICache
 from comb.linking.cache import ScatterCache, Span, assemble
 from comb.linking.masks import Masks, cache_kinds, exact_attention, mask_candidates, masked_attention
@@ -29,6 +30,7 @@ _TOLERANCE_16_BIT = 5e-2
 
 _SEGMENTS = (5, 6)
 _QUERY = 4
+_SMALL_WINDOW = 128
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,48 @@ def _why_not_cached(model: Any) -> str:
         cache_kinds(model)
     except UnmovableError as error:
         return str(error)
-    cache: Any = DynamicCache(config=model.config)
     with exclusive(model):
-        run_decoder(model, made_up_tokens(model, 2)[None], cache)
-    without = [str(number) for number, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is None]
-    if len(without) == len(cache.layers):
+        try:
+            return _why_not_continued(model)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
+            return f"its forward pass doesn't go on from a cache ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def _why_not_continued(model: Any) -> str:
+    windows = (getattr(layer, "sliding_window", None) for layer in cache_kinds(model))
+    # beyond a window, where that is cheap: Moshi's cache has one, and its attention doesn't
+    count = _QUERY + max(2, min((window for window in windows if window and window <= _SMALL_WINDOW), default=2))
+    cache: Any = DynamicCache(config=model.config)
+    ids, takes = made_up_tokens(model, count)[None], takes_positions(model)
+
+    def run(cache: Any, first: int, last: int) -> Tensor:
+        where, mask = torch.arange(first, last)[None] if takes else None, torch.ones(1, last, dtype=torch.long)
+        return run_decoder(model, ids[:, first:last], cache, attention_mask=mask, position_ids=where)[0, -_QUERY:]
+
+    whole = run(DynamicCache(config=model.config), 0, count)
+    run(cache, 0, count - _QUERY)
+    hidden = run(cache, count - _QUERY, count)
+    held = [getattr(layer, "keys", None) for layer in cache.layers]
+    without = [str(number) for number, keys in enumerate(held) if keys is None]
+    if len(without) == len(held):
         return "its forward pass leaves nothing in a cache of keys and values: it keeps a state in a form of its own"
     if without:
         return f"layers {', '.join(without)} leave no keys and values in its cache: they keep a state of their own"
+    if max(keys.shape[2] for keys in held if keys is not None) > count:
+        return "its forward pass puts more tokens into its cache than the prompt has"
+    # not finite here and there: other checks say so
+    if distance(hidden, whole) > tolerance_of(model):
+        return "its forward pass doesn't go on from a cache as from the tokens in it"
     return ""
 
 
 def takes_padded_rows(model: Any) -> bool:
-    """Whether rows of a batch may be padded on the left: models of states may ignore their mask (RWKV)."""
-    return bool(identity_of(model).fact("padded rows", lambda: _try_padding(model)))
+    """Whether rows of a batch may be padded on the left.
+
+    Models of states may ignore their mask (RWKV), and the longest row may change all rows' rotary embedding.
+    """
+    return length_limit(model) is None and bool(identity_of(model).fact("padded rows", lambda: _try_padding(model)))
 
 
 @torch.no_grad()
@@ -125,7 +155,7 @@ def _try(model: Any) -> LinkSupport:
     if ordered is None or distance(ordered, reference) > prompt.tolerance:
         raise UnmovableError("its forward pass doesn't continue a cache of ordinary keys and values exactly")
     masks = _understood(model, prompt)
-    if masks is None and positions.length_dependent:
+    if masks is None and positions.limit is not None:
         raise UnmovableError("it takes no mask by position, and its rotary embedding depends on the prompt's length")
     return LinkSupport(positions, masks)
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.exclusive import exclusive
 from comb.backbones.identity import identity_of, weights_fingerprint
+from comb.backbones.rotary import why_length_dependent
 from comb.linking.blocks import FRESH, PADDING, visible
 from comb.linking.cache import plain_layer
 from comb.linking.masks import for_attention
@@ -203,8 +204,8 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
             support = find_support(self.backbone)
             if support.masks is None:
                 raise UnmovableError("it takes no mask by position")
-            if support.positions.length_dependent:
-                raise UnmovableError("its rotary embedding changes all keys with the length of the prompt")
+            if reason := why_length_dependent(self.backbone):
+                raise UnmovableError(reason)
         except UnmovableError as reason:
             raise ValueError(f"link tokens can't be trained on this backbone: {reason}") from reason
         return support

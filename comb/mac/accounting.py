@@ -49,8 +49,6 @@ class MacReport:
         layers: those that were reused at all.
         exact: attention calls of decode steps left to exact attention, by reason.
         events: how often rings were emptied, by reason.
-        pays_from: by rows of a batch, the context from which on MAC is at least as fast as exact attention in all
-            layers; None: never. Empty where the break-even rule wasn't asked.
         nbytes: of the rings.
     """
 
@@ -59,7 +57,6 @@ class MacReport:
     layers: tuple[LayerReport, ...]
     exact: dict[str, int] = field(default_factory=dict)
     events: dict[str, int] = field(default_factory=dict)
-    pays_from: dict[int, int | None] = field(default_factory=dict)
     nbytes: int = 0
 
     @property
@@ -91,9 +88,6 @@ class MacReport:
         exact = ", ".join(f"{reason} {count}" for reason, count in sorted(self.exact.items()))
         if exact:
             parts.append(f"left to exact attention: {exact}")
-        for rows, least in sorted(self.pays_from.items()):
-            pays = "never pays" if least is None else f"pays from {least:,d} tokens on"
-            parts.append(f"{pays} ({rows} row{'s' * (rows > 1)})")
         off = ", ".join(f"layer {layer.layer} ({layer.off})" for layer in self.layers if layer.off)
         if off:
             parts.append(f"switched off: {off}")
@@ -135,10 +129,6 @@ class LayerCounts:
         self.errors.append(error)
         self.band_mass.append(float((done.tail_lse - done.lse).exp().mean()))
         return error
-
-    def read_share(self) -> float:
-        """Keys read over all keys so far, where heads that share keys read for the worst of them."""
-        return float(self.group_read.sum() / self.group_exact.sum())
 
     def report(self, layer: int) -> LayerReport:
         """Sums and means so far."""

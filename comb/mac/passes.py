@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from comb.backbones.attention_calls import AttentionCall
-from comb.linking.cache import FixedLayer, RoomyLayer, ScatterCache, ScatteredRows, ScatterLayer
-from comb.mac.graphs import FixedStep
+from comb.linking.cache import RoomyLayer, ScatterCache, ScatteredRows, ScatterLayer
 from comb.waits import truths
 
 # kinds of cache layer that hold all keys in order, as attention sees them; not every version of transformers has all
-_OURS = (RoomyLayer.__name__, FixedLayer.__name__, ScatterLayer.__name__)
+_OURS = (RoomyLayer.__name__, ScatterLayer.__name__)
 _GROWING = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer", *_OURS)
 _OPTIONS = {
     "sliding_window": "sliding window",
@@ -38,9 +37,7 @@ class DecoderPass:
         start: keys of padding in front of each row [B]; None where the mask says something else, which `unclear` names.
         mask_length: keys that the mask covers; None without one.
         positions: that the rotary embedding is given, [B or 1, N]; None: key indices.
-        given: the pass's arguments, by name.
         audited: exact attention is computed as well.
-        fixable: whether attention so far would have been the same at fixed addresses; fixed: the step that is at them.
         masks: that attention got in this pass, and whether they are causal with padding in front and nothing else.
     """
 
@@ -51,10 +48,7 @@ class DecoderPass:
     mask_length: int | None
     positions: Tensor | None
     unclear: str
-    given: dict[str, Any] = field(default_factory=dict)
     audited: bool = False
-    fixable: bool = True
-    fixed: FixedStep | None = None
     masks: list[tuple[Tensor, bool]] = field(default_factory=list)
 
     def key_indices(self, call: AttentionCall) -> Tensor:
@@ -141,7 +135,7 @@ class PassReader:
             unclear = "positions of several axes"
         # a single row that linking computes is still a part of a prompt: it may stand anywhere
         decodes = tokens == 1 and scattered is None
-        return DecoderPass(decodes, cache, scattered, start, mask_length, positions, unclear, given)
+        return DecoderPass(decodes, cache, scattered, start, mask_length, positions, unclear)
 
     def _no_padding(self, rows: int, device: torch.device) -> Tensor:
         if self._unpadded is None or len(self._unpadded) != rows or self._unpadded.device != device:

@@ -6,7 +6,7 @@ query turn with the position (`comb.linking.positions.RotaryProbe`); what no rot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from comb.backbones.attention_calls import AttentionCall, watched
 from comb.backbones.forward import decoder_of, takes_positions
 from comb.backbones.identity import identity_of
+from comb.backbones.rotary import RotaryEmbedding
 from comb.backbones.transformers_private import can_set_attention
 from comb.kernels.mac.algebra import accumulator
-from comb.linking.frequencies import Frequencies
 from comb.linking.positions import RotaryProbe
 from comb.linking.rotation import Rerotation, Rotation
 
@@ -35,36 +35,29 @@ class LayerQueries:
 
     Args:
         module: the attention module that calls.
-        source: the frequencies; None where positions aren't in the query (NoPE).
+        source: what turns them; None where positions aren't in the query (NoPE).
         rotation: the channels that turn; None likewise.
         unknown: why MAC leaves this layer alone; empty otherwise.
     """
 
     module: nn.Module
-    source: Frequencies | None = None
+    source: RotaryEmbedding | None = None
     rotation: Rotation | None = None
     unknown: str = ""
-
-    @property
-    def changes(self) -> bool:
-        """Whether frequencies change with the length, which the host then has to know."""
-        return self.source is not None and self.source.module is not None
 
     def unrotated(self, query: Tensor, positions: Tensor) -> Tensor:
         """`query` [B, H, N, D] at `positions` [B or 1, N] before its rotary embedding, in 32 bits or more.
 
-        Angles are taken in float64; the embedding's scale (YaRN) is divided out, so that distances are comparable.
+        The embedding's magnitude (YaRN) is divided out, so that distances are comparable.
         """
         unrotated = query.to(accumulator(query.dtype), copy=True)
         if self.source is None or self.rotation is None:
             return unrotated
-        frequencies = self.source.now().to(query.device)
-        angles = -positions.to(query.device).double()[:, None, :, None] * frequencies
-        unrotated = Rerotation(((angles.cos(), angles.sin()),)).apply(unrotated, replace(self.rotation, source=0))
-        if self.source.scaling != 1.0:
-            for half in self.rotation.pairs(unrotated, frequencies.shape[0]):
-                half.div_(self.source.scaling)
-        return unrotated
+        # asked as the model asked in this pass: positions are all of its rows', or the last of them
+        turns = (part.to(query.device).unflatten(0, positions.shape) for part in self.source.ask(positions.flatten()))
+        cos, sin = (part[:, None].to(unrotated.dtype) for part in turns)
+        size = cos.square() + sin.square()
+        return Rerotation(((cos / size, -sin / size),)).apply(unrotated, self.rotation)
 
 
 @torch.no_grad()
@@ -94,16 +87,20 @@ def _find(model: Any) -> dict[int, LayerQueries]:
             f"{name} computes attention in its own code, not through transformers' AttentionInterface: "
             "use it without MAC"
         )
-    probe, seen = RotaryProbe(model), dict[int, list[AttentionCall]]()
-    tokens, positions = (tensor.to(probe.device) for tensor in probe.inputs())
+    probe, passes = RotaryProbe(model), list[dict[int, list[AttentionCall]]]()
+    device = model.get_input_embeddings().weight.device
 
     def note(call: AttentionCall) -> None:
         index = getattr(call.module, "layer_idx", None)
         if isinstance(index, int):
-            seen.setdefault(index, []).append(call)
+            passes[-1].setdefault(index, []).append(call)
 
-    with watched(model, note):
-        decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
+    for each in probe.passes:
+        passes.append({})
+        tokens, positions = (tensor.to(device) for tensor in probe.inputs(each))
+        with watched(model, note):
+            decoder_of(model)(input_ids=tokens, position_ids=positions, use_cache=False)
+    seen = passes[0]
     if not seen:
         raise UnsupportedModelError(
             f"no layer of {name} computes softmax attention through transformers' AttentionInterface: "
@@ -114,16 +111,17 @@ def _find(model: Any) -> dict[int, LayerQueries]:
             f"{name} chooses the keys of every query by an indexer, and does so only under attention that it knows by "
             "name: use it without MAC"
         )
-    return {index: _explained(probe, *calls) for index, calls in seen.items()}
+    return {index: _explained(probe, [each[index] for each in passes]) for index in seen}
 
 
-def _explained(probe: RotaryProbe, *calls: AttentionCall) -> LayerQueries:
-    module, query = calls[0].module, calls[0].query
-    if len(calls) > 1:
+def _explained(probe: RotaryProbe, passes: list[list[AttentionCall]]) -> LayerQueries:
+    """By the calls of one layer in each of the probe's passes."""
+    module = passes[0][0].module
+    if len(passes[0]) > 1:
         return LayerQueries(module, unknown="several attentions in one layer")
-    rotation = probe.explain(probe.by_position(query))
-    if rotation == "still":
+    found = probe.explain(torch.cat([probe.by_position(call.query) for (call,) in passes], dim=1), probe.passes)
+    if found == "still":
         return LayerQueries(module)
-    if not isinstance(rotation, Rotation):
+    if not isinstance(found, tuple):
         return LayerQueries(module, unknown="queries that no rotary embedding explains")
-    return LayerQueries(module, probe.sources[rotation.source], rotation)
+    return LayerQueries(module, *found)

@@ -9,10 +9,8 @@ restores everything. The model's lock is held inside of it: others wait.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import wraps
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,12 +27,9 @@ from comb.kernels.mac.fill import prompt_rows, rows_to_keep
 from comb.kernels.mac.state import MacState
 from comb.locks import lock_of
 from comb.mac.accounting import LayerCounts, MacReport
-from comb.mac.breakeven import Costs
 from comb.mac.continuity import KeysIdentity, empty
-from comb.mac.graphs import FixedStep, why_not_fixed
 from comb.mac.passes import DecoderPass, PassReader, cache_layer, why_exact
 from comb.mac.rotation import LayerQueries, find_queries
-from comb.mac.rule import HIT_RATE, BreakEvenRule
 
 
 @dataclass
@@ -43,7 +38,6 @@ class _LayerState:
 
     index: int
     queries: LayerQueries
-    config: MacConfig
     state: MacState | None = None
     start: Tensor | None = None
     seen: KeysIdentity | None = None
@@ -73,15 +67,10 @@ class MacSession:
         RuntimeError: on entering, when a session is on this model already.
     """
 
-    def __init__(
-        self, model: Any, config: MacConfig, *, costs: Costs | None = None, hit_rate: float = HIT_RATE
-    ) -> None:
+    def __init__(self, model: Any, config: MacConfig) -> None:
         check_joins(model)
-        if config.graphs and getattr(model, "encoder", None) is not None:
-            raise ValueError("graphs: documents of a COMB adapter lie elsewhere at every question: leave graphs out")
         self.backbone = backbone_of(model)
         self.config = config
-        self.rule = BreakEvenRule(self.backbone, enabled=config.break_even, costs=costs, hit_rate=hit_rate)
         self.steps = 0
         self.prompts = 0
         self.exact: Counter[str] = Counter()
@@ -89,8 +78,6 @@ class MacSession:
         self._layers: dict[int, _LayerState] = {}
         self._pass: DecoderPass | None = None
         self._token: Any = None
-        self._fixable = False
-        self._fixed: FixedStep | None = None
         self._stack = ExitStack()
 
     # ---- the block ----
@@ -102,15 +89,11 @@ class MacSession:
             if name in STAND_INS:
                 raise RuntimeError("a MAC session is on this model already: leave it first, or use that one")
             for index, queries in find_queries(self.backbone).items():
-                config = self.config.for_layer(index)
-                off = queries.unknown or ("" if config is not None else "switched off")
-                layer = self._layers.setdefault(index, _LayerState(index, queries, config or self.config, off=off))
+                layer = self._layers.setdefault(index, _LayerState(index, queries, off=queries.unknown))
                 layer.queries = queries  # anew where weights have changed since the session was left
             stack.enter_context(attention(self.backbone, stand_in(name)))
             decoder = decoder_of(self.backbone)
             self._reader = PassReader(decoder)
-            if self.config.graphs:
-                stack.enter_context(self._fixing(decoder))
             hooks = (
                 decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
                 decoder.register_forward_hook(self._finish, with_kwargs=True, always_call=True),
@@ -124,59 +107,15 @@ class MacSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        self._fixed = None
         for layer in self._layers.values():
             layer.state = layer.seen = None
-
-    @contextmanager
-    def _fixing(self, decoder: Any) -> Iterator[None]:
-        """For a while, the decoder's steps are at fixed addresses where they can be."""
-        forward, own = decoder.forward, decoder.__dict__.get("forward")
-
-        @wraps(forward)
-        def fixed(*args: Any, **kwargs: Any) -> Any:
-            current = self._pass
-            if current is None or not self._fixable or not current.decodes or current.audited:
-                return forward(*args, **kwargs)
-            why = why_not_fixed(current.cache, current.given, decoder.config) or current.unclear
-            if why:
-                self.events[f"no graph: {why}"] += 1
-                return forward(*args, **kwargs)
-            assert current.start is not None
-            ids, positions = (current.given.get(name) for name in ("input_ids", "position_ids"))
-            assert ids is not None
-            states = [part for layer in self._layers.values() for part in (layer.state, layer.off)]
-            if self._fixed is None or not self._fixed.fits(current.cache, current.start, ids, states):
-                self._fixed = FixedStep(forward, current.cache, current.start, ids, states)
-                self.events["fixed steps made"] += 1
-            current.fixed = self._fixed
-            output = current.fixed(ids, positions)
-            if current.fixed.failed:
-                self.events[f"no graph: {current.fixed.failed}"] += 1
-            return output
-
-        decoder.forward = fixed
-        try:
-            yield
-        finally:
-            del decoder.forward
-            if own is not None:
-                decoder.forward = own
 
     def report(self) -> MacReport:
         """What was reused, read and left to exact attention since the session began."""
         layers = [
             layer.counts.report(index) for index, layer in sorted(self._layers.items()) if layer.counts is not None
         ]
-        return MacReport(
-            self.steps,
-            self.prompts,
-            tuple(layers),
-            dict(self.exact),
-            dict(self.events),
-            self.rule.pays_from(),
-            self.nbytes,
-        )
+        return MacReport(self.steps, self.prompts, tuple(layers), dict(self.exact), dict(self.events), self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -210,7 +149,6 @@ class MacSession:
         if self._token is None:
             return
         current = self._pass
-        self._fixable = current is not None and current.decodes and current.fixable
         self._end_pass()
         cache = current.cache if current is not None else None
         if cache is None:
@@ -245,21 +183,10 @@ class MacSession:
         index = getattr(call.module, "layer_idx", None)
         layer = self._layers.get(index) if isinstance(index, int) else None
         if layer is None or call.module is not layer.queries.module:
-            current.fixable = False
             return call.exact()  # another attention than the decoder's own layers
-        if current.fixed is not None:
-            return self._attend_fixed(call, layer, current.fixed)
-        unlike = why_exact(call, current, index)
-        reason = layer.off or unlike
-        if not current.decodes:
-            never = self.rule.never_pays(call.query.shape[0], layer.index)
-            reason = reason or (_UNPAID if never else "")  # no step will ask for rows
-        elif not reason:
-            if call.keys.shape[2] - 1 < layer.config.min_length:
-                reason = _SHORT
-            elif not self.rule.pays(call, layer.index, layer.queries, layer.config):
-                reason = _UNPAID
-        current.fixable &= not unlike and reason in ("", layer.off) and not layer.queries.changes
+        reason = layer.off or why_exact(call, current, index)
+        if current.decodes and not reason and call.keys.shape[2] - 1 < self.config.min_length:
+            reason = _SHORT
         if reason and current.decodes:
             self.exact[reason] += 1
         if reason and reason != _SHORT:
@@ -273,7 +200,7 @@ class MacSession:
 
     def _reuse(self, call: AttentionCall, layer: _LayerState, current: DecoderPass, *, decodes: bool) -> Attended:
         """Exact attention that leaves rows, or one step of MAC."""
-        config = layer.config
+        config = self.config
         heads, tokens = call.query.shape[1:3]
         assert current.start is not None
         start = current.start.to(call.query.device)
@@ -294,7 +221,6 @@ class MacSession:
         query = call.query[:, :, 0]
         done, plain = computed_step(state, unrotated, query, call.keys, call.values, start, config, call.scale)
         if plain:
-            current.fixable = False
             self.events[f"no kernels: {plain}"] += 1
         if layer.counts is None:
             layer.counts = LayerCounts(heads, call.keys.shape[1], call.query.device)
@@ -302,47 +228,19 @@ class MacSession:
         if current.audited:
             exact = call.exact()
             error = layer.counts.audit(done, exact[0][:, 0])
-            off = self._why_off(error, call, layer, layer.counts)
-            if off:
-                layer.off = layer.counts.off = off
+            bound = config.audit_bound
+            if bound is not None and not error <= bound:  # NaN is an error, too
+                layer.off = layer.counts.off = f"audit: error {error:.3f} above {bound:g}"
                 layer.state = None
                 return exact
         return done.output.to(call.query.dtype)[:, None], None
-
-    def _attend_fixed(self, call: AttentionCall, layer: _LayerState, fixed: FixedStep) -> Attended:
-        """One step over the room of a fixed cache, after an ordinary one that was reused."""
-        if layer.off:
-            return call.exact()
-        assert layer.state is not None
-        assert layer.counts is not None
-        query = call.query[:, :, 0]
-        with torch.autocast(call.query.device.type, enabled=False):
-            layer.state.crop(fixed.at - fixed.start)
-            unrotated = layer.queries.unrotated(call.query, fixed.positions)[:, :, 0]
-            done, _ = computed_step(
-                layer.state, unrotated, query, call.keys, call.values, fixed.start, layer.config, call.scale,
-                fixed.lengths,
-            )  # fmt: skip
-            layer.counts.add(done, layer.config)
-        return done.output.to(call.query.dtype)[:, None], None
-
-    def _why_off(self, error: float, call: AttentionCall, layer: _LayerState, counts: LayerCounts) -> str:
-        """Why an audit switches the layer off; empty where it doesn't."""
-        bound = layer.config.audit_bound
-        if bound is not None and not error <= bound:  # NaN is an error, too
-            return f"audit: error {error:.3f} above {bound:g}"
-        # the rule has counted on a hit rate; by the second audit there is a share to go by
-        share = counts.read_share() if len(counts.errors) > 1 else 0.0
-        if self.rule.pays_at(share, call, layer.index, layer.config):
-            return ""
-        return f"does not pay: {100 * share:.0f}% of keys are read"
 
     def _state(self, call: AttentionCall, layer: _LayerState, start: Tensor) -> MacState:
         """The layer's rings; new ones for a new batch, rows emptied whose padding has changed."""
         rows, heads, _, width = call.query.shape
         if layer.state is None or layer.start is None:
             values = call.values.shape[-1]
-            layer.state = MacState.empty(rows, heads, width, values, layer.config, call.query)
+            layer.state = MacState.empty(rows, heads, width, values, self.config, call.query)
         elif layer.start is not start and not torch.equal(layer.start, start):
             self.events["padding changed"] += 1
             layer.state.invalidate(layer.start != start)
@@ -351,28 +249,17 @@ class MacSession:
 
 
 _SHORT = "below min_length"
-_UNPAID = "does not pay"
 
 
-def mac(
-    model: Any,
-    config: MacConfig | str | None = None,
-    *,
-    costs: Costs | None = None,
-    hit_rate: float = HIT_RATE,
-    **changes: Any,
-) -> MacSession:
+def mac(model: Any, config: MacConfig | str | None = None, **changes: Any) -> MacSession:
     """MAC attention on `model` (a causal LM, or a COMB model's backbone) for the length of a ``with`` block.
 
     Args:
         config: a `MacConfig`, or a preset as `MacConfig.parse` reads it; the paper's context preset by default.
-        costs: of this machine, for the break-even rule; None: measured at a batch's first step that is long enough,
-            and kept on the model.
-        hit_rate: that the rule counts on.
         changes: of the configuration: ``mac(model, "generation", band=128)``.
 
     Raises:
         ValueError: for a configuration that isn't one.
     """
     chosen = MacConfig.context() if config is None else MacConfig.parse(config) if isinstance(config, str) else config
-    return MacSession(model, replace(chosen, **changes), costs=costs, hit_rate=hit_rate)
+    return MacSession(model, replace(chosen, **changes))

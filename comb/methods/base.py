@@ -8,13 +8,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import cache_argument, takes_positions
+from comb.backbones.rotary import drops_cache, length_limit, prompt_limit, settle
 from comb.backbones.state_cache import StateCache, generating_behind
 from comb.cache.picache import PICache, content_key
 from comb.linking.fork import fork_cache, repeat_rows
@@ -87,7 +89,6 @@ class DecodeState:
         head_tokens: of the prompt's head, that were cached.
         uses: per row and segment, what the method did with it; None where the store's word stands.
         seconds: that stages of `link` took, where the method measures them.
-        prepare: called before every run of the model, under its lock.
         step: tokens that the model may take at once behind its cache, for scans that can't start from a state; None
             is any number.
     """
@@ -104,7 +105,6 @@ class DecodeState:
     uses: list[list[SegmentUse]] | None = None
     on_release: list[Callable[[], None]] = field(default_factory=list)
     seconds: Mapping[str, float] = field(default_factory=dict)
-    prepare: Callable[[], object] = lambda: None
     step: int | None = None
 
     @property
@@ -181,10 +181,16 @@ class DecodeState:
         extra = self._documents
         outputs = []
         size = ids.shape[1] if past is None or self.step is None else self.step
+        starts = list(range(0, ids.shape[1], size))
+        limit = length_limit(backbone_of(self.model))
+        if limit is not None and start + ids.shape[1] > limit:
+            # token by token, as generation goes on: a longer pass would turn the prompt's last tokens otherwise
+            past = past or DynamicCache(config=self.model.config)
+            starts = [0, *range(self.input_ids.shape[1] - start, ids.shape[1])]
         with exclusive(self.model):
-            self.prepare()
-            for first in range(0, ids.shape[1], size):
-                part, end = ids[:, first : first + size], start + min(first + size, ids.shape[1])
+            settle(backbone_of(self.model), self.input_ids.shape[1])
+            for first, last in pairwise([*starts, ids.shape[1]]):
+                part, end = ids[:, first:last], start + last
                 if past is not None and takes_positions(self.model):
                     # Bamba counts from zero in every call unless it is told the positions
                     extra["position_ids"] = torch.arange(start + first, end, device=ids.device)[None]
@@ -215,8 +221,9 @@ class DecodeState:
             if copies > 1:
                 repeat_rows(past, copies)
         generate_kwargs |= self._documents
+        self._check_crossing(generate_kwargs)
         with exclusive(self.model), generating_behind(self.model, past):
-            self.prepare()
+            settle(backbone_of(self.model), self.input_ids.shape[1])
             arguments = _with_configuration(self.model, generate_kwargs)
             return self.model.generate(self.input_ids, attention_mask=self.attention_mask, **arguments)
 
@@ -233,6 +240,30 @@ class DecodeState:
             if source.get(name) is not None:
                 return source[name]
         return None
+
+    def _check_crossing(self, generate_kwargs: dict[str, Any]) -> None:
+        """Raises ValueError where `generate` would forget the prompt.
+
+        Phi-3 gives up its cache at the limit of its rotary embedding, and transformers then goes on from the last token
+        alone (seen in 5.19).
+        """
+        limit, tokens = length_limit(backbone_of(self.model)), self.input_ids.shape[1]
+        if limit is None:
+            return
+        covered = 0 if self.past_key_values is None else int(self.past_key_values.get_seq_length())
+        new = self._setting("max_new_tokens", generate_kwargs)
+        end = tokens + new - 1 if new is not None else self._setting("max_length", generate_kwargs) or limit + 2
+        if covered and drops_cache(self.model, tokens, covered):
+            raise ValueError(
+                f"{type(self.model).__name__} drops a cache of {covered} tokens in a prompt of {tokens}, since its "
+                f"rotary embedding changes beyond {limit}: make the prompt longer or shorter, or use method='full'"
+            )
+        if tokens <= limit < end and drops_cache(self.model, limit + 1, limit):
+            raise ValueError(
+                f"a prompt of {tokens} tokens and an answer of up to {end - tokens + 1} may go beyond {limit}, where "
+                f"{type(self.model).__name__} forgets the prompt (its rotary embedding changes): ask for at most "
+                f"{limit - tokens + 1} new tokens, or make the prompt longer than {limit}"
+            )
 
     def _check_generation(self, generate_kwargs: dict[str, Any]) -> None:
         for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
@@ -301,7 +332,7 @@ class Method(ABC):
         return [*cls.positional, *sorted(others - set(cls.positional))]
 
     @classmethod
-    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
         """`parameters` with text among them as token ids, so that other processes need no tokenizer for them."""
         return dict(parameters)
 
@@ -390,13 +421,7 @@ class Method(ABC):
     @property
     def max_prompt_tokens(self) -> int | None:
         """Positions of the backbone; None when its configuration names no limit."""
-        config = self.backbone.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
-        if limit is None:
-            return None
-        rope = getattr(config, "rope_parameters", None) or {}
-        # dynamic NTK keeps the trained length there and stretches beyond it
-        return int(limit * rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else int(limit)
+        return prompt_limit(self.backbone)
 
     def check_prompt(self, document_tokens: int, query_tokens: int) -> None:
         """Raises ValueError when a decoder prompt of these parts is empty or leaves no position to answer in."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from comb.backbones.discovery import length_dependent_rope
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
+from comb.backbones.rotary import why_length_dependent
 from comb.hybrid.caches import run
 from comb.hybrid.support import find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
@@ -26,7 +26,7 @@ def why_not_continue(model: Any) -> str:
             check_keys_cached(model)
     except UnmovableError as reason:
         return str(reason)
-    return length_dependent_rope(model)
+    return why_length_dependent(model)
 
 
 def pass_size(model: Any) -> int | None:

@@ -6,7 +6,6 @@ where it has to look into the cache.
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from torch import Tensor
 from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
 from comb.backbones.identity import identity_of
+from comb.backbones.rotary import compile_limit, why_length_dependent
 from comb.backbones.stages import StageTimes
 from comb.cache.picache import DecoderPICache, PICache
 from comb.linking.cache import ScatterCache, Span, assemble
@@ -99,13 +99,8 @@ class Decoder(TakesPrimer):
         return find_support(self.backbone)
 
     @property
-    def max_compiled_tokens(self) -> int | None:
-        limits = [self.max_prompt_tokens, self.support.positions.max_segment_tokens]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
     def max_segment_tokens(self) -> int | None:
-        limit = self.max_compiled_tokens
+        limit = compile_limit(self.backbone)
         return None if limit is None else limit - 1 - len(self.dummy_ids())
 
     def select(self, spans: Sequence[Span]) -> list[int]:
@@ -149,9 +144,7 @@ class Decoder(TakesPrimer):
         return len(self.dummy_ids())
 
     def why_not_continue(self) -> str:
-        if self.support.positions.length_dependent:
-            return "its rotary embedding changes all keys with the length of the prompt"
-        return ""
+        return why_length_dependent(self.backbone)
 
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
         """One pass over gaps, query and the selected document tokens, into the cached head and the re-rotated rest.
@@ -174,8 +167,6 @@ class Decoder(TakesPrimer):
         layout = self._lay_out(row, picaches, past)
         input_ids, attention_mask = self.tensors([layout.token_ids.tolist()])
         state = DecodeState(self.backbone, input_ids, attention_mask, seconds=layout.times)
-        # another prompt may have left a rotary embedding with its own, longer reach
-        state.prepare = functools.partial(layout.support.positions.settle, len(layout.token_ids))
         if not picaches:
             return state
         with layout.times.timed("assemble"):
@@ -210,7 +201,7 @@ class Decoder(TakesPrimer):
         if masks is None:
             return recompute_in_order(self.backbone, cache, layout.token_ids, positions)
         with masked_attention(self.backbone):
-            with_last = layout.support.positions.length_dependent
+            with_last = layout.support.positions.limit is not None
             return recompute(self.backbone, cache, layout.token_ids, positions, masks, with_last=with_last)
 
     def _own(self, picache: PICache, fingerprint: str) -> DecoderPICache:
@@ -230,17 +221,19 @@ class Decoder(TakesPrimer):
                 spans.append(Span(len(tokens), picaches[index].num_tokens, first=not tokens))
                 tokens += segment_ids(picaches[index])
         support = self.support
-        limit = support.positions.max_segment_tokens
+        limit = support.positions.limit
         if self.primer or (limit is not None and len(tokens) > limit):
             # compiled behind a primer, or with the frequencies of short prompts, also the first one differs here
             spans = [replace(span, first=False) for span in spans]
         times = StageTimes(self.backbone.get_input_embeddings().weight.device)
         layout = PromptLayout(torch.tensor(tokens), spans, fresh, len(tokens) - 1, support, times, past)
         documents_end = spans[-1].end if spans else 0
-        if self.recomputes_nothing(spans) and (not fresh or fresh[0] >= documents_end):
-            layout.end = min(layout.end, documents_end)
-        elif support.positions.length_dependent or self.with_last_token:
+        if limit is not None and len(tokens) > limit:
             layout.end = len(tokens)  # such embeddings look at the last position of a pass
+        elif self.recomputes_nothing(spans) and (not fresh or fresh[0] >= documents_end):
+            layout.end = min(layout.end, documents_end)
+        elif self.with_last_token:
+            layout.end = len(tokens)
         return layout
 
     def recomputes_nothing(self, spans: Sequence[Span]) -> bool:

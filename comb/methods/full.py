@@ -44,7 +44,9 @@ class Full(Method):
 
     def link_batch(self, rows: Sequence[LinkRequest]) -> DecodeState:
         if len(rows) > 1 and not self.batches:
-            raise NotImplementedError(f"{type(self.backbone).__name__} ignores the mask of padded rows: link one row")
+            raise NotImplementedError(
+                f"rows of {type(self.backbone).__name__} change each other in a padded batch: link one row"
+            )
         prompts, recomputed = [], []
         for row in rows:
             prompt, documents = inlined(row)

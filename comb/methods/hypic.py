@@ -11,7 +11,7 @@ from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
 from comb.cache.picache import PICache
 from comb.hybrid.compile import compile_segment
-from comb.hybrid.link import Mode, SequentialLinker, link_segments
+from comb.hybrid.link import Mode, link_segments
 from comb.hybrid.packed_support import linker_for
 from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
@@ -43,7 +43,6 @@ class Hypic(TakesPrimer):
             turned to their places) | ``addition`` (nor are transitions applied).
         compose: False leaves out transitions alone, in any mode: states are added up.
         storage: dtype of states and dense transitions, ``float32`` or the compact ``float16``.
-        packed: links in one pass of the backbone where the model takes that; False goes run by run, the reference.
         primer: of `TakesPrimer`; needs a seam, in which the prompt's first document gets its own beginning.
 
     Source: HYPIC sec. 4.2, eq. 6 to 8, and sec. 4.3.
@@ -68,7 +67,6 @@ class Hypic(TakesPrimer):
         mode: Mode = "seam",
         compose: bool = True,
         storage: str = "float32",
-        packed: bool = True,
         **parameters: Any,
     ) -> None:
         super().__init__(model, **parameters)
@@ -76,13 +74,12 @@ class Hypic(TakesPrimer):
             raise ValueError(f"{self.name}:mode is one of {', '.join(get_args(Mode))}, got {mode!r}")
         if storage not in _STORAGE:
             raise ValueError(f"{self.name}:storage is one of {', '.join(_STORAGE)}, got {storage!r}")
-        for name, value in (("packed", packed), ("compose", compose)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{self.name}:{name} is true or false, got {value!r}")
+        if not isinstance(compose, bool):
+            raise ValueError(f"{self.name}:compose is true or false, got {compose!r}")
         for name, width in (("w", w), ("head", head), ("tail", tail)):
             if width is not None:
                 check_token_count(f"{self.name}:{name}", width)
-        self.mode, self.compose, self.storage, self.packed = mode, compose, storage, packed
+        self.mode, self.compose, self.storage = mode, compose, storage
         kernel, seams = self.support.kernel, mode == "seam"
         self.head = max(w if head is None else head, kernel - 1) if seams else 0
         self.tail = (w if tail is None else tail) if seams else 0
@@ -152,7 +149,7 @@ class Hypic(TakesPrimer):
             linked = link_segments(
                 self.backbone, support, picaches, row.fresh, mode=self.mode, compose=self.compose,
                 before=() if past is None else past.token_ids, cache=None if past is None else fork_cache(past.cache),
-                linker_type=linker_for(self.backbone, support) if self.packed else SequentialLinker,
+                linker_type=linker_for(self.backbone, support),
             )  # fmt: skip
         input_ids, attention_mask = self.tensors([linked.token_ids])
         return DecodeState(

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, ClassVar
 
+from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import weights_fingerprint
 from comb.backbones.primer import Primer, own_tokenizer, primer_ids
+from comb.backbones.rotary import primer_limit
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.past_state import PastState
 
@@ -32,22 +34,18 @@ class TakesPrimer(Method):
     def check_model(self) -> None:
         """Raises ValueError for a model that this method can't link; the message says why."""
 
-    @property
-    def max_compiled_tokens(self) -> int | None:
-        """Positions to compile in: a segment, and what it is compiled behind."""
-        return self.max_prompt_tokens
-
     def _primer(self, primer: Primer) -> tuple[int, ...]:
         if primer is False:
             return ()
-        ids = primer_ids(primer, own_tokenizer(self.backbone) if isinstance(primer, (bool, str)) else None)
+        tokenizer = own_tokenizer(self.backbone) if isinstance(primer, (bool, str)) else None
+        ids = primer_ids(primer, tokenizer, primer_limit(self.backbone))
         vocabulary = self.backbone.get_input_embeddings().weight.shape[0]
         if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
             raise ValueError(f"{self.name}:primer has token ids below {vocabulary}, got {wrong[0]!r}")
-        limit = self.max_compiled_tokens
-        if limit is not None and len(ids) > limit // 2:
+        most = primer_limit(self.backbone)
+        if most is not None and len(ids) > most:
             raise ValueError(
-                f"the primer's {len(ids)} tokens take more than half of the {limit} positions that the model has to "
+                f"the primer's {len(ids)} tokens take more than half of the {2 * most} positions that the model has to "
                 "compile in: documents stand behind them, so give a shorter one"
             )
         return tuple(ids)
@@ -66,9 +64,11 @@ class TakesPrimer(Method):
         self.check_prompt(sum(picache.num_tokens for picache in row.picaches), others)
 
     @classmethod
-    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
         primer = parameters.get("primer", cls.default_primer)
-        return {**parameters, "primer": primer_ids(primer, tokenizer)} if primer else dict(parameters)
+        if not primer:
+            return dict(parameters)
+        return {**parameters, "primer": primer_ids(primer, tokenizer, primer_limit(backbone_of(model)))}
 
     @property
     def fingerprint(self) -> str:

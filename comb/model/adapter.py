@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 from abc import abstractmethod
 from pathlib import Path
@@ -16,7 +17,6 @@ from comb.backbones.adapter import AdapterConfig
 from comb.backbones.damage import explained
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.fingerprint import check_fingerprint, fingerprint
-from comb.backbones.identity import forget_identity
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, load_backbone
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private
@@ -140,6 +140,8 @@ class AdapterModel(PreTrainedModel):
         super().save_pretrained(folder, state_dict=adapter, **kwargs)
         if not kwargs.get("is_main_process", True):  # then nothing of the model is written either
             return
+        for file in folder.glob("*.safetensors"):  # which safetensors makes readable to their owner alone
+            shutil.copymode(folder / "config.json", file)
         name = self.config.backbone_name_or_path
         write_private(folder, backbone=name if Path(name).is_absolute() else None)
         write_card(self.config, folder)
@@ -166,13 +168,6 @@ class AdapterModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         pass  # an adapter is initialised by its from_backbone, or loaded
-
-    def train(self, mode: bool = True) -> Self:
-        """As in torch. Optimizers may write weights behind torch's back, so PICaches of before are not trusted."""
-        for name in self.config.parts if mode else ():
-            forget_identity(self.get_submodule(name))
-        super().train(mode)
-        return self
 
     def num_trainable_parameters(self) -> tuple[int, int]:
         """(trainable, all) parameter counts."""

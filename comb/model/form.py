@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from comb.backbones.discovery import BackboneInfo, UnsupportedBackboneError
 from comb.backbones.primer import Primer, own_tokenizer, primer_ids
+from comb.backbones.rotary import primer_limit
 from comb.model.encoder import Rotary
 from comb.model.initialization import encoder_config_for
 from comb.model.joint_attention import check_turning
@@ -95,7 +96,7 @@ def _passage(backbone: PreTrainedModel) -> Primer:
     if backbone.get_input_embeddings().weight.is_meta:  # sizes without weights, which a primer doesn't change
         return False
     try:
-        return primer_ids(True, own_tokenizer(backbone))
+        return primer_ids(True, own_tokenizer(backbone), primer_limit(backbone))
     except ValueError as error:
         logger.warning("documents are compiled without a primer: %s", error)
         return False

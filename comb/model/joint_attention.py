@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from comb.backbones.attention_calls import ANSWERING, Attended, AttentionCall, attention, stand_in
-from comb.backbones.discovery import ATTENTION_NAMES, UnsupportedBackboneError, find_child, length_dependent_rope
+from comb.backbones.discovery import ATTENTION_NAMES, UnsupportedBackboneError, find_child
 from comb.backbones.forward import decoder_of, run_decoder, takes_positions
+from comb.backbones.rotary import why_length_dependent
 from comb.backbones.transformers_private import attention_name, can_set_attention
 from comb.model.cross_attention import KeyValues, LinkedDocuments
 from comb.model.encoder import Rotary, apply_rotary
@@ -240,7 +241,7 @@ def check_turning(backbone: PreTrainedModel, chosen: Sequence[int], rotary: Rota
             f"no layer of {type(backbone).__name__} calls softmax attention in a way that lets it read documents: use "
             "cross blocks (joint_attention: false)"
         )
-    if reason := length_dependent_rope(backbone):
+    if reason := why_length_dependent(backbone):
         raise UnsupportedBackboneError(
             f"joint attention turns keys once, and of {type(backbone).__name__} {reason}: use cross blocks "
             "(joint_attention: false)"

@@ -28,8 +28,7 @@ from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.backbones.forward import decoder_of
 from comb.backbones.hooks import LayerHooks
-from comb.backbones.identity import identity_of, weights_fingerprint
-from comb.backbones.torch_private import writes
+from comb.backbones.identity import bit_sums, identity_of, weights_fingerprint
 from comb.cache.picache import CrossPICache
 from comb.documents.document import behind_first
 from comb.model.config import CONFIGURED_LATER, CombConfig, CombEncoderConfig
@@ -432,31 +431,26 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
 
     @property
     def fingerprint(self) -> str:
-        """Names what PICaches depend on: the backbone's embedding, and the whole encoder.
-
-        Kept until a weight is written to or training mode is entered. Writes through ``.data`` outside training
-        mode are not noticed: call ``model.train()`` and ``model.eval()`` after them.
-        """
+        """Names what PICaches depend on: the backbone's embedding, and the whole encoder."""
         if self._kept_fingerprint is not None:
             return self._kept_fingerprint
-        table = self.get_input_embeddings().weight
-        layers = weights_fingerprint(self.backbone) if self.encoder.config.shared_layers else ""
-        # table and layers aren't parts of the encoder
-        name = "fingerprint of PICaches", table.data_ptr(), writes(table), layers
-        return str(identity_of(self.encoder).fact(name, lambda: self._digest(layers)))
+        return str(identity_of(self).fact("fingerprint of PICaches", self._digest))
 
     def keep_fingerprint(self) -> None:
         """For a model that will only encode, with weights that encoding doesn't need taken away: it stays who it is."""
         self._kept_fingerprint = self.fingerprint
 
-    def _digest(self, layers: str) -> str:
+    def _digest(self) -> str:
         config: Any = self.encoder.config
+        layers = weights_fingerprint(self.backbone) if config.shared_layers else ""
         shape = {field.name: getattr(config, field.name) for field in fields(CombEncoderConfig)
                  if field.name in CombEncoderConfig.__annotations__}  # fmt: skip
         for name, value in CONFIGURED_LATER.items():
             if shape[name] == value:
                 del shape[name]  # PICaches that were compiled before there was a choice are still good
         digest = hashlib.sha256((backbone_fingerprint(self.backbone) + layers).encode())
+        # the name of the backbone is that of a few of its rows
+        digest.update(repr([bit_sums(table) for table in self.get_input_embeddings().parameters()]).encode())
         digest.update(repr((sorted(shape.items()), self.encoder.sources, self.config.embedding_scale)).encode())
         for parameter in self.encoder.parameters():
             digest.update(str(parameter.dtype).encode())

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.primer import Primer, own_tokenizer, primer_ids
+from comb.backbones.rotary import primer_limit
 from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
 from comb.model.config import CombConfig, deepest_encoder_layers, spread_cross_layers
 from comb.model.encoder import CombEncoder
@@ -122,9 +123,16 @@ class CombPreTrainedModel(AdapterModel):
         encoder_config.joint_attention = form.joint_attention
         if form.primer is not False:
             tokenizer = own_tokenizer(backbone) if isinstance(form.primer, (bool, str)) else None
-            encoder_config.primer = primer_ids(form.primer, tokenizer)
+            encoder_config.primer = primer_ids(form.primer, tokenizer, primer_limit(backbone))
+            room = info.max_position_embeddings - len(encoder_config.primer)
             if max_document_tokens is None:
-                encoder_config.max_position_embeddings -= len(encoder_config.primer)
+                encoder_config.max_position_embeddings = room
+            if room < (max_document_tokens or 1):
+                raise ValueError(
+                    f"a primer of {len(encoder_config.primer)} tokens leaves documents {max(room, 0)} of the "
+                    f"backbone's {info.max_position_embeddings} positions: give a shorter one, primer=False"
+                    + (f", or a max_document_tokens below {max_document_tokens}" if max_document_tokens else "")
+                )
         encoder_config.check()
         if first_layers and not form.shared_layers:
             encoder_config.cross_attention_bias = True  # the fitted heads have one

@@ -33,6 +33,9 @@ def serve(
     comb_disk: Annotated[Path | None, typer.Option(help="folder where documents are kept beyond restarts")] = None,
     comb_disk_bytes: Annotated[str | None, typer.Option(help="of that folder; unbounded by default")] = None,
     comb_wait_seconds: Annotated[float, typer.Option(help="longest wait for room in the pool, then status 429")] = 10.0,
+    comb_drain_seconds: Annotated[
+        float, typer.Option(help="that open requests have when the server is told to end")
+    ] = 20.0,
     comb_max_body: Annotated[str, typer.Option(help="longest body of a request")] = "16MiB",
     comb_tenant_documents: Annotated[int, typer.Option(help="documents that one key may register")] = 10_000,
     comb_tenant_share: Annotated[str, typer.Option(help="of the pool, for what one key uses or pins")] = "100%",
@@ -94,6 +97,7 @@ def serve(
         disk_path=None if comb_disk is None else str(comb_disk.resolve()),
         disk_bytes=None if comb_disk_bytes is None else parse_bytes(comb_disk_bytes),
         wait_seconds=comb_wait_seconds,
+        drain_seconds=comb_drain_seconds,
         max_body_bytes=parse_bytes(comb_max_body),
         max_documents=comb_tenant_documents,
         tenant_share=parse_share(comb_tenant_share),
@@ -110,7 +114,7 @@ def serve(
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Adds `serve`, `bench serve` and `bench serve-methods` to the `comb` application."""
+    """Adds `serve` and `bench serve` to the `comb` application."""
     from comb.bench.harness import benchmarks
 
     benchmarks.look_in("comb_serving.bench")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, Document, Example
-from comb.bench import tiers
-from comb.bench.arrivals import AsyncOptions, budget, measure_async, poisson_arrivals, serve_in_order
 from comb.bench.context_length import ContextLengthOptions, measure_context_length
 from comb.bench.context_length import tables as length_tables
 from comb.bench.drift import measure_drift, without_full_layers
@@ -194,71 +191,6 @@ def test_prompts_without_room_are_dropped_and_counted(setting: Setting, examples
         drop_too_long(setting, [long], 8, Counts(read=1))
 
 
-# --- comb bench async -----------------------------------------------------------------------------------------------
-
-
-def test_a_queue_by_hand() -> None:
-    def served(first: float, total: float, *states: str) -> Any:
-        return SimpleNamespace(ttft_s=first, total_s=total, documents=[SimpleNamespace(state=s) for s in states])
-
-    services = {0: served(1.0, 4.0, "hit", "hit"), 1: served(2.0, 3.0, "hit", "compiled", "inlined")}
-    # from 1 to 5, from 5 to 8 and from 10 to 14
-    row = serve_in_order([(1.0, 0), (2.0, 1), (10.0, 0)], services.__getitem__)
-    assert row["n"] == 3
-    assert row["throughput"] == pytest.approx(3 / 14)
-    assert row["busy"] == pytest.approx(11 / 14)
-    assert row["ttft_median_s"] == 1.0
-    assert row["ttft_p90_s"] == pytest.approx(1.0 + 0.8 * 4.0)  # between the second, who waited for 3 s, and a third
-    assert row["hit_share"] == pytest.approx(5 / 6)
-
-
-def test_arrivals_are_poisson_and_repeatable() -> None:
-    arrivals = poisson_arrivals(50.0, 40.0, 4, seed=3)
-    assert arrivals == poisson_arrivals(50.0, 40.0, 4, seed=3)
-    assert arrivals != poisson_arrivals(50.0, 40.0, 4, seed=4)
-    assert 1800 < len(arrivals) < 2200
-    assert {user for _, user in arrivals} == {0, 1, 2, 3}
-    times = [time for time, _ in arrivals]
-    assert times == sorted(times)
-    assert times[-1] < 40.0
-    gaps = [after - before for before, after in pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
-    assert spread / mean == pytest.approx(1.0, abs=0.1)  # exponential gaps
-    assert len(poisson_arrivals(0.001, 0.1, 1)) == 1
-
-
-def test_the_store_gets_its_share() -> None:
-    assert budget([100, 100, 200], 1.0) == 400
-    assert budget([100, 100, 200], 0.5) == 200
-    with pytest.raises(ValueError, match=r"at least ccr 0\.50"):
-        budget([100, 100, 200], 0.4)
-
-
-def test_what_does_not_fit_the_store_is_compiled_again(folder: Path, tmp_path: Path) -> None:
-    content = written(
-        tmp_path / "a.json", "async", "--model", folder / "model", "--methods", "naive,full", "--dataset",
-        folder / "data.jsonl", "--split", "all", "--users", 4, "--rates", "2", "--seconds", 20, "--ccr", "1,0.5,0.1",
-        "--max-new-tokens", 1,
-    )  # fmt: skip
-    whole, half, tenth, full = content["results"]
-    assert [(row["method"], row["ccr"], row["rate"]) for row in (whole, half, tenth, full)] == [
-        ("naive", 1.0, 2.0), ("naive", 0.5, 2.0), ("naive", 0.1, 2.0), ("full", None, 2.0),
-    ]  # fmt: skip
-    assert whole["hit_share"] == 1.0
-    assert half["hit_share"] < 1.0
-    assert whole["store_bytes"] == 2 * half["store_bytes"]
-    assert whole["n"] == half["n"] == full["n"] > 20  # the same arrivals
-    assert "ccr" in tenth["refused"]
-    assert full["hit_share"] is None
-    assert "naive at ccr 0.1, offered/s 2 refused" in (tmp_path / "a.md").read_text()
-
-
-def test_users_need_documents_of_their_own(setting: Setting, examples: list[Example]) -> None:
-    with pytest.raises(ValueError, match="only 1 of 2 examples"):
-        list(measure_async(setting, [examples[0]] * 2, ["full"], [1.0], [1.0], AsyncOptions(users=2)))
-
-
 # --- comb bench context-length --------------------------------------------------------------------------------------
 
 
@@ -330,30 +262,6 @@ def test_random_models_are_seeded_and_checked() -> None:
         random_model(**{**sizes, "heads": 3})
 
 
-# --- comb bench needle ----------------------------------------------------------------------------------------------
-
-
-def test_needles_are_scored_by_cell(folder: Path, tmp_path: Path) -> None:
-    common = ["needle", "--model", folder / "model", "--depths", "0,100", "--max-new-tokens", 2]
-    options = ["--methods", "full,naive,comb", "--lengths", "100,400", "--chunk-tokens", 64, "--repeats", 2]
-    cells = written(tmp_path / "n.json", *common, *options)["results"]
-    assert [(cell["method"], cell["tokens"], cell["depth"]) for cell in cells] == [
-        (method, tokens, depth) for method in ("full", "naive", "comb") for tokens in (100, 400) for depth in (0, 100)
-    ]
-    assert cells[0]["n"] == len(cells[0]["placed"]) == 2
-    assert cells[0]["placed"] == [0, 0]
-    assert cells[0]["found"] is not None
-    assert "256 positions" in cells[2]["refused"]
-    assert "plain backbone" in cells[-1]["refused"]
-    assert "| full | 100 | 0 (0) |" in (tmp_path / "n.md").read_text()
-    assert "| full | 100 | 100 (100) |" in (tmp_path / "n.md").read_text()  # agreement, with itself here
-    assert 0 <= cells[4]["same"] <= cells[4]["rouge_l_full"] <= 1
-    options = ["--methods", "full,naive", "--lengths", 80, "--dataset", folder / "data.jsonl", "--split", "all"]
-    chosen = run(*common, *options, "--repeats", 1)
-    assert chosen.exit_code == 0, chosen.output
-    assert "refused" not in chosen.output
-
-
 # --- comb bench drift -----------------------------------------------------------------------------------------------
 
 
@@ -383,6 +291,27 @@ def test_methods_command(folder: Path, tmp_path: Path) -> None:
     assert {"argv", "versions", "commit", "machine"} <= set(content)
 
 
+def test_files_of_ones_own_are_sets_beside_each_other(folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    data = {"head": "Read. ", "stop": ";", "query_template": "Q: {query}"}
+    (model / "training.json").write_text(json.dumps({"config": {"data": data}}))
+    other = tmp_path / "rows"
+    other.mkdir()
+    shutil.copy(folder / "data.jsonl", other / "more.jsonl")
+    content = written(
+        tmp_path / "m.json", "methods", "--model", model, "--methods", "naive", "--data",
+        f"{folder / 'data.jsonl'},{other}", "--split", "all", "--limit", 2, "--max-new-tokens", 2,
+        "--timing-examples", 0,
+    )  # fmt: skip
+    assert [row["set"] for row in content["results"]] == ["data"] * 3 + ["rows"] * 3
+    # asked as the adapter was trained to be
+    made_with = json.loads((tmp_path / "m" / "rows.jsonl").read_text().splitlines()[0])
+    assert "Read. " in json.dumps(made_with)
+    both = run("methods", "--data", "a.jsonl", "--dataset", "b.jsonl")
+    assert "--data and --dataset both say" in str(both.exception)
+
+
 def test_an_adapters_own_results_are_left_alone(folder: Path) -> None:
     result = run("methods", "--model", folder / "model", "--out", folder / "model" / "results.json")
     assert "choose another name" in str(result.exception)
@@ -396,41 +325,6 @@ def test_context_length_command(tmp_path: Path) -> None:
     )  # fmt: skip
     assert content["results"][1]["speedup"]["n"] == 1
     assert content["threads"] == torch.get_num_threads()
-
-
-def unplotted(path: Path, *arguments: object) -> Any:
-    result = run(*arguments, "--out", path)
-    assert result.exit_code == 0, result.output
-    return json.loads(path.read_text())
-
-
-def test_decode_command_asks_whether_a_model_without_documents_is_the_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = (
-        "decode", "--lengths", "16", "--segment-tokens", 8, "--query-tokens", 4, "--new-tokens", 2, "--repeats", 1,
-        "--layers", 2, "--hidden", 16, "--heads", 2, "--kv-heads", 2, "--vocab", 40,
-    )  # fmt: skip
-    content = unplotted(tmp_path / "d.json", *arguments)
-    assert content["off_is_plain"] is True
-    assert [(row["method"], row["refused"]) for row in content["results"]] == [
-        ("full", ""), ("naive", ""), ("comb", "")
-    ]  # fmt: skip
-    assert all(row["token_s"]["n"] == 1 for row in content["results"])
-    plain = CombForCausalLM.forward
-    monkeypatch.setattr(CombForCausalLM, "forward", lambda self, input_ids, **more: plain(self, 0 * input_ids, **more))
-    assert unplotted(tmp_path / "w.json", *arguments)["off_is_plain"] is False
-
-
-def test_tiers_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("tiers", "--device", "cpu", "--tokens", 4, "--layers", 2, "--repeats", 2)
-    rows = unplotted(tmp_path / "t.json", *arguments)["results"]
-    assert [(row["way"], row["nbytes"], row["speedup"]["n"]) for row in rows] == [
-        ("up", 2 * 2 * 8 * 4 * 128 * 4, 2), ("down", 2 * 2 * 8 * 4 * 128 * 4, 2)
-    ]  # fmt: skip
-    plain = tiers.moved
-    monkeypatch.setattr(tiers, "moved", lambda kept, device: {k: v + 1 for k, v in plain(kept, device).items()})
-    assert "another one: nothing is timed" in str(run(*arguments).exception)
 
 
 def test_drift_command(folder: Path, tmp_path: Path) -> None:
@@ -482,12 +376,9 @@ def test_full_layers_are_left_out(tmp_path: Path) -> None:
         (["methods", "--metric", "bleu"], "--metric is one of em, f1, contains, rouge_l"),
         (["methods", "--out", "here.png"], "expected a name in .json"),
         (["methods", "--query-template", "nothing"], "has no {query}"),
-        (["async", "--methods", "none"], "leave the control"),
-        (["async", "--rates", "fast"], "--rates takes numbers"),
         (["context-length", "--lengths", "short"], "--lengths takes numbers"),
         (["context-length", "--heads", "7"], "heads must divide hidden"),
         (["drift", "--methods", "none"], "leave the control"),
-        (["needle", "--depths", "200"], "from 0 to 100"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None:

@@ -28,10 +28,11 @@ MILL, CITY, LAKE = "The mill burnt down in spring.", "Rill is a small city by th
 NEW = 6
 EXACT = 1e-5
 CONTROL = 1e-3
-THINKING = (
+PLAIN = (  # shows answers as they are: tiny models begin and end theirs with any white space
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>Hm.{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+THINKING = PLAIN.replace("<|assistant|>{% endif %}", "<|assistant|>Hm.{% endif %}")
 HYBRIDS = ("qwen3_next", "bamba", "jamba", "minimax", "mamba", "mamba2")
 ON_LLAMA = ("full", "prefix", "naive", "legolink:2", "legolink-0", "attnlink:4", "cacheblend:1.0", "focus:1.0",
             "naive:quantize=int8", "linktokens", "comb")  # fmt: skip
@@ -70,7 +71,7 @@ def with_link_tokens(family: str) -> Any:
 def engine_of(family: str = "llama", method: str = "legolink:2", **options: Any) -> PICEngine:
     made = {"comb": with_encoder, "linktokens": with_link_tokens}.get(method.partition(":")[0], model_of)
     model = made(family)
-    tokenizer = byte_tokenizer(**({"chat_template": options.pop("template")} if "template" in options else {}))
+    tokenizer = byte_tokenizer(options.pop("template", PLAIN))
     return PICEngine(model, tokenizer, method=method, **options)
 
 
@@ -445,6 +446,34 @@ def test_mac_attention_goes_on() -> None:
     answer, _ = asked(chat, "Where?", CITY)
     assert answer.report.mac is not None
     assert answer.report.continued_tokens > 0
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "naive"), ("qwen3_next", "hypic:4")])
+def test_history_is_what_the_template_makes_of_it(family: str, method: str) -> None:
+    """It may drop an answer's thinking, or the white space around it: as in a chat with the same messages."""
+
+    class Says(Scores):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            super().__call__(input_ids, scores)
+            said = torch.full_like(scores, -torch.inf)
+            said[:, words[len(self.steps) - 1]] = 0
+            return said
+
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
+    engine = engine_of(family, method, template=template)
+    chat = engine.conversation([MILL])
+    for said in ("<think>a</think> b", "no ", "It did."):
+        words = engine.tokenizer.encode(said)
+        chat.ask("When?", logits_processor=[Says()], max_new_tokens=len(words))
+    assert [each["content"] for each in chat.messages[1::2]] == ["<think>a</think> b", "no ", "It did."]
+    messages = [*chat.messages, {"role": "user", "content": "So?"}]
+    answer, logits = asked(chat, "So?")
+    scores = Scores()
+    same = engine.chat(messages, [MILL], max_new_tokens=NEW, min_new_tokens=NEW, logits_processor=[scores])
+    rendered = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    tokens = len(engine.tokenizer.encode(rendered)) + sum(report.tokens for report in same.report.documents)
+    assert answer.report.prompt_tokens == same.report.prompt_tokens == tokens
+    assert error(logits, torch.stack(scores.steps)) < EXACT
 
 
 def test_bad_input() -> None:

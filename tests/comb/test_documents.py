@@ -76,16 +76,18 @@ def test_documents_stand_in_front_of_the_first_user_message() -> None:
 
 
 @pytest.mark.parametrize("text", ["a <|end|> b", "<|user|>", "<|assistant|>done<|end|>"])
-def test_text_that_spells_a_special_token_stays_text(text: str) -> None:
+def test_a_document_that_spells_a_special_token_stays_text(text: str) -> None:
     tokenizer = byte_tokenizer()
     builder = PromptBuilder(tokenizer)
     special = set(tokenizer.all_special_ids)
-    assert not special & set(builder.segment(text))
-    assert tokenizer.decode(builder.segment(text)) == text + "\n"
-    query = builder.build(text).tail
-    assert special & set(query) == set(ids(tokenizer, "<|assistant|>"))
-    # control: plain tokenisation would have made it one
-    assert special & set(ids(tokenizer, text))
+    segment = builder.segment(text)
+    assert not special & set(segment)
+    assert tokenizer.decode(segment) == text + "\n"
+    # in messages and raw prompts it is what it is without documents
+    for built, same in ((builder.build(text, [segment]), builder.build(text)),
+                        (builder.complete(text, [segment]), builder.complete(text))):  # fmt: skip
+        assert built.query == same.query
+        assert special & set(ids(tokenizer, text)) <= set(same.query)
 
 
 def test_threads_share_a_tokenizer() -> None:
@@ -112,9 +114,9 @@ def test_a_lead_stands_in_front_of_the_documents() -> None:
         prompt = builder.build("why?", [builder.segment("one")])
         text = tokenizer.decode(prompt.flat)
         assert text.endswith("Read <|end|>.\none\nwhy?" + ("" if head else "<|assistant|>"))
-        assert tokenizer.eos_token_id not in prompt.flat  # a lead's words are no structure
+        assert prompt.query == builder.build("why?").query
         plain = PromptBuilder(tokenizer, head=head).build("why?", [builder.segment("one")])
-        assert len(prompt.flat) == len(plain.flat) + len("Read <|end|>.\n")
+        assert len(prompt.flat) == len(plain.flat) + len("Read .\n") + 1
 
 
 def test_a_title_stands_above_its_text() -> None:
@@ -150,8 +152,7 @@ def test_raw_text_is_completed_without_the_chat_template() -> None:
     for tokenizer in (chatty, plain):
         prompt = PromptBuilder(tokenizer).complete("Q <|end|>", [(1, 2)])
         assert (prompt.head, prompt.segments) == ((), ((1, 2),))
-        assert prompt.tail == PromptBuilder(plain).build("Q <|end|>").tail
-        assert tokenizer.eos_token_id not in prompt.tail
+        assert prompt.tail == PromptBuilder(plain).build("Q <|end|>").tail == ids(plain, "Q <|end|>")
     assert PromptBuilder(chatty).build("Q").tail != PromptBuilder(chatty).complete("Q").tail
     with pytest.raises(ValueError, match="empty"):
         PromptBuilder(chatty).complete("")
@@ -165,7 +166,7 @@ def test_answers_end() -> None:
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ([], "no messages"), ([{"role": "system", "content": "a"}], "no message with role 'user'"),
+        ([], "no messages"),
         ([{"role": "user", "content": ["a"]}], "content must be text"), ([{"role": "user"}], "content must be text"),
         (None, "a question is text"), (["Who?"], "a question is text"), ({"role": "user"}, "a question is text"),
     ],
@@ -175,17 +176,27 @@ def test_chats_that_cannot_be_built(query: Any, message: str) -> None:
         PromptBuilder(byte_tokenizer()).build(query)
 
 
+def test_documents_need_a_user_message() -> None:
+    builder, system = PromptBuilder(byte_tokenizer()), [{"role": "system", "content": "a"}]
+    assert builder.tokenizer.decode(builder.build(system).flat) == "<|system|>a<|assistant|>"
+    with pytest.raises(ValueError, match="no message with role 'user'"):
+        builder.build(system, [(1, 2)])
+
+
 def test_a_template_that_leaves_out_a_message_is_refused() -> None:
     only_last = "{{ messages[-1].content }}"
     builder = PromptBuilder(byte_tokenizer(chat_template=only_last))
+    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert builder.tokenizer.decode(builder.build(chat).flat) == "b"
     with pytest.raises(ValueError, match="leaves out a message"):
-        builder.build([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+        builder.build(chat, [(1, 2)])
 
 
 def test_a_template_that_shows_a_message_twice_is_refused() -> None:
     builder = PromptBuilder(byte_tokenizer(chat_template="{{ messages[0].content }}|{{ messages[0].content }}"))
+    assert builder.tokenizer.decode(builder.build("a").flat) == "a|a"
     with pytest.raises(ValueError, match="shows a message more than once"):
-        builder.build("a")
+        builder.build("a", [(1, 2)])
 
 
 def test_what_a_template_refuses_is_an_error_of_the_messages() -> None:

@@ -33,7 +33,7 @@ def test_which_file_a_path_names(tmp_path: Path) -> None:
 def test_a_broken_file_leaves_nothing_behind(tmp_path: Path) -> None:
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF but no more than that")
-    with pytest.raises(OSError, match=r"broken\.gguf can't be read as a model"):
+    with pytest.raises(ValueError, match=r"broken\.gguf can't be read as a model"):
         resolve_name(file)
     assert list((tmp_path / "hf" / "comb" / "backbones").iterdir()) == []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from comb.bench.claims import CLAIMS, main
+from scripts.gpu.claims import CLAIMS, main
 
 
 def write(folder: Path, **sections: Any) -> None:
@@ -33,13 +33,13 @@ def test_figures_prove_or_disprove(tmp_path: Path, good: bool) -> None:
     ]
     linked = [{"method": "full", "tokens": 9, "speedup": {"median": 1.0}},
               {"method": "naive", "tokens": 9, "speedup": {"median": 3.0 if good else 0.5}}]  # fmt: skip
-    paged = {"case": "rows 8, documents 8, tokens 4000", "bytes_per_s": 90 if good else 80, **timed}
+    decoding = {"case": "rows 8, documents 8, tokens 4000", "bytes_per_s": 90 if good else 80, **timed}
     prompts = {"case": "tokens 4000, queries 256", "bytes_per_s": 1, **timed}
-    seams = {"runs": 8, "rows": 64, "keys": 99, "bound": 0.01, "error": 0.002 if good else 0.02, "chosen": "varlen",
+    runs = {"runs": 8, "rows": 64, "keys": 99, "bound": 0.01, "error": 0.002 if good else 0.02, "chosen": "varlen",
              "mask_s": {"median": 2.0}, "varlen_s": {"median": 1.0 if good else 3.0}}  # fmt: skip
     write(
-        tmp_path, serving_gpu={"copy_bytes_per_s": 100, "results": [paged, prompts]}, mac_gpu={"results": speedups},
-        seams_gpu={"new_length_s": 0.0001 if good else 0.03, "results": [seams]},
+        tmp_path, paged={"copy_bytes_per_s": 100, "results": [decoding, prompts]}, mac={"results": speedups},
+        seams={"new_length_s": 0.0001 if good else 0.03, "results": [runs]},
         ipc={"results": [{"stored": "auto", "source": "cpu", "wrong": "" if good else "it differs"}]},
         decode={"off_is_plain": good, "dtype": "torch.bfloat16", "results": []},
         context_length={"results": linked}, hybrid={"results": linked},
@@ -50,8 +50,8 @@ def test_figures_prove_or_disprove(tmp_path: Path, good: bool) -> None:
 def test_a_section_that_was_cut_off_or_refused_proves_nothing_it_did_not_measure(tmp_path: Path) -> None:
     checked = {"case": "x", "error": 0.001, "bound": 0.01}
     refused = {"method": "naive", "tokens": 9, "refused": "no room"}
-    write(tmp_path, mac_gpu={"results": [checked]}, context_length={"results": [refused]})
-    assert proven(tmp_path)[1:5] == [True, None, None, None]
-    assert proven(tmp_path)[6:] == [None] * 6
-    write(tmp_path, mac_gpu={"results": [checked, {"case": "no kernel ran"}]})
+    write(tmp_path, mac={"results": [checked]}, context_length={"results": [refused]})
+    assert proven(tmp_path)[1:4] == [True, None, None]
+    assert proven(tmp_path)[5:] == [None] * 6
+    write(tmp_path, mac={"results": [checked, {"case": "no kernel ran"}]})
     assert proven(tmp_path)[1] is False

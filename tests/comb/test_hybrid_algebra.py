@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from comb.backbones.rotary import RotaryEmbedding
 from comb.hybrid import convolution
 from comb.hybrid.families import dense, diagonal, elementwise, scalar
 from comb.hybrid.picache import SegmentState
 from comb.hybrid.transition import TRANSITIONS, Transition, TransitionError
-from comb.linking.frequencies import Frequencies
 from comb.linking.rotation import PositionMap, Rotation
 
 HEADS, KEYS, VALUES = 3, 12, 20
@@ -156,8 +156,13 @@ def test_logarithms_do_not_underflow() -> None:
 
 
 def turn(by: int) -> Callable[[Tensor], Tensor]:
-    frequencies = Frequencies(1.0 / 100 ** (torch.arange(KEYS // 2, dtype=torch.float64) / (KEYS // 2)))
-    positions = PositionMap(((None, None),), (frequencies,))
+    frequencies = 1.0 / 100 ** (torch.arange(KEYS // 2, dtype=torch.float64) / (KEYS // 2))
+
+    def ask(at: Tensor) -> tuple[Tensor, Tensor]:
+        angles = at.double()[:, None] * frequencies
+        return angles.cos(), angles.sin()
+
+    positions = PositionMap(((None, None),), (RotaryEmbedding(ask),))
 
     def apply(tensor: Tensor) -> Tensor:
         rerotation = positions.rerotation(torch.zeros(tensor.shape[-2], dtype=torch.long),

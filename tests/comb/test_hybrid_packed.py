@@ -26,10 +26,17 @@ SHORT = ids(5, 8)
 
 
 def pair(name: str, spec: str = "hypic:4", **options: Any) -> tuple[Any, Any]:
-    """The method packed, and run by run."""
-    return methods.create(spec, model_of(name), **options), methods.create(
-        spec, model_of(name), packed=False, **options
-    )
+    """The method packed, and run by run, as models are linked that take no packed pass."""
+    made = [methods.create(spec, model_of(name), **options) for _ in range(2)]
+    plain, link_row = made[1], made[1].link_row
+
+    def in_order(*given: Any) -> DecodeState:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("comb.methods.hypic.linker_for", lambda model, support: SequentialLinker)
+            return link_row(*given)
+
+    plain.link_row = in_order
+    return made[0], plain
 
 
 def held(state: DecodeState) -> list[Tensor]:
@@ -160,10 +167,3 @@ def test_layers_are_as_before() -> None:
     assert torch.equal(seen[0], plain)
     assert torch.equal(model(torch.tensor([A])).logits, plain)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_packed_is_a_parameter() -> None:
-    assert methods.create("hypic:8,packed=false", model_of("bamba")).packed is False
-    assert methods.create("addition", model_of("bamba")).packed is True
-    with pytest.raises(ValueError, match="packed is true or false"):
-        methods.create("hypic", model_of("bamba"), packed="often")

@@ -11,7 +11,6 @@ from comb.kernels.joint import attention as joint
 from comb.kernels.joint.attention import join_, own_masses
 from comb.kernels.joint.batch import joint_batches
 from tests.helpers.joint_cases import JointCase, joint_case, turning
-from tests.helpers.kernel_process import compiled_kernels, needs_triton, run_interpreted
 
 CPU = torch.device("cpu")
 
@@ -55,17 +54,3 @@ def test_many_own_keys_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = own_masses(case.query, case.own, batch, case.scale)
     monkeypatch.setattr(joint, "_AT_ONCE", 1000)
     assert (own_masses(case.query, case.own, batch, case.scale) - whole).abs().max() < 1e-6
-
-
-@needs_triton
-@pytest.mark.slow
-def test_interpreted_kernels_equal_the_plain_way() -> None:
-    run_interpreted("interpreted_joint_kernels.py")
-
-
-@needs_triton
-@pytest.mark.slow
-def test_kernels_compile_for_a_gpu_without_spilling() -> None:
-    printed = compiled_kernels("compiled_joint_kernels.py")
-    for name in ("_paged_kernel", "_own_mass_kernel", "_join_kernel"):
-        assert name in printed

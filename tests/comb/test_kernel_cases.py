@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.kernel_process import needs_triton
-
-pytestmark = needs_triton  # the cases know the kernels
+pytest.importorskip("triton", reason="the cases know the kernels: pip install triton")
 
 CPU = torch.device("cpu")
 

@@ -193,7 +193,7 @@ def test_embeddings_that_depend_on_the_length(family: str, monkeypatch: pytest.M
     """Short and long prompts in turn: the frequencies of one must not stick to the other."""
     model = model_of(family)
     support = find_support(model)
-    assert support.positions.length_dependent
+    assert support.positions.limit == 32
     for documents in (DOCUMENTS, DOCUMENTS[:1], DOCUMENTS):
         reference = link(model, "full", documents, head=HEAD).logits
         assert error(link(model, "legolink:99", documents, head=HEAD).logits, reference) < 1e-4
@@ -201,8 +201,7 @@ def test_embeddings_that_depend_on_the_length(family: str, monkeypatch: pytest.M
             patched.setattr("comb.linking.passes._MAX_ROWS", 4)  # in portions, none of which is as long as the prompt
             assert error(link(model, "cacheblend:1.0", documents, head=HEAD).logits, reference) < 1e-4
     # and what is only moved gets the frequencies of the long prompt
-    positions = support.positions
-    short, long = (positions.sources[0].at(length) for length in (8, 120))
+    short, long = (support.positions.sources[0].turns(torch.tensor([5]), length)[0] for length in (8, 120))
     assert not torch.equal(short, long)
     with pytest.raises(ValueError, match="at most 31"):
         methods.create("naive", model).compile([list(range(3, 40))])
@@ -480,7 +479,7 @@ def test_rows_of_a_pass_may_differ_by_rounding() -> None:
                 )
         model.model.embed_tokens.register_forward_hook(lambda _, __, out: passes.append(len(out)))
         assert find_positions(model).layers == expected.layers
-        assert passes == [24] + [4] * 6
+        assert passes == [40] + [4] * 10
         model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + 0.1 * len(passes))
         with pytest.raises(UnmovableError, match="no rotary embedding"):  # what differs between passes is no rounding
             find_positions(model)

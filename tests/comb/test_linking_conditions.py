@@ -141,7 +141,7 @@ def test_assisted_decoding_is_refused_behind_a_linked_cache(spec: str) -> None:
 @pytest.mark.parametrize("family", ["dynamic_ntk", "longrope"])
 def test_another_prompt_does_not_change_this_one(family: str) -> None:
     model = tiny(family, std=0.15)
-    limit = find_support(model).positions.max_segment_tokens
+    limit = find_support(model).positions.limit
     assert limit is not None
     generator = torch.Generator().manual_seed(3)
     longer = [torch.randint(3, 120, (limit - 2,), generator=generator).tolist() for _ in range(2)]

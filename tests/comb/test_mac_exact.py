@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicLayer
 
 from comb.backbones.forward import decoder_of
 from comb.mac import mac
-from comb.mac.breakeven import PAPER_H100
 from comb.mac.rotation import UnsupportedModelError, find_queries
 from tests.helpers.families import tiny
 from tests.helpers.mac_models import FREE, NEVER, NEW, batch, decode, forward, model_of
@@ -197,17 +196,9 @@ def test_short_prompts_are_exact_until_they_are_long_enough() -> None:
     assert not torch.equal(plain[:, 11:], mixed[:, 11:])
 
 
-def test_layers_are_switched_off_by_configuration_audit_and_cost() -> None:
+def test_layers_are_switched_off_by_an_audit() -> None:
     model, (ids, _) = model_of("llama"), batch(rows=1)
     plain = decode(model, ids)[1]
-    with mac(model, FREE, layers={1: {"enabled": False}, 2: {"tau": 1.0}}) as session:
-        decode(model, ids)
-    rates = {layer.layer: layer.hit_rate for layer in session.report().layers}
-    assert rates[0] > 0.9
-    assert rates[2] == 0
-    assert 1 not in rates
-    assert session.report().exact == {"switched off": NEW - 1}
-
     with mac(model, FREE, audit_every=1, audit_bound=0.0) as session:
         audited = decode(model, ids)[1]
     report = session.report()
@@ -218,11 +209,6 @@ def test_layers_are_switched_off_by_configuration_audit_and_cost() -> None:
     assert not any(layer.off for layer in session.report().layers)
     assert session.report().error_max > 0.1  # type: ignore[operator]
     assert not torch.equal(plain, free)
-
-    with mac(model, FREE, costs=PAPER_H100, break_even=True) as session:
-        assert torch.equal(plain, decode(model, ids)[1])
-    assert session.report().exact == {"does not pay": 4 * (NEW - 1)}
-    assert session.report().layers == ()
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_the_engine_takes_mac(method: str) -> None:
             assert "hits" in str(answers[0].report)
             assert answers[0].report.to_dict()["mac"]["steps"] == report.steps
     assert texts["plain"] == texts["never"]
-    engine = PICEngine(model, byte_tokenizer(), method=method, mac="generation:min_length=0,break_even=false")
+    engine = PICEngine(model, byte_tokenizer(), method=method, mac="generation:min_length=0")
     pieces = engine.stream("Where?", documents, max_new_tokens=4)
     assert "".join(pieces) == pieces.answer.text
     assert pieces.report.mac is not None
@@ -114,12 +114,11 @@ def test_ask_on_the_command_line(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(folder)
     (tmp_path / "a.txt").write_text("The lake is deep.")
     arguments = ["ask", str(folder), "--doc", str(tmp_path / "a.txt"), "--max-new-tokens", "6", "How deep?"]
-    done = CliRunner().invoke(cli.app, [*arguments, "--mac", "context:min_length=4,window=8,band=4,break_even=false"])
+    done = CliRunner().invoke(cli.app, [*arguments, "--mac", "context:min_length=4,window=8,band=4"])
     assert done.exit_code == 0, done.output
     assert "MAC: " in done.output
-    assert "pays" not in done.output
-    ruled = CliRunner().invoke(cli.app, [*arguments, "--mac", "context:min_length=4,window=8,band=4"])
-    assert "pays" in ruled.output
+    short = CliRunner().invoke(cli.app, [*arguments, "--mac", "context"])
+    assert "all exact; left to exact attention: below min_length" in " ".join(short.output.split())
     assert "MAC: " not in CliRunner().invoke(cli.app, arguments).output
     bad = CliRunner().invoke(cli.app, [*arguments, "--mac", "quickly"])
     assert "presets" in str(bad.exception)

@@ -12,7 +12,6 @@ from transformers import DynamicCache
 
 from comb.backbones.forward import decoder_of
 from comb.mac import MacSession, mac
-from comb.mac.breakeven import PAPER_H100, Costs
 from comb.mac.continuity import KeysIdentity
 from tests.helpers.families import tiny
 from tests.helpers.mac_models import FREE, NEVER, NEW, batch, decode, forward, model_of
@@ -187,25 +186,20 @@ def test_a_continued_and_a_cropped_cache_keep_their_rows() -> None:
     assert hits > 0.9
 
 
-@pytest.mark.parametrize("how", ["mask of the caller's own", "mask with holes", "does not pay"])
+@pytest.mark.parametrize("how", ["mask of the caller's own", "mask with holes"])
 def test_what_an_exact_pass_replaces_is_forgotten(how: str) -> None:
     """A cropped cache that goes on with other tokens, of which the rings hear nothing."""
     model, (ids, _) = model_of("llama"), batch(rows=1)
     cache, other = DynamicCache(config=model.config), torch.arange(50, 58)[None]
-    with torch.no_grad(), mac(model, FREE, costs=PAPER_H100) as session:
+    with torch.no_grad(), mac(model, FREE) as session:
         model(ids, past_key_values=cache)
         cache.crop(-8)
         mask = torch.ones(1, 40, dtype=torch.long)
         if how == "mask of the caller's own":
             model(other, past_key_values=cache, attention_mask=torch.ones(1, 1, 8, 40, dtype=torch.bool).tril(32))
-        elif how == "mask with holes":
+        else:
             mask[0, 5] = 0
             model(other, past_key_values=cache, attention_mask=mask)
-        else:
-            session.rule.enabled = True
-            for token in other.split(1, dim=1):
-                model(token, past_key_values=cache)
-            session.rule.enabled = False
         model(other[:, :1], past_key_values=cache)
         states = session.states().values()
         assert len(states) == 4
@@ -235,76 +229,6 @@ def test_beams_are_exact() -> None:
     assert torch.equal(plain, again)
     assert session.report().hit_rate == 0
     assert session.report().events["cache changed"] >= 9
-
-
-# --- the break-even rule --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("seconds", "pays"), [((1e-6, 4e-6, 1e-5), False), ((1e6, 4e6, 1.0), True)])
-def test_costs_are_measured_once_and_decide(
-    seconds: tuple[float, ...], pays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of exact attention at two lengths, and of a step of MAC."""
-    model, (ids, _) = model_of("llama"), batch(rows=1)
-    plain, left = decode(model, ids)[1], list(seconds)
-
-    def timed(call: Any, device: torch.device) -> float:
-        call()
-        return left.pop(0)
-
-    monkeypatch.setattr("comb.mac.measure.seconds", timed)
-    for _ in range(2):  # layers are alike, and the second session finds what the first has measured
-        with mac(model, FREE, break_even=True) as session:
-            logits = decode(model, ids)[1]
-        report = session.report()
-        assert report.exact == ({} if pays else {"does not pay": 4 * (NEW - 1)})
-        assert torch.equal(plain, logits) is not pays
-        least = report.pays_from[1]
-        assert least is not None
-        assert (least < 40) is pays
-        assert f"pays from {least:,d} tokens on (1 row)" in str(report)
-    assert not left
-
-
-def test_measuring_takes_what_a_session_takes_and_no_random_number() -> None:
-    model, (ids, _) = model_of("llama"), batch(rows=2)
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    with mac(model, FREE, break_even=True) as session:
-        forward(model, ids[:, :20], cache := DynamicCache(config=model.config))
-        forward(model, ids[:, :1], cache)
-    assert torch.equal(torch.rand(3), expected)
-    (costs,) = model.__dict__["_comb_mac_costs"].values()
-    assert costs.mac_s > 0
-    assert costs.bytes_per_s > 0
-    assert session.report().pays_from.keys() == {2}
-
-
-@pytest.mark.parametrize(("tau", "pays"), [(0.0, True), (1.0, False)])
-def test_a_layer_that_reads_more_than_the_rule_counts_on_is_switched_off(tau: float, pays: bool) -> None:
-    model, (ids, _) = model_of("llama"), batch(rows=1)
-    free = Costs(exact_s=0.0, mac_s=0.0, bytes_per_s=1e12)  # cheaper as long as some keys are left out
-    config = replace(FREE, window=1, tau=tau, audit_every=4, break_even=True)
-    with mac(model, config, costs=free) as session:
-        decode(model, ids)
-    report = session.report()
-    off = {layer.off for layer in report.layers}
-    assert off == ({""} if pays else {"does not pay: 100% of keys are read"})
-    assert {layer.audits for layer in report.layers} == {3 if pays else 2}
-    assert report.exact == ({} if pays else {"does not pay: 100% of keys are read": 4 * (NEW - 1 - 8)})
-
-
-def test_prompts_leave_no_rows_where_mac_never_pays() -> None:
-    model, (ids, _) = model_of("llama"), batch(rows=1)
-    never = Costs(exact_s=0.0, mac_s=1e9, bytes_per_s=1e9)
-    with mac(model, FREE, costs=never, break_even=True) as session:
-        decode(model, ids)
-        assert session.report().pays_from == {1: None}
-        decode(model, ids)
-        assert session.nbytes == 0
-    assert "all exact" in str(session.report())
-    assert "never pays (1 row)" in str(session.report())
 
 
 # --- leaving --------------------------------------------------------------------------------------------------------

@@ -241,14 +241,12 @@ def test_pipeline() -> None:
 def test_a_fingerprint_covers_all_weights_and_outlives_an_upgrade(model: CombForCausalLM, query: torch.Tensor) -> None:
     before = model.fingerprint
     model.encoder.config.transformers_version = "9.9.9"
-    forget_identity(model.encoder)
+    forget_identity(model)
     assert model.fingerprint == before
     (pic,) = model.encode([SEGMENTS[0]])
     weight = model.encoder.layers[0].mlp.up_proj.weight
     kept = weight.detach().clone()
-    model.train()
-    weight.data.mul_(1.5)  # behind torch's back, noticed after training mode
-    model.eval()
+    weight.data.mul_(1.5)  # behind torch's back
     assert model.fingerprint != before
     with pytest.raises(ValueError, match="compiled by another model or adapter"):
         model(query, documents=[[pic], []])

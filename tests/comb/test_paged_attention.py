@@ -14,7 +14,6 @@ from comb.kernels.launch import Launch
 from comb.kernels.paged.attention import attend, attend_plain, why_plain
 from comb.kernels.paged.layout import BlockTable, PagedBatch
 from comb.kernels.paged.plan import PagedLaunch, PagedPlan, make_plan, to_device
-from tests.helpers.kernel_process import compiled_kernels, needs_triton, run_interpreted
 from tests.helpers.paged_cases import by_hand, by_hand_masses, in_fp8, paged_case
 
 CPU = torch.device("cpu")
@@ -179,17 +178,3 @@ def test_reasons_for_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_plain(torch.zeros(1, 200, 10), layer) == "more than 64 query heads to a key/value head"
     monkeypatch.setattr("comb.kernels.mac.dispatch.has_triton", lambda: False)
     assert why_plain(query, layer) == "triton is not installed"
-
-
-@needs_triton
-@pytest.mark.slow
-def test_interpreted_kernels_equal_the_plain_way() -> None:
-    run_interpreted("interpreted_paged_kernels.py")
-
-
-@needs_triton
-@pytest.mark.slow
-def test_kernels_compile_for_a_gpu_without_spilling() -> None:
-    printed = compiled_kernels("compiled_paged_kernels.py")
-    assert "_paged_kernel" in printed
-    assert "_paged_merge_kernel" in printed

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Future
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +21,13 @@ from comb.engine.workers import CompileExecutor, Deadline
 from comb.engine.workers import executor as executor_module
 from comb.engine.workers import request as request_module
 from comb.engine.workers.executor import SegmentWorker
-from comb.engine.workers.processes import process_executor
-from comb.engine.workers.ray_shared import ReplyIndex
 from comb.engine.workers.worker import Compiler, Reply
 from comb.methods.base import Method
 from comb.methods.naive import Naive
 from comb.model.source import ModelSource
 from tests.helpers.hybrids import tiny_hybrid
-from tests.helpers.parallel_faults import FAULT_TOKEN, Fragile
-from tests.helpers.processes import gone, wait_until_gone
+from tests.helpers.parallel import Inside
+from tests.helpers.parallel_faults import FAULT_TOKEN
 from tests.helpers.tiny_engine import BOOK, CITY, LAKE, NEW, QUESTION, make_backbone, make_comb, make_tokenizer
 
 # sums are taken in the order of a worker, which has one thread
@@ -71,30 +64,10 @@ def model(source: ModelSource) -> Any:
 
 
 @pytest.fixture(scope="module")
-def executor(source: ModelSource) -> Iterator[CompileExecutor]:
-    """Two processes for all tests of this file; those that a test has lost are back before the next one."""
-    with process_executor(source, 2, imports=("tests.helpers.register_fragile",), restarts=20) as executor:
+def whole(source: ModelSource) -> Iterator[CompileExecutor]:
+    """Two workers in this process; Ray's are in test_parallel_ray.py."""
+    with CompileExecutor(lambda: Inside(source), 2, source.name) as executor:
         yield executor
-
-
-def wait_until_ready(executor: CompileExecutor, count: int = 2) -> None:
-    end = time.monotonic() + 120
-    while len(executor.ready) < count and time.monotonic() < end:
-        time.sleep(0.05)
-    assert len(executor.ready) == count
-
-
-def process_ids(executor: CompileExecutor) -> list[int]:
-    workers: Any = executor.ready
-    return [worker.process_id for worker in workers]
-
-
-@pytest.fixture
-def whole(executor: CompileExecutor) -> Iterator[CompileExecutor]:
-    wait_until_ready(executor)
-    before = executor.deadline
-    yield executor
-    executor.deadline = before
 
 
 def same(ours: list[PICache], theirs: list[PICache]) -> bool:
@@ -112,29 +85,9 @@ def alone(method: Method, segments: list[list[int]]) -> list[PICache]:
     return [method.compile([segment])[0] for segment in segments]
 
 
-def shared_memory(*processes: int) -> list[str]:
-    """Every piece of torch's shared memory that this process and `processes` hold; they are the only ones that can."""
-    found = []
-    for process in (os.getpid(), *processes):
-        for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            try:
-                target = str(descriptor.readlink())
-            except OSError:
-                continue  # closed meanwhile
-            found += [target] if "/torch_" in target else []
-    return found
-
-
 def counted(executor: CompileExecutor, before: Any) -> dict[str, int]:
     now = asdict(executor.stats)
     return {name: now[name] - value for name, value in asdict(before).items() if now[name] != value}
-
-
-def fragile(model: Any, fault: str) -> Method:
-    parameters = {"home": os.getpid(), "fault": fault}
-    method = Fragile(model, **parameters)
-    method.spec = methods.MethodSpec("fragile", parameters)
-    return method
 
 
 # ---- what workers compile ----
@@ -156,8 +109,7 @@ def test_a_worker_compiles_the_states_of_a_hybrid(tmp_path: Path) -> None:
     tiny_hybrid("bamba").save_pretrained(tmp_path)
     source = ModelSource(str(tmp_path))
     method, segments = methods.create("hypic:4", source.load()), [list(range(3, 33)), list(range(40, 61))]
-    with process_executor(source, 1) as executor:
-        wait_until_ready(executor, 1)
+    with CompileExecutor(lambda: Inside(source), 1, source.name) as executor:
         executor.check(method)
         assert same(executor.compile(method, segments), alone(method, segments))
         assert executor.stats.by_workers == 2
@@ -204,61 +156,7 @@ def test_threads_take_turns(whole: CompileExecutor, model: Any) -> None:
     assert found == [True] * 12
 
 
-# ---- what happens to workers ----
-
-
-def test_a_worker_killed_while_it_compiles(whole: CompileExecutor, model: Any) -> None:
-    method, before = fragile(model, "kill"), whole.stats
-    assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
-    counts = counted(whole, before)
-    assert counts.pop("by_workers") + counts["locally"] == 5
-    assert counts.pop("locally") >= 1
-    assert counts == {"requests": 1, "died": 1, "restarted": 1}
-    assert shared_memory(*process_ids(whole)) == []
-
-
-def test_shared_memory_is_seen_while_it_is_held_and_has_no_name() -> None:
-    """The control of the tests around it."""
-    tensor = torch.zeros(5).share_memory_()
-    assert len(shared_memory()) == 1
-    assert not list(Path("/dev/shm").glob("torch_*"))
-    del tensor
-    assert shared_memory() == []
-
-
-def test_a_worker_killed_between_requests(whole: CompileExecutor, model: Any) -> None:
-    method, before = methods.create("naive", model), whole.stats
-    os.kill(process_ids(whole)[1], signal.SIGKILL)
-    assert same(whole.compile(method, SEGMENTS), alone(method, SEGMENTS))
-    assert counted(whole, before)["died"] == 1
-
-
-def test_a_late_worker_is_replaced(whole: CompileExecutor, model: Any) -> None:
-    method, before = fragile(model, "hang"), whole.stats
-    processes = set(process_ids(whole))
-    whole.compile(method, SEGMENTS)  # made before the clock runs
-    whole.deadline = Deadline(floor_s=1.0, factor=4, first_s=1.0)
-    start = time.monotonic()
-    assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
-    assert time.monotonic() - start < 60
-    counts = counted(whole, before)
-    assert counts["late"] >= 1
-    assert counts["locally"] >= 1
-    wait_until_ready(whole)
-    assert len(processes & set(process_ids(whole))) == 2 - counts["late"]
-
-
-def test_a_damaged_result_is_compiled_again(whole: CompileExecutor, model: Any) -> None:
-    method, before = fragile(model, "damage"), whole.stats
-    assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
-    assert counted(whole, before) == {"requests": 1, "by_workers": 4, "damaged": 1, "locally": 1}
-
-
-def test_a_worker_that_raises_or_sends_another_segment(whole: CompileExecutor, model: Any) -> None:
-    for fault, name in (("raise", "failed"), ("swap", "damaged")):
-        method, before = fragile(model, fault), whole.stats
-        assert same(whole.compile(method, FAULTY), alone(method, FAULTY))
-        assert counted(whole, before) == {"requests": 1, "by_workers": 4, name: 1, "locally": 1}
+# ---- what goes wrong ----
 
 
 def test_bad_segments_raise_what_the_method_raises(whole: CompileExecutor, model: Any) -> None:
@@ -308,66 +206,23 @@ def test_pins_and_references_end_with_a_request_that_fails(
     assert engine.store.stats().in_use == 0
 
 
-# ---- the engine's own workers ----
-
-
-def test_a_closed_engine_leaves_nothing_behind(folder: Path) -> None:
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    with PICEngine.from_pretrained(folder / "backbone", method="naive", workers=2, dtype=torch.float32) as engine:
-        assert engine.executor is not None
-        processes = process_ids(engine.executor)
-        assert len(processes) == 2
-        assert not any(gone(process) for process in processes)
-        first = engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
-        assert engine.executor.stats.by_workers == 2
-        os.kill(processes[0], signal.SIGKILL)
-        engine.ask(QUESTION, [BOOK, "Rill has a lake."], max_new_tokens=NEW)
-        wait_until_ready(engine.executor)
-        processes += process_ids(engine.executor)
-    assert all(gone(process) for process in processes)
-    assert shared_memory() == []
-    assert engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids == first.token_ids
-    new = engine.ask(QUESTION, ["The lake is cold.", "The city is old."], max_new_tokens=NEW)  # compiled here
-    assert [document.state for document in new.report.documents] == ["compiled"] * 2
-    del engine
-    gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 1
-
-
-def test_a_forgotten_executor_ends_its_processes(source: ModelSource) -> None:
-    executor = process_executor(source, 1)
-    (process,) = process_ids(executor)
-    assert not gone(process)
-    del executor
-    gc.collect()
-    wait_until_gone(process, 30)
-
-
-def test_workers_end_with_an_engine_that_is_killed(source: ModelSource, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        "from comb.engine.workers.processes import process_executor\n"
-        "from comb.model.source import ModelSource\n"
-        "if __name__ == '__main__':\n"
-        "    executor = process_executor(ModelSource(sys.argv[1]), 1)\n"
-        "    print(*(worker.process_id for worker in executor.ready), flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    run = [sys.executable, str(script), source.name]
-    ended = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    (process,) = map(int, ended.stdout.split())
-    wait_until_gone(process, 30)
-
-
 def test_what_workers_cannot_load_is_said(folder: Path, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(RuntimeError, match="nowhere"):
-        process_executor(ModelSource(str(folder / "nowhere")), 1)
+    failed: Future[None] = Future()
+    failed.set_exception(OSError("nothing there"))
+
+    class Without(Inside):
+        def __init__(self) -> None:
+            SegmentWorker.__init__(self, failed)
+
+    with pytest.raises(RuntimeError, match="a worker could not load 'nowhere': OSError: nothing there"):
+        CompileExecutor(Without, 1, "nowhere")
+    if find_spec("ray") is None:
+        with pytest.raises(ValueError, match="pip install 'comb-pic"):
+            PICEngine(model, make_tokenizer(), method="naive", workers=2)
     with pytest.raises(ValueError, match="made in memory"):
         PICEngine(make_backbone(), make_tokenizer(), method="naive", workers=2)
     with pytest.raises(ValueError, match="at least one worker"):
-        process_executor(ModelSource(str(folder / "backbone")), 0)
+        CompileExecutor(Without, 0, "nothing")
     with pytest.raises(ValueError, match="make it with comb"):
         PICEngine(model, make_tokenizer(), method=Naive(model), workers=2)
     with pytest.raises(ValueError, match="or 0 for none"):
@@ -412,14 +267,6 @@ class Chaotic(SegmentWorker):
             raise ConnectionError("the cluster is gone")
 
 
-def test_a_process_that_ends_while_it_starts_is_explained(source: ModelSource) -> None:
-    worker = Chaotic(Compiler(source, 1, ()), random.Random(0))
-    worker.loaded = Future()
-    worker.loaded.set_exception(BrokenExecutor("terminated abruptly"))
-    with pytest.raises(RuntimeError, match=r"could not load 'me/model'.*under `if __name__ == "):
-        CompileExecutor(lambda: worker, 1, "me/model")
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_every_segment_is_compiled_and_right(source: ModelSource, model: Any, seed: int) -> None:
     compiler, method, generator = Compiler(source, 1, ()), methods.create("naive", model), random.Random(seed)
@@ -462,17 +309,3 @@ def test_a_result_under_another_key_is_not_taken(
     unchecked = request_module.deserialize
     monkeypatch.setattr(request_module, "deserialize", lambda data, key, device: unchecked(data, "another", device))
     assert not same(executor.compile(method, FAULTY), alone(method, FAULTY))
-
-
-def test_an_index_of_shared_picaches_forgets_the_least_recently_used() -> None:
-    index = ReplyIndex(10)
-    for name in "abc":
-        index.add(name, [name], 4)
-    assert index.find(["a", "b", "c"]) == [[], ["b"], ["c"]]
-    index.find(["b"])
-    index.add("d", ["d"], 4)
-    assert index.find(["b", "c", "d"]) == [["b"], [], ["d"]]
-    index.drop(["b", "nothing"])
-    assert index.find(["b", "d"]) == [[], ["d"]]
-    index.add("large", ["large"], 11)
-    assert index.find(["d", "large"]) == [[], []]

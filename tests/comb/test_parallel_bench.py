@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ from comb.bench.parallel import ParallelOptions, measure_parallel, panels, simul
 from comb.bench.work import RandomPrompt
 from comb.cli import main as cli
 from comb.engine.workers import CompileExecutor
-from comb.engine.workers.executor import SegmentWorker
 from comb.engine.workers.scheduling import lpt
-from comb.engine.workers.worker import Compiler, Reply
 from comb.evaluation.plot import draw
 from comb.model.source import ModelSource
 from tests.comb.test_parallel_scheduling import makespan
+from tests.helpers.parallel import Inside
 from tests.helpers.tiny_engine import make_backbone, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,28 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Inside(SegmentWorker):
-    """A worker in this process, that says it needs a microsecond per token; a `lost` one takes no segment."""
-
-    def __init__(self, folder: Path, *, lost: bool = False) -> None:
-        super().__init__(Future())
-        self.loaded.set_result(None)
-        self.compiler, self.lost = Compiler(ModelSource(str(folder)), 1, ()), lost
-
-    def submit(self, spec: Any, fingerprint: str, key: str, token_ids: tuple[int, ...]) -> Future[Reply]:
-        if self.lost and token_ids:
-            raise ConnectionError("lost")
-        future: Future[Reply] = Future()
-        reply = self.compiler.compile(spec, fingerprint, key, token_ids)
-        future.set_result(replace(reply, seconds=1e-6 * len(token_ids)))
-        return future
-
-    def end(self) -> None:
-        pass
-
-
 def inside(folder: Path, workers: int, *, lost: bool = False) -> CompileExecutor:
-    return CompileExecutor(lambda: Inside(folder, lost=lost), workers, str(folder), restarts=0)
+    return CompileExecutor(lambda: Inside(ModelSource(str(folder)), lost=lost), workers, str(folder), restarts=0)
 
 
 def test_stages_add_up_and_are_simulated(folder: Path, tmp_path: Path) -> None:
@@ -110,7 +87,14 @@ def test_no_time_is_shown_when_workers_are_lost_or_wrong(folder: Path) -> None:
         assert "Invalid value" in runner.invoke(cli.app, ["bench", "parallel", *wrong]).output
 
 
-def test_the_commands(folder: Path, tmp_path: Path) -> None:
+def test_the_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With workers in this process; over Ray: test_parallel_ray.py."""
+
+    def executor(source: ModelSource, workers: int, **options: Any) -> CompileExecutor:
+        return CompileExecutor(lambda: Inside(source), workers, source.name)
+
+    monkeypatch.setattr("comb.bench.parallel.ray_executor", executor)
+    monkeypatch.setattr("comb.engine.workers.ray_actors.ray_executor", executor)
     out = tmp_path / "out.json"
     result = runner.invoke(
         cli.app,

@@ -1,7 +1,6 @@
 """The ways in which recomputed tokens attend without a mask, against the mask by position.
 
-Torch's varlen attention is CUDA's alone: here its arguments go to a plain function that consumes exactly those. Flex
-attention runs as it is, but for its compiler.
+Torch's varlen attention is CUDA's alone: here its arguments go to a plain function that consumes exactly those.
 """
 
 from __future__ import annotations
@@ -17,18 +16,22 @@ from torch import Tensor
 
 from comb import methods
 from comb.backbones.attention_calls import AttentionCall
-from comb.linking import recomputed, varlen
+from comb.linking import recomputed
 from comb.linking.cache import ScatteredRows
-from comb.linking.flex import FlexAttention
 from comb.linking.masks import Masks
-from comb.linking.recomputed import VARIABLE, WAYS, chosen
-from comb.linking.varlen import RunPlan, VarlenAttention, error_of, torch_varlen, varlen_plain
+from comb.linking.recomputed import (
+    GroupedAttention,
+    RunPlan,
+    VarlenAttention,
+    chosen,
+    error_of,
+    torch_varlen,
+    varlen_plain,
+)
 from tests.helpers.families import tiny
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
+WAYS: dict[str, Any] = {"grouped": GroupedAttention, "varlen": VarlenAttention}
 
 DRAW = torch.Generator().manual_seed(1)
 DOCUMENTS = [torch.randint(3, 120, (length,), generator=DRAW).tolist() for length in (40, 7, 33)]
@@ -74,7 +77,7 @@ def answered(make: Callable[..., Any], rows: ScatteredRows, call: AttentionCall,
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", POSITIONS)
-@pytest.mark.parametrize("way", ["grouped", "varlen", "flex"])
+@pytest.mark.parametrize("way", WAYS)
 def test_each_way_is_the_mask(way: str, name: str, dtype: torch.dtype) -> None:
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for window in WINDOWS:
@@ -93,7 +96,12 @@ def test_runs_may_touch_and_ends_count() -> None:
     wanted = call.exact()[0]
 
     def off(*runs: tuple[int, int]) -> float:
-        found = answered(lambda *given: VarlenAttention(*given, RunPlan(runs)), rows, call, None)
+        def made(*given: Any) -> VarlenAttention:
+            way = VarlenAttention(*given)
+            way.plan = RunPlan(runs)
+            return way
+
+        found = answered(made, rows, call, None)
         return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
     assert off((3, 8), (20, 22)) < 1e-12
@@ -122,7 +130,7 @@ def test_what_a_way_does_not_take_is_left_to_the_mask(window: int | None) -> Non
         "a bias by position": (dataclasses.replace(other, options={"position_bias": torch.zeros(1)}), window),
         "another mask": (dataclasses.replace(other, mask=other.mask.clone()), window),
     }
-    for way in ("grouped", "varlen", "flex"):
+    for way in WAYS:
         for what, (given, _) in calls.items():
             left: list[str] = []
             seen = dataclasses.replace(
@@ -142,16 +150,16 @@ def test_linked_prompts_are_those_under_the_mask(family: str, method: str, monke
     made = methods.create(method, model)
     compiled = made.compile(DOCUMENTS)
 
-    def logits(way: str) -> Tensor:
-        monkeypatch.setenv(VARIABLE, way)
+    def logits(way: type[Any] | None) -> Tensor:
+        monkeypatch.setattr(recomputed, "chosen", lambda rows, device: way)
         found: Tensor = made.link(compiled, [9, 17, 33, 41, 12], head_ids=[5, 6]).logits
         return found
 
-    plain = logits("mask")
-    taken: list[str] = []
-    for way, answers in {"varlen": VarlenAttention, "flex": FlexAttention}.items():
-        mixed = answers.mixed
-        monkeypatch.setattr(answers, "mixed", lambda *given, w=way, m=mixed: taken.append(w) or m(*given))
+    plain = logits(None)
+    taken: list[Any] = []
+    for way in WAYS.values():
+        mixed = way.mixed
+        monkeypatch.setattr(way, "mixed", lambda *given, w=way, m=mixed: taken.append(w) or m(*given))
         torch.testing.assert_close(logits(way), plain, rtol=1e-9, atol=1e-9)
         assert taken.count(way) >= model.config.num_hidden_layers
     # the control: runs that end a token too early
@@ -159,23 +167,18 @@ def test_linked_prompts_are_those_under_the_mask(family: str, method: str, monke
     monkeypatch.setattr(
         ScatteredRows, "runs", lambda self: ((max(s - 1, 0), e - 1) if s else (s, e) for s, e in ranges(self))
     )
-    assert (logits("varlen") - plain).abs().max() > 1e-4
+    assert (logits(VarlenAttention) - plain).abs().max() > 1e-4
 
 
-def test_the_way_goes_by_device_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_the_way_goes_by_device_and_count() -> None:
     boundaries = ScatteredRows(8192, torch.cat([torch.arange(start, start + 128) for start in range(0, 8192, 1024)]))
     scattered = ScatteredRows(8192, torch.arange(0, 8192, 32))
-    assert [chosen(rows, "cuda") for rows in (boundaries, scattered)] == ["varlen", "mask"]
+    assert [chosen(rows, "cuda") for rows in (boundaries, scattered)] == [VarlenAttention, None]
     plan = RunPlan(tuple(scattered.runs()))
     assert (plan.tiles, plan.masked_tiles) == (sum(range(1, 8192, 32)), 2 * 8161)
-    assert [chosen(rows, "cpu") for rows in (boundaries, ScatteredRows(511, torch.arange(9)))] == ["grouped", "mask"]
-    assert chosen(boundaries, "mps") == "mask"
-    monkeypatch.setenv(VARIABLE, "flex")
-    assert chosen(scattered, "cpu") == "flex"
-    monkeypatch.setenv(VARIABLE, "flash")
-    with pytest.raises(ValueError, match=r"_ATTENTION is 'flash'; it can be mask, grouped, varlen, flex"):
-        chosen(scattered, "cuda")
+    few = ScatteredRows(511, torch.arange(9))
+    assert [chosen(rows, "cpu") for rows in (boundaries, few)] == [GroupedAttention, None]
+    assert chosen(boundaries, "mps") is None
 
 
 def test_torch_is_asked_for_what_its_version_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,21 +238,53 @@ def test_a_kernel_is_compared_before_it_is_used(
 
     for function, message in ((early, "recomputed tokens attend under a mask instead"), (shifted, "off by nan"),
                               (refuses, "only supports Ampere")):  # fmt: skip
-        varlen._checked.cache_clear()
-        monkeypatch.setattr(varlen, "torch_varlen", lambda f=function: f)
+        recomputed._checked.cache_clear()
+        monkeypatch.setattr(recomputed, "torch_varlen", lambda f=function: f)
         with caplog.at_level("INFO", logger="comb"):
-            assert varlen._checked(*kind, False) is None
+            assert recomputed._checked(*kind, False) is None
         assert message in caplog.text
-    monkeypatch.setattr(varlen, "torch_varlen", lambda: varlen_plain)
-    varlen._checked.cache_clear()
-    assert varlen._checked(*kind, False) is varlen_plain
-    varlen._checked.cache_clear()
+    monkeypatch.setattr(recomputed, "torch_varlen", lambda: varlen_plain)
+    recomputed._checked.cache_clear()
+    assert recomputed._checked(*kind, False) is varlen_plain
+    recomputed._checked.cache_clear()
 
 
 def test_only_sdpa_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     model.set_attn_implementation("eager")
-    monkeypatch.setenv(VARIABLE, "varlen")
+    monkeypatch.setattr(recomputed, "chosen", lambda rows, device: VarlenAttention)
     monkeypatch.setattr(recomputed, "attention", None)
     with recomputed.recomputed_attention(model, ScatteredRows(9, torch.arange(9)), []):
         pass
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_parts_of_rows_see_their_own_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows at a time; the controls: a part that sees one key too few, heads in another order."""
+    model = tiny(family, std=0.15).double()
+    made = methods.create("legolink:4", model)
+    compiled, parts = made.compile(DOCUMENTS), GroupedAttention.parts
+    counts: list[int] = []
+
+    def logits(least_keys: int, changed: Callable[[Any], Any] = lambda found: found) -> Tensor:
+        def noted(self: Any, *given: Any) -> Any:
+            found = parts(self, *given)
+            counts.append(len(found))
+            return changed(found)
+
+        monkeypatch.setattr(recomputed, "_LEAST_KEYS", least_keys)
+        monkeypatch.setattr(GroupedAttention, "parts", noted)
+        found: Tensor = made.link(compiled, [9, 17, 33, 41, 12], head_ids=[5, 6]).logits
+        return found
+
+    plain = logits(10**9)
+    assert not counts  # short prompts are left alone
+    monkeypatch.setattr(recomputed, "_ROWS", 3)
+    torch.testing.assert_close(logits(0), plain, rtol=1e-9, atol=1e-9)
+    assert len(counts) >= model.config.num_hidden_layers
+    assert max(counts) > 1
+    for wrong in (
+        lambda found: [(here, end - 1, mask[..., :-1]) for here, end, mask in found],
+        lambda found: [(here, end, mask.roll(1, -2)) for here, end, mask in found],
+    ):
+        assert (logits(0, wrong) - plain).abs().max() > 1e-4

@@ -18,7 +18,7 @@ def test_kernels_are_right_and_wrong_ones_are_noticed(device: EngineDevice, tmp_
     """Small sizes; larger ones, and times, are `scripts/bench-gpu`'s."""
     if device.kind == "cpu":
         pytest.skip("a CPU interprets them: scripts/bench-gpu --tiny --device cpu")
-    result = CliRunner().invoke(cli.app, ["bench", "serving-gpu", "--tiny", "--out", str(tmp_path / "kernels.json")])
+    result = CliRunner().invoke(cli.app, ["bench", "kernels", "--tiny", "--out", str(tmp_path / "kernels.json")])
     assert result.exit_code == 0, (result.output, result.exception)
     rows = json.loads((tmp_path / "kernels.json").read_text())["results"]
     assert len(rows) == 12

@@ -1,6 +1,6 @@
-"""Compiles the kernels for a GPU where there is none, and prints what each takes. Run by test_mac_kernels.py.
+"""Compiles the kernels for a GPU where there is none, and prints what each takes..
 
-The kernels are "launched" by a whole step over tensors of the CPU, with the launch itself left out.
+The kernel is "launched" over tensors of the CPU, with the launch itself left out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from comb.kernels.launch import Launch, Pages
-from comb.kernels.mac.config import MacConfig
-from comb.kernels.mac.state import MacState
-from comb.kernels.mac.step_kernel import mac_step_triton
+from comb.kernels.launch import Launch
+from comb.kernels.mac.kernel import attend_ranges
 
 
 class NoDevice:
@@ -76,38 +74,28 @@ def buffers(kernel: Any, width: int, keys: int) -> list[int]:
     return [int(count) for count, *shape in found if {int(one) for one in shape} == {width, keys}]
 
 
-def step(dtype: torch.dtype, *, shared: int, width: int, value_width: int, paged: bool, launch: Launch) -> None:
-    config = MacConfig(window=1024, min_length=0, ring_dtype="bfloat16" if dtype == torch.bfloat16 else "auto")
-    rows, groups, length = 2, 2, 64
-    query = torch.zeros(rows, groups * shared, width, dtype=dtype)
-    shape = (8, 16, groups) if paged else (rows, groups, length)
-    pages = Pages(torch.zeros(rows, 4, dtype=torch.int32), torch.full((rows,), length)) if paged else None
-    state = MacState.empty(rows, groups * shared, width, value_width, config, query)
-    keys, values = torch.zeros(*shape, width, dtype=dtype), torch.zeros(*shape, value_width, dtype=dtype)
-    start = torch.zeros(rows, dtype=torch.long)
-    mac_step_triton(
-        state, query.float(), query, keys, values, start, config, 1.0, write=True, pages=pages, launch=launch
-    )
+def launched(dtype: torch.dtype, *, shared: int, width: int, value_width: int, launch: Launch) -> None:
+    query = torch.zeros(2, 2 * shared, width, dtype=dtype)
+    keys, values = (torch.zeros(2, 2, 64, channels, dtype=dtype) for channels in (width, value_width))
+    bounds = torch.zeros(3, 2, 2 * shared, dtype=torch.long)
+    attend_ranges(query, keys, values, bounds, bounds, 1.0, launch)
 
 
 if __name__ == "__main__":
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
     some, wide = Launch(programs=264), Launch(programs=264, key_tile=128)
-    for paged in (False, True):
-        step(torch.bfloat16, shared=4, width=128, value_width=128, paged=paged, launch=some)
+    launched(torch.bfloat16, shared=4, width=128, value_width=128, launch=some)
     usual = len(compiled)
     if "--all" in sys.argv:
-        step(
-            torch.bfloat16, shared=8, width=128, value_width=128, paged=False, launch=Launch(programs=264, key_tile=128)
-        )
-        step(torch.float16, shared=5, width=80, value_width=96, paged=True, launch=some)
-        step(torch.float32, shared=3, width=72, value_width=40, paged=False, launch=some)
-        step(torch.float32, shared=1, width=192, value_width=128, paged=True, launch=some)
+        launched(torch.bfloat16, shared=8, width=128, value_width=128, launch=wide)
+        launched(torch.float16, shared=5, width=80, value_width=96, launch=some)
+        launched(torch.float32, shared=3, width=72, value_width=40, launch=some)
+        launched(torch.float32, shared=1, width=192, value_width=128, launch=some)
     for number, (name, kernel) in enumerate(compiled):
         assert len(kernel.asm["cubin"]) > 1000, name
         print(name, kernel.metadata.shared, "bytes shared", kernel.metadata.num_warps, "warps")
-        if name == "_attend_kernel" and number < usual:
+        if name == "_ranges_kernel" and number < usual:
             registers, spilled = resources(kernel)
             tiles, held = buffers(kernel, 128, some.key_tile), resident(kernel, registers)
             print("   ", registers, "registers,", spilled, "bytes spilled, tiles", tiles, held, "at once")

@@ -156,12 +156,12 @@ def three_documents(model: CombForCausalLM) -> dict[str, list[int]]:
     }
 
 
-def greedy(tokens: int, extra: dict[str, Any] | None = None) -> Any:
+def greedy(tokens: int, extra: dict[str, Any] | None = None, **more: Any) -> Any:
     """Greedy decoding of exactly so many tokens, with their log-probabilities."""
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, extra_args=extra, detokenize=False
+        temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, extra_args=extra, detokenize=False, **more
     )
 
 

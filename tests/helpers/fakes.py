@@ -141,14 +141,16 @@ class Client:
         self.app, self.key = app, key
 
     async def send(
-        self, method: str, path: str, body: Any = None, *, leave: asyncio.Event | None = None, kind: str | None = None
-    ) -> Answer:
-        """`body` is bytes, or something for JSON; the client leaves once `leave` is set."""
+        self, method: str, path: str, body: Any = None, *, leave: asyncio.Event | None = None, kind: str | None = None,
+        more: Sequence[tuple[bytes, bytes]] = (),
+    ) -> Answer:  # fmt: skip
+        """`body` is bytes, or something for JSON; the client leaves once `leave` is set; `more` are headers."""
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         headers = [(b"content-length", str(len(data)).encode())]
         headers += [(b"content-type", kind.encode())] if kind else [(b"content-type", b"application/json")]
         if self.key is not None:
             headers.append((b"authorization", f"Bearer {self.key}".encode()))
+        headers += more
         parts = [data[:5], data[5:]]
         answer = Answer()
 

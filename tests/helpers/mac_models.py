@@ -14,9 +14,7 @@ from tests.helpers.families import BASE, MLA, tiny
 
 NEW = 16
 # everything that can match, does: the loosest threshold, no caps
-FREE = MacConfig(
-    window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None, break_even=False
-)
+FREE = MacConfig(window=16, band=4, tau=0.0, min_length=0, max_chain=None, max_drift=False, audit_bound=None)
 NEVER = replace(FREE, tau=1.0, audit_every=4, audit_bound=1e-3)
 
 

@@ -30,7 +30,10 @@ BUILDER = PromptBuilder(AutoTokenizer.from_pretrained(CHECKPOINT))
 class Server:
     """Middleware, manager, fake encoders and the echoing server behind it."""
 
-    def __init__(self, *, layout: Any = LAYOUT, processes: Any = None, reports: Any = None, **options: Any) -> None:
+    def __init__(
+        self, *, layout: Any = LAYOUT, processes: Any = None, reports: Any = None, max_tokens: int | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         known = ServeOptions("nano", **{"wait_seconds": 0.0, **options})
         self.echo, self.encoders = Echo(), FakeEncoders()
         if known.method is not None:
@@ -41,7 +44,7 @@ class Server:
                 layout, self.encoders, wait_seconds=known.wait_seconds, held_share=known.tenant_share,
                 pinned_share=known.pinned_share,
             )  # fmt: skip
-        preprocessor = Preprocessor(BUILDER, self.manager, MethodChoice(known), 3)
+        preprocessor = Preprocessor(BUILDER, self.manager, MethodChoice(known), 3, max_tokens=max_tokens)
         front = ServerFront(known, SECRET, preprocessor, processes, reports)
         self.app = CombMiddleware(self.echo, front=front)
 

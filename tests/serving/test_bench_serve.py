@@ -23,6 +23,7 @@ from comb.documents.document import Document
 from comb.evaluation.plot import draw
 from comb_serving.bench.client import GIVE_UP, RequestRecord, Target
 from comb_serving.bench.figures import growth, percentile, ratio, summarize, sustained
+from comb_serving.bench.models import models_of
 from comb_serving.bench.options import ServeBenchOptions
 from comb_serving.bench.serve import ServeRun
 from comb_serving.bench.servers import COMB, PLAIN, ServerPlan, plans, token_bytes
@@ -129,6 +130,9 @@ def test_a_stream_is_timed_from_arrival_to_its_first_token() -> None:
     assert record.error == ""
     assert (record.ttft_s, record.total_s, record.late_s) == pytest.approx((0.5, 1.5, 0.1))
     assert (record.hits, record.encoded, record.document_tokens) == (1, 1, 14)
+    lines = stream(["d1", "d2"])
+    lines[0][0]["comb"]["documents"][1]["state"] = "compiled"  # by a plain model itself
+    assert read(lines).encoded == 1
 
 
 @pytest.mark.parametrize(
@@ -314,6 +318,15 @@ def test_both_servers_get_the_same_memory_and_options() -> None:
     assert plain.environment == {"VLLM_PLUGINS": ""}
     with pytest.raises(ValueError, match="part of --cache-bytes"):
         plans(replace(options, pool_bytes="100"), "back", ["adapter"])
+
+
+def test_a_plain_model_is_served_with_its_method(tmp_path: Path) -> None:
+    models = models_of(replace(OPTIONS, checkpoint="nano", method="naive"), tmp_path)
+    assert models.backbone == models.adapter
+    assert models.name == "nano, naive"
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="--method is for a plain model"):
+        models_of(replace(OPTIONS, method="naive"), tmp_path)
 
 
 def outcome(faster: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:

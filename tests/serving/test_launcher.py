@@ -36,7 +36,7 @@ LAUNCH = """
 import sys, pathlib
 from comb_serving.launch.launcher import launch
 from comb_serving.config.options import ServeOptions
-sys.exit(launch(ServeOptions("me/adapter"), ["--port", "1"], root=pathlib.Path(sys.argv[1]),
+sys.exit(launch(ServeOptions("owner/adapter"), ["--port", "1"], root=pathlib.Path(sys.argv[1]),
     server=[sys.executable, "-c", sys.argv[2]]))
 """
 
@@ -61,11 +61,11 @@ def test_the_server_gets_its_environment_and_the_folder_goes(tmp_path: Path, mon
     code, seen = program(tmp_path, "sys.exit(3)")
     arguments = ["--max-model-len", "64", "-tp", "2", "--api-key", "k"]
     server = [sys.executable, "-c", code]
-    options = ServeOptions("me/adapter", pool_bytes="4096", pool_dtype="fp8")
+    options = ServeOptions("owner/adapter", pool_bytes="4096", pool_dtype="fp8")
     status = launch(options, arguments, root=root, server=server)
     assert status == 3
     found = told(seen)
-    assert found["argv"][:2] == ["--model", "me/adapter"]
+    assert found["argv"][:2] == ["--model", "owner/adapter"]
     assert found["argv"][-2:] == ["--middleware", "comb_serving.api.middleware.CombMiddleware"]
     environment = found["environment"]
     assert (environment["COMB_POOL_BYTES"], environment["COMB_POOL_DTYPE"]) == ("4096", "fp8")
@@ -139,6 +139,22 @@ def test_signals_and_crashes(tmp_path: Path, number: signal.Signals) -> None:
     assert list(root.iterdir()) == [bystander]
 
 
+def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
+    code, seen = program(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: print(flush=True)); time.sleep(60)")
+    root = tmp_path / "root"
+    root.mkdir()
+    command = [sys.executable, "-c", LAUNCH, str(root), code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
+        pid = told(seen)["pid"]
+        assert launcher.stdout is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            launcher.send_signal(number)
+            launcher.stdout.read(1)  # the server has heard of the first; it says nothing of the second
+        assert launcher.wait(10) != 0
+        wait_until_gone(pid)
+    assert list(root.iterdir()) == []
+
+
 def test_shared_memory_that_a_killed_engine_left_goes_with_its_instance(tmp_path: Path) -> None:
     mapping = (
         "import mmap, os, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 9); print(flush=True); input()"
@@ -210,7 +226,7 @@ def test_a_healthy_server_is_reported(tmp_path: Path, host: str, shown: str, tls
         seen.with_name("ready").touch()
 
     status = launch(
-        ServeOptions("me/adapter"),
+        ServeOptions("owner/adapter"),
         ["--host", host, "--port", str(port), *options],
         root=tmp_path / "root",
         server=["timeout", "30", sys.executable, "-c", code],

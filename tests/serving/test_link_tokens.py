@@ -11,7 +11,6 @@ import torch
 import transformers as tf
 
 from comb import LinkTokensForCausalLM
-from comb_serving import LLM
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_training.nano import CHECKPOINT
@@ -115,6 +114,8 @@ def test_a_document_compiled_again_is_what_it_was(tmp_path: Path) -> None:
 def test_in_process_and_by_name(tmp_path: Path) -> None:
     """``LLM(adapter)``: tokenizer and weights are the backbone's, the method is the adapter's."""
     from vllm import SamplingParams
+
+    from comb_serving import LLM
 
     model = adapter(str(CHECKPOINT), tmp_path, dtype=torch.float32)
     library, links = PlainLibrary(), PlainLibrary()

@@ -118,6 +118,32 @@ def test_the_head_is_shared_with_plain_prompts_and_between_methods(linked: Linke
         assert report.head_tokens == 64
 
 
+def test_what_is_computed_is_never_found_where_it_is_loaded(linked: LinkedEngine) -> None:
+    """A document's last token is computed where nothing follows it, and the rest of it by methods with seams."""
+    linked.llm.reset_prefix_cache()
+    for names, head in (("A", 19), ("BB", 16), ("C", 2), ("AB", 11)):  # together whole blocks of 32
+        ends = LinkedPrompt(names, head=tuple(range(10, 10 + head)), tail=())
+        longer = LinkedPrompt(names, head=ends.head, tail=(20, 21, 22))
+        for method in ("naive", "legolink:4", "legolink:16", "primed", "naive"):
+            linked.ask([(ends, method)])
+            (found,) = linked.ask([(longer, method)])
+            assert largest_difference(found, linked.reference(longer, method)) < EXACT, (names, method)
+
+
+def test_who_wants_all_of_a_prompt_computed_gets_no_linked_answer(linked: LinkedEngine) -> None:
+    """vLLM loads nothing then: what would be computed must not lie under the hashes of what is loaded."""
+    expected = linked.reference(PROMPTS[0], "naive")
+    for wanted in ({"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}):
+        linked.llm.reset_prefix_cache()
+        prompt, parameters = linked.request(PROMPTS[0], "naive")
+        asked = greedy(8, parameters.extra_args, **wanted)
+        (output,) = linked.llm.generate([prompt], [asked], use_tqdm=False)
+        assert output.outputs[0].finish_reason == "error"
+        (found,) = linked.ask([(PROMPTS[0], "naive")])
+        assert largest_difference(found, expected) < EXACT
+    check_nothing_is_left(linked.scheduler)
+
+
 def test_statements_that_dont_fit_end_in_an_error_and_touch_nobody(linked: LinkedEngine) -> None:
     plain, others = PROMPTS[1], [(PROMPTS[0], "naive")]
     expected = linked.ask(others)

@@ -118,6 +118,7 @@ def test_a_layer_with_a_state_is_refused_by_name() -> None:
         ("model_config", "enable_sleep_mode", True),
         ("", "speculative_config", object()),
         ("", "lora_config", object()),
+        ("", "weight_transfer_config", object()),
     ],
 )
 def test_engines_that_cant_link_are_refused(part: str, name: str, value: Any) -> None:

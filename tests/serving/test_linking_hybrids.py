@@ -29,17 +29,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 NOISE = {"float32": 1e-4, "bfloat16": 0.08}  # of logits, relative: plain vLLM against transformers in float32
 
 
+CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 3}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), [("falcon_h1", "float32"), ("qwen3_next", "bfloat16")])
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("family", "dtype", "method", "options"),
     [
-        ("hypic:8", {}),
-        ("hypic:4", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
-        ("hypic:0", {}),
-        ("hypic:4,primer=true", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
+        ("falcon_h1", "float32", "hypic:8", {}),
+        ("falcon_h1", "float32", "hypic:0", CHUNKS),  # no seams
+        ("falcon_h1", "float32", "hypic:4,primer=true", CHUNKS),
+        ("qwen3_next", "bfloat16", "hypic:4", CHUNKS),
+        ("qwen3_next", "bfloat16", "hypic:4,primer=true", {}),
     ],
-    ids=["as it comes", "chunks", "no seams", "primed"],
 )
 def test_a_hybrid_is_linked_as_in_the_library(
     family: str, dtype: str, method: str, options: dict[str, Any], tmp_path: Path

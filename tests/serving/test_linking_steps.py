@@ -36,12 +36,10 @@ def check_answers(linked: LinkedEngine) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 256, "max_num_seqs": 1},
-        {"num_gpu_blocks_override": 9},  # not all requests at once: some are preempted
-        {"enforce_eager": False},
-        {"async_scheduling": True},
+        {"enforce_eager": False, "max_num_batched_tokens": 256, "max_num_seqs": 1},
+        {"async_scheduling": True, "num_gpu_blocks_override": 9},  # not all requests at once: some are preempted
     ],
-    ids=["one row", "preemption", "compiled", "async"],
+    ids=["compiled, one row", "async, preemption"],
 )
 def test_answers_are_the_same_however_steps_are_made(model: Any, options: dict[str, Any]) -> None:
     with linked_engine(model, **options) as linked:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from comb_serving import LLM
 from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
 from tests.helpers.plain import PlainLibrary
 
+LLM: Any = pytest.importorskip("comb_serving.offline", reason="needs vllm", exc_type=ImportError).LLM
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
 
 METHOD = "legolink:4"
@@ -61,11 +61,44 @@ def test_answers_are_the_librarys(llm: LLM, library: PlainLibrary, method: str |
     manager.check_integrity()
 
 
+def test_weights_stay_what_documents_were_compiled_with(llm: LLM) -> None:
+    with pytest.raises(Exception, match="start another"):
+        llm.collective_rpc("reload_weights")
+    assert llm.apply_model(lambda model: len(list(model.parameters())) > 0) == [True]
+
+    def scale(by: float) -> Any:
+        return lambda model: [parameter.data.mul_(by) for parameter in model.parameters()] and None
+
+    for by in (2.0, 0.5):  # and back: other tests ask the same engine
+        with pytest.raises(Exception, match="apply_model has changed weights"):
+            llm.apply_model(scale(by))
+
+
+def test_who_asks_for_all_of_a_prompt_gets_all_of_it_computed(llm: LLM, library: PlainLibrary) -> None:
+    from vllm import SamplingParams
+
+    asked = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    chosen = [
+        SamplingParams(**asked, **more) for more in ({"prompt_logprobs": 1}, {}, {"skip_reading_prefix_cache": True})
+    ]
+    answers = llm.chat([QUESTION] * 3, chosen, documents=[TEXTS] * 3, use_tqdm=False)
+    assert [answer.comb["method"] for answer in answers] == ["full", METHOD, "full"]
+    for answer in (*answers, *ask(llm, [TEXTS])):
+        expected = library.logs(library.chat(QUESTION, TEXTS), answer.comb["method"], 8)
+        assert logs(answer) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("documents", ["", "one text", {}, {"text": "x"}, 0, False])
+def test_what_is_no_list_of_documents_is_said(llm: LLM, documents: Any) -> None:
+    with pytest.raises(ValueError, match="documents is a list"):
+        llm.chat(QUESTION, documents=documents, use_tqdm=False)
+
+
 def test_calls_of_tools_stand_in_messages(llm: LLM, library: PlainLibrary) -> None:
     from vllm import SamplingParams
 
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, *QUESTION]
+    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION]
     parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     (answer,) = llm.chat(messages, parameters, documents=TEXTS, use_tqdm=False)
     assert logs(answer) == pytest.approx(library.logs(library.chat(messages, TEXTS), METHOD, 8), abs=1e-4)
@@ -75,25 +108,40 @@ def test_what_has_no_place_is_computed_whole(llm: LLM, library: PlainLibrary) ->
     manager = llm.preprocessor.manager
     assert manager is not None
     room = manager.layout.num_blocks * manager.layout.block_size
-    llm.add_document({"id": "large", "token_ids": [7] * min(200, room - 8)}, pin=True)
-    try:
-        many = [f"{text} It was {day}." for text in TEXTS for day in ("Monday", "Friday", "Sunday")]
-        (answer,) = ask(llm, [many])
-        if states(answer)[0] == "inlined":
-            assert answer.comb["method"] == "full"
-        expected = library.logs(library.chat(QUESTION, many), answer.comb["method"], 8)
+    day = "It was Monday, and it rained. "
+    many = [f"{text} {number} {day}" for text in TEXTS for number in range(room // len(TEXTS) // 8)]
+    assert sum(len(library.builder.segment(text)) for text in many) > room
+    lists = [many[start : start + 4] for start in range(0, len(many), 4)]
+    answers = ask(llm, lists)
+    assert {answer.comb["method"] for answer in answers} == {METHOD, "full"}
+    for answer, texts in [*zip(answers, lists, strict=True)][:: max(1, len(lists) // 6)]:
+        assert (answer.comb["method"] == "full") == (states(answer)[0] == "inlined")
+        expected = library.logs(library.chat(QUESTION, texts), answer.comb["method"], 8)
         assert logs(answer) == pytest.approx(expected, abs=1e-4)
-    finally:
-        llm.remove_document("large")
+    assert manager.references == 0
     assert states(ask(llm, [TEXTS])[0])[0] in ("hit", "compiled")
 
 
 def test_options_that_do_not_fit(tmp_path: Path, nano_adapter: Path) -> None:
     for checkpoint, options, message in (
         (CHECKPOINT, {}, "link documents in a plain model"),
+        (nano_adapter, {}, "LLM links documents in plain models"),
         (nano_adapter, {"method": "naive"}, "is a COMB adapter"),
         (CHECKPOINT, {"method": "cacheblend"}, "vLLM links documents with"),
-        (CHECKPOINT, {"method": "naive", "encoder": False}, "encoder is for adapters"),
+        (CHECKPOINT, {"method": "full"}, "LLM links documents in plain models"),
     ):
         with pytest.raises(ValueError, match=message):
             LLM(checkpoint, **options)
+
+
+def test_what_cannot_be_served_says_so_and_holds_nothing(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="unknown field 'colour'"):
+        llm.generate("x", documents=[{"text": "a", "colour": "red"}])
+    with pytest.raises(ValueError, match="a list for each of them"):
+        llm.generate(["x", "y"], documents=["one list for two"])
+    with pytest.raises(RuntimeError, match="close"):
+        LLM(CHECKPOINT, method=METHOD)
+    (plain,) = llm.generate("A question", documents=None, use_tqdm=False)
+    assert not hasattr(plain, "comb")
+    assert llm.preprocessor.manager is not None
+    assert llm.preprocessor.manager.references == 0

@@ -119,6 +119,7 @@ def test_what_an_instance_is_set_up_with(monkeypatch: pytest.MonkeyPatch) -> Non
         "without sleep mode": {"enable_sleep_mode": True},
         "can't be shared": {"enable_cumem_allocator": True},
         "speculative": {"speculative_config": object()},
+        "without weight_transfer_config": {"weight_transfer_config": object()},
         "need their own worker, not mine.Worker": {"worker_cls": "mine.Worker"},
         "need their own scheduler, not mine.Scheduler": {"scheduler_cls": "mine.Scheduler"},
         "without the KV connector ExampleConnector": {"kv_connector": "ExampleConnector"},

@@ -1,12 +1,8 @@
-"""The plug-in in other engines: compiled, over two ranks, with a pool in fp8, and with interpreted kernels."""
+"""The plug-in in other engines: compiled, over two ranks, with a pool in fp8. (Interpreted: tests/interpreted.)"""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +110,3 @@ def test_answers_over_a_pool_in_fp8_are_near_the_librarys(tmp_path: Path, monkey
             assert error < (0.1 if name else 1e-5)
             assert (error > 1e-6) is bool(name)
         assert abs(found.ask([(prompt, "B")], tokens=1)[0][1][0] - found.reference(prompt, "A", tokens=1)[1][0]) > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install triton")
-def test_interpreted_kernels_serve_the_librarys_answers() -> None:
-    """Triton decides at its import whether kernels are interpreted, so this runs in a process of its own."""
-    file = str(Path(__file__).with_name("interpreted_plugin.py"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "3 passed" in done.stdout

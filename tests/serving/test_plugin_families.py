@@ -1,4 +1,7 @@
-"""The plug-in on other backbones: layers that pass on one stream or two, biases, positions, and a hybrid."""
+"""The plug-in on other backbones: layers that pass on one stream or two, biases, positions, and hybrids.
+
+Without documents two of them are compared with plain vLLM to the bit, the others with the library: an engine less each.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+BITWISE = {"gpt2", "falcon_h1"}  # a stream of its own kind, and one with states
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_its_backbone_without_documents_and_the_library_with(family: str, tmp_path: Path) -> None:
     kind, values, options = FAMILIES[family]
@@ -45,10 +51,13 @@ def test_a_family_is_its_backbone_without_documents_and_the_library_with(family:
     expected = [reference(model, prompt, [documents[name] for name in names], 6) for prompt, names in asked]
     tolerance = 0.05 if options.get("dtype") else 1e-5
     assert (expected[0][2][0] - expected[4][2][0]).abs().max() > 4 * tolerance  # documents matter
-    with engine(tmp_path / "backbone", **options) as llm:
-        alone = [answer(llm.generate([{"prompt_token_ids": p}], greedy(6), use_tqdm=False)[0]) for p in prompts]
+    alone = []
+    if family in BITWISE:
+        with engine(tmp_path / "backbone", **options) as llm:
+            alone = [answer(llm.generate([{"prompt_token_ids": p}], greedy(6), use_tqdm=False)[0]) for p in prompts]
     with served(tmp_path / "adapter", model, **options) as found:
-        assert [found.ask([(prompt, "")], 6)[0] for prompt in prompts] == alone
+        for prompt, one in zip(prompts, alone, strict=False):
+            assert found.ask([(prompt, "")], 6)[0] == one
         found.llm.reset_prefix_cache()
         for (ids, logs), (wanted, likely, all_logs) in zip(found.ask(asked, 6), expected, strict=True):
             assert logs[0] == pytest.approx(all_logs[0][ids[0]].item(), abs=tolerance)

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from comb.cli import main as cli
 from comb.kernels.paged.attention import attend
 from comb.kernels.paged.layout import BlockTable, PagedBatch
-from comb_serving.bench import ipc
 from comb_serving.pool import cuda_ipc, memory
 from comb_serving.pool.cuda_ipc import CannotShareError
 from comb_serving.pool.handles import PoolHandle
 from comb_serving.pool.memory import DeviceMemory
 from comb_serving.pool.pool import PoolLayout, SharedPool
+from scripts.gpu import ipc
 
 FP8 = PoolLayout(cross_layers=2, kv_heads=3, head_dim=20, num_blocks=6, block_size=4, dtype="bfloat16", stored="fp8")
 UUID = "00000000-aaaa"
@@ -247,17 +245,6 @@ def test_a_writer_that_ends_early_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the writer ended with status 1"):
         ipc.hand_over(tmp_path, layout_for("float32", "auto"), torch.device("cpu"), source="nowhere", tokens=9)
     assert not list(tmp_path.iterdir())
-
-
-def test_ipc_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "hand_over", lambda *_, source, **__: "" if source == "cpu" else "it differs")
-    result = CliRunner().invoke(cli.app, ["bench", "ipc", "--device", "cpu", "--out", str(tmp_path / "i.json")])
-    assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "i.json").read_text())["results"]
-    assert [(row["stored"], row["wrong"]) for row in rows] == [("auto", ""), ("fp8", "")]
-    monkeypatch.setattr(ipc, "hand_over", lambda *_, **__: "it differs")
-    wrong = CliRunner().invoke(cli.app, ["bench", "ipc", "--device", "cpu"])
-    assert "it differs; it differs" in str(wrong.exception)
 
 
 @pytest.mark.gpu

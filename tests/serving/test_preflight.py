@@ -16,6 +16,7 @@ from comb.cli import main as cli
 from comb_serving.launch.preflight import Start, check_start
 from comb_serving.vllm.linking.setup import linking_options
 from comb_training.nano import CHECKPOINT
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 
 ADAPTER = json.dumps({"model_type": "comb", "backbone_name_or_path": str(CHECKPOINT)})
 
@@ -153,3 +154,11 @@ def test_plain_models_say_how_they_link(
     for method in ("naive", "legolink", "full"):
         assert serve("nano", monkeypatch, "--method", method) == 0
     assert started == ["nano"] * 3
+
+
+@pytest.mark.parametrize(("positions", "tokens"), [(512, 256), (1024, 512), (4096, 519)])
+def test_the_passage_leaves_documents_half_of_a_small_model(positions: int, tokens: int, tmp_path: Path) -> None:
+    byte_llama(max_position_embeddings=positions).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    options = linking_options("primed", str(tmp_path))["kv_transfer_config"]["kv_connector_extra_config"]
+    assert len(options["primer"]) == tokens

@@ -29,6 +29,7 @@ CHAT = "/v1/chat/completions"
 PROGRAM = """
 import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 documents, left, waiting = {}, [], []
 class Handler(BaseHTTPRequestHandler):
@@ -52,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200 if found else 404, {})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.path == "/v1/documents":
+        if unquote(self.path) == "/v1/documents":
             if body["text"] == "refused" and options["--name"] == "replica-1":
                 return self.answer(429, {"error": {"message": "full"}})
             name = body.get("id", "made-" + body["text"])
@@ -237,6 +238,28 @@ def test_the_same_documents_go_to_the_same_replica_unchanged(url: str) -> None:
     assert ask(url, "POST", f"{CHAT}?x=%2F", {"documents": []})[1]["path"] == f"{CHAT}?x=%2F"
     with stream(url, "0", stream=False) as answer:
         assert answer.headers["x-kept"] == "yes"
+
+
+def test_a_sender_is_its_key_and_a_path_what_it_stands_for(url: str) -> None:
+    def send(path: str, body: bytes, *headers: tuple[str, str]) -> int:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        connection.putrequest("POST", path)
+        for name, value in (*headers, ("content-length", str(len(body)))):
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return answer.status
+
+    spelled = ("authorization", "bearer zoe")
+    assert send("/v1/%64ocuments", b'{"text": "x", "id": "spelled"}', spelled) == 200
+    for address in addresses(url).values():
+        assert ask(address, "GET", "/v1/documents/spelled", key="zoe")[0] == 200
+    assert ask(url, "DELETE", "/v1/documents/spelled", key="zoe")[0] == 200
+    for name in ("authorization", "x-request-id", "content-type"):
+        assert send(CHAT, b'{"documents": []}', spelled, (name, "a"), (name, "b")) == 400
+    assert send(CHAT, b" " * (2**24 + 1), spelled) == 413
 
 
 def test_too_many_requests_for_one_replica_spill(url: str, gate: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_training.nano import CHECKPOINT
 from tests.helpers.plain import PlainLibrary
+from tests.helpers.processes import gone, wait_for
 from tests.helpers.served import QUESTION, TEXTS, Served, logprobs, serve, states, text_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -23,13 +25,14 @@ METHOD = "legolink:4"
 METHODS = [METHOD, "naive", "legolink:9", "full"]
 MORE = [*TEXTS, "Cy sleeps in the hall and dreams of the red ball.", "The garden is behind the kitchen."]
 CLOSE = 1e-4  # of log-probabilities
+DRAIN = 2.0
 
 
 @pytest.fixture(scope="module")
 def plain(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(CHECKPOINT, tmp_path_factory.mktemp("p"), "--method", METHOD, "--audit", "0.2", pool="512KiB") as server:
+    options = ["--method", METHOD, "--audit", "0.2", "--comb-drain-seconds", str(DRAIN)]
+    with serve(CHECKPOINT, tmp_path_factory.mktemp("p"), *options, pool="512KiB") as server:
         yield server
-        server.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +225,54 @@ def test_clients_that_leave_free_everything(plain: Served) -> None:
             time.sleep(wait)
     plain.wait_until_idle()
     assert states(chat(plain))[0] in ("pool", "compiled")
+
+
+@pytest.mark.parametrize("method", ["naive", METHOD])
+def test_what_is_computed_whole_says_so_and_is_not_found_by_linked_requests(
+    plain: Served, library: PlainLibrary, method: str
+) -> None:
+    texts = [f"{random.randrange(10**6)}: {text}" for text in TEXTS]
+    prompt = library.completion("Where is Ada?", texts)
+    expected = library.logs(prompt, method, 8)
+    whole = complete(plain, "Where is Ada?", texts, method, prompt_logprobs=1)
+    assert whole[1]["comb"]["method"] == "full"
+    assert states(whole) == ["inlined"] * len(texts)
+    assert rows(whole)[0] == pytest.approx(library.logs(prompt, "full", 8), abs=CLOSE)
+    for _ in range(2):
+        linked = complete(plain, "Where is Ada?", texts, method)
+        assert linked[1]["comb"]["method"] == method
+        assert rows(linked)[0] == pytest.approx(expected, abs=CLOSE)
+    whole = complete(plain, "Where is Ada?", texts, method, prompt_logprobs=0)  # and none of theirs is found by it
+    assert rows(whole)[0] == pytest.approx(library.logs(prompt, "full", 8), abs=CLOSE)
+
+
+def test_told_to_end_it_lets_streams_run_cuts_them_off_with_an_error_and_is_gone(plain: Served) -> None:
+    """The last test of this server."""
+    plain.wait_until_idle()
+    body = {"model": "nano", "messages": QUESTION, "max_tokens": 450, "ignore_eos": True, "documents": TEXTS}
+    kinds = [{"stream": True}, {"stream": False}, {"stream": True, "max_tokens": 3}]
+    instance, processes = plain.instance(), [pid for pid, *_ in plain.processes()]
+
+    def ask(number: int) -> tuple[int, Any]:
+        return plain.request("POST", CHAT, {**body, **kinds[number % 3]})
+
+    with ThreadPoolExecutor(48) as clients:
+        asked = [clients.submit(ask, number) for number in range(48)]
+        wait_for(lambda: plain.references > 0)
+        plain.process.send_signal(signal.SIGTERM)
+        start = time.monotonic()
+        wait_for(lambda: plain.request("GET", "/health")[0] == 503)
+        assert "shutting down" in str(plain.chat(TEXTS))
+        plain.process.wait(DRAIN + 20)
+        assert plain.process.returncode == 0
+        assert time.monotonic() - start < DRAIN + 10
+        answers = [each.result() for each in asked]
+    ends = {"whole": 0, "error": 0, "refused": 0}
+    for status, answer in answers:
+        stream = answer if isinstance(answer, str) else ""
+        assert status == (200 if stream or "error" not in answer else 503), answer
+        assert not stream or stream.endswith("data: [DONE]\n\n"), stream[-300:]
+        ends["error" if '"error"' in stream else "refused" if status == 503 else "whole"] += 1
+    assert ends["error"] > 0, ends
+    assert not instance.exists()
+    assert all(gone(pid) for pid in processes)

@@ -134,7 +134,7 @@ def test_the_whole_run_from_a_configuration(tmp_path: Path, caplog: pytest.LogCa
         }
     )  # fmt: skip
     result = run_training(settings, progress=False)
-    assert [step for step, _ in result.record["heldout_losses"]] == [2]
+    assert [step for step, _ in result.record["heldout_losses"]] == [0, 2]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     with caplog.at_level("WARNING", logger="comb.methods.block"):
         methods.get("block")(loaded)

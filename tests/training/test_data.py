@@ -15,7 +15,7 @@ from comb.documents.datasets import Dataset, datasets, read_dataset
 from comb.documents.document import Document, Example
 from comb_training import plugin
 from comb_training.data.grouping import pick_distractors, seeded, split_groups
-from tests.helpers.rows import SHARED
+from tests.helpers.rows import SHARED, texts
 
 SQUAD = SHARED / "squad" / "squad_v2_dev_sample.json"
 BABI = SHARED / "babi" / "en-10k"
@@ -222,11 +222,10 @@ def test_jsonl_drops_empty_rows_and_counts_them(tmp_path: Path) -> None:
     row = {"documents": ["one"], "query": "q?", "answer": "a"}
     empty = [{**row, "documents": ["one", " "]}, {**row, "query": ""}, {**row, "answer": ""}, {**row, "documents": []}]
     dataset = read_dataset("jsonl", jsonl_file(tmp_path, row, *empty))
-    assert len(dataset) == dataset.counts.kept == 1
-    assert dict(dataset.counts.dropped) == dict.fromkeys(
-        ["empty document", "empty query", "empty answer", "no documents"], 1
-    )
-    assert "1 dropped: empty answer" in str(dataset.counts)
+    assert [texts(example) for example in dataset] == [["one"], ["one"]]
+    assert dataset.counts.truncated == {"empty document left out": 1}
+    assert dataset.counts.dropped == {"empty query": 1, "no answer": 1, "no documents": 1}
+    assert "1 dropped: no answer" in str(dataset.counts)
 
 
 @pytest.mark.parametrize(
@@ -234,11 +233,11 @@ def test_jsonl_drops_empty_rows_and_counts_them(tmp_path: Path) -> None:
     [
         ("{not json", "own.jsonl:2 is not JSON"),
         ([1], "own.jsonl:2: expected an object"),
-        ({"documents": "text", "query": "q", "answer": "a"}, "'documents' must be a list .*, got 'text'"),
+        ({"documents": "text", "query": "q", "answer": "a"}, "'documents' is a list of str or dict, got 'text'"),
         ({"documents": ["x"], "query": "\ud83d", "answer": "a"}, "own.jsonl:2 holds half of a character"),
-        ({"documents": [3], "query": "q", "answer": "a"}, "a document is a text or an object"),
-        ({"documents": ["x"], "answer": "a"}, "'query' must be a text, and the row has 'documents', 'answer'"),
-        ({"documents": ["x"], "query": "q"}, "'answer' must be a text"),
+        ({"documents": [3], "query": "q", "answer": "a"}, "'documents' is a list of str or dict"),
+        ({"documents": ["x"], "answer": "a"}, "there is no 'query'; there is 'documents', 'answer'"),
+        ({"documents": ["x"], "query": "q"}, "own.jsonl:2: there is no 'answer'"),
     ],
 )
 def test_jsonl_names_the_line_that_is_wrong(tmp_path: Path, row: Any, message: str) -> None:
@@ -273,7 +272,7 @@ def test_unknown_names_options_and_files_are_clear_errors(tmp_path: Path) -> Non
             read_dataset(name)
         with pytest.raises(ValueError, match="num_documents must be at least 1, not 0"):
             read_dataset(name, squad_file(tmp_path), num_documents=0)
-    with pytest.raises(ValueError, match=r"gives no example .*1 dropped: empty answer"):
+    with pytest.raises(ValueError, match=r"gives no example .*1 dropped: no answer"):
         read_dataset("jsonl", jsonl_file(tmp_path, {"documents": ["x"], "query": "q", "answer": ""}))
 
 
@@ -312,17 +311,21 @@ def asked(**row: Any) -> str:
     return json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "Text.", "qas": [row]}]}]})
 
 
-WRONG_ANSWERS: list[Any] = [None, {"text": ["a"]}, [{}]]
-
-
 @pytest.mark.parametrize(
-    "content",
-    ["{}", "[1]", "not json", '{"data": [{"title": "x"}]}', asked()]
-    + [asked(question="Who?", answers=answers) for answers in WRONG_ANSWERS],
+    ("content", "message"),
+    [
+        ("{}", "s.json: 'data' is a list of dict"),
+        ("[1]", "s.json: expected an object"),
+        ("not json", "s.json is not JSON"),
+        ('{"data": [{"title": "x"}]}', r"data\[0\]: 'paragraphs' is a list of dict"),
+        (asked(), r"qas\[0\]: there is no 'question'"),
+        (asked(question="Who?", answers=[{}]), r"qas\[0\]: answers\[0\]: there is no 'text'"),
+        (asked(question="Who?", answers=None), "1 dropped: no answer"),
+    ],
 )
-def test_squad_refuses_other_files_and_rows(tmp_path: Path, content: str) -> None:
+def test_squad_refuses_other_files_and_rows(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "s.json").write_text(content)
-    with pytest.raises(ValueError, match="is not SQuAD JSON"):
+    with pytest.raises(ValueError, match=message):
         read_dataset("squad", tmp_path / "s.json")
 
 

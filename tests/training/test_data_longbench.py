@@ -122,7 +122,7 @@ def test_what_is_left_out_is_counted(write_rows: WriteRows) -> None:
         (row("hotpot", "c"), r"rows.jsonl:1: LongBench has no task 'hotpot'"),
         (row("qasper", "c", answers="x"), r"rows.jsonl:1: 'answers' is a list of str"),
         ({**row("qasper", "c"), "context": 3}, "'context' is a text"),
-        ({**row("qasper", "c"), "dataset": None}, "there is no 'dataset'"),
+        ({**row("qasper", "c"), "dataset": None}, "LongBench has no task ''"),
     ],
 )
 def test_malformed_rows(write_rows: WriteRows, item: dict[str, Any], message: str) -> None:

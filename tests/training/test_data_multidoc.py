@@ -184,9 +184,9 @@ def test_nq_open_puts_the_gold_passage_among_others(write_rows: WriteRows) -> No
         ("musique", {**MUSIQUE, "answers": "x"}, "'answers' is a list of str"),
         ("musique", {"question": "q"}, "'ctxs' is a list of dict"),
         ("hotpotqa", {**HOTPOT, "context": 7}, r"'context' is a list of \[title"),
-        ("hotpotqa", {**HOTPOT, "context": [["T", "not a list"]]}, "a list of sentences"),
+        ("hotpotqa", {**HOTPOT, "context": [["T", "not a list"]]}, "'sentences' is a list of str"),
         ("hotpotqa", {**HOTPOT, "context": {"title": ["T", "U"], "sentences": [["One."]]}}, "'context' is a list of"),
-        ("hotpotqa", {**HOTPOT, "answer": None}, "there is no 'answer'"),
+        ("hotpotqa", {**HOTPOT, "answer": None}, "1 dropped: no answer"),
         ("musique", {**MUSIQUE, "ctxs": [{"title": 3, "text": "a"}]}, "'title' is a text"),
         ("musique", {"question": "q", "answer": "x", "answer_aliases": 3, "paragraphs": []}, "'answer_aliases' is a"),
         ("wikihop", {**WIKIHOP, "supports": [1]}, "'supports' is a list of str"),
@@ -245,7 +245,7 @@ def test_what_is_left_out_of_a_row_counts_on_its_side(write_rows: WriteRows) -> 
         "musique", write_rows({**MUSIQUE, "ctxs": [{"text": " "}, {"text": "b"}], "answers": ["", "y"]})
     )
     assert (texts(dataset[0]), dataset[0].references) == (["b"], ("y",))
-    assert dataset.counts.truncated == {"empty document left out": 1}
+    assert dataset.counts.truncated == {"empty document left out": 1, "empty answer left out": 1}
 
 
 @pytest.mark.parametrize(

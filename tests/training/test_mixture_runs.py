@@ -42,7 +42,7 @@ def test_a_run_from_the_cache_gives_the_same_losses(tmp_path: Path, monkeypatch:
     again = run_training(config(tmp_path, eval_steps=1), progress=False)
     assert again.record["losses"] == first.record["losses"]
     assert again.record["heldout_losses"] == first.record["heldout_losses"]
-    assert len(first.record["heldout_losses"]) == 2
+    assert len(first.record["heldout_losses"]) == 3
     told = json.loads((tmp_path / "out" / "training.json").read_text())
     assert {name: own["examples"] for name, own in told["tokens_by_set"].items()} == {"a": 18, "b": 6}
     assert told["tokens"]["document_tokens"].keys() == {"min", "median", "p90", "max", "total"}

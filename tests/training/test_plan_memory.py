@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from comb import CombForCausalLM
+from comb import CombForCausalLM, Prompt
 from comb.bench.memory import peak_memory
-from comb_training.bench.train import TrainOptions
 from comb_training.config import TrainConfig
-from comb_training.data.batches import Collator
+from comb_training.data.batches import Collator, TrainingExample
 from comb_training.models.lora import add_lora
 from comb_training.plan.activations import FACTOR, PassSize, activation_bytes
 from comb_training.plan.counting import Parameters
@@ -42,10 +41,29 @@ def comb_model(config: Any = None, *, bf16: bool = False, **shape: Any) -> CombF
     return CombForCausalLM.from_backbone(backbone, adapter_dtype=torch.float32, **shape).train()
 
 
-def sized(*sizes: int) -> TrainOptions:
-    """A batch: groups, questions about each, documents, their tokens, tokens of query and target."""
-    names = ("groups", "questions", "documents", "document_tokens", "query_tokens", "target_tokens")
-    return TrainOptions(**dict(zip(names, sizes, strict=True)))  # type: ignore[arg-type]
+class Sizes(NamedTuple):
+    """Of a batch: sets of documents, questions about each, documents of a set, their tokens, those of query, target."""
+
+    groups: int
+    questions: int
+    documents: int
+    document_tokens: int
+    query_tokens: int
+    target_tokens: int
+
+    def examples(self, vocabulary: int) -> list[TrainingExample]:
+        """Random token ids in these sizes."""
+        draw = torch.Generator().manual_seed(0)
+
+        def ids(count: int) -> tuple[int, ...]:
+            return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
+
+        sets = [tuple(ids(self.document_tokens) for _ in range(self.documents)) for _ in range(self.groups)]
+        return [
+            TrainingExample(Prompt((), documents, ids(self.query_tokens)), ids(self.target_tokens))
+            for documents in sets
+            for _ in range(self.questions)
+        ]
 
 
 @dataclass
@@ -53,7 +71,7 @@ class Step:
     """Forward and backward of one batch of random tokens."""
 
     model: CombForCausalLM
-    shape: TrainOptions
+    shape: Sizes
     autocast: bool = False
 
     def __post_init__(self) -> None:
@@ -96,7 +114,7 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
     if lora:
         pytest.importorskip("peft")
         add_lora(model, rank=4, alpha=8, dropout=0.0)
-    step = Step(model, sized(1, 2, 2, 8, 4, 4))
+    step = Step(model, Sizes(1, 2, 2, 8, 4, 4))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)
     step()
@@ -117,13 +135,13 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
 
 
 MANY_WORDS = {**SIZES, "vocab_size": 4000}
-CASES: dict[str, tuple[Any, TrainOptions, str | None]] = {
-    "documents": (LlamaConfig(**SIZES), sized(1, 1, 4, 100, 4, 4), "documents"),
-    "linked documents": (LlamaConfig(**SIZES), sized(1, 16, 4, 100, 4, 4), "linked"),
-    "queries": (LlamaConfig(**SIZES), sized(1, 8, 1, 16, 60, 4), "queries"),
-    "targets": (LlamaConfig(**MANY_WORDS), sized(2, 2, 2, 8, 1, 80), "targets"),
-    "all alike": (LlamaConfig(**SIZES), sized(2, 3, 3, 40, 24, 16), None),
-    "normalised queries": (Qwen3Config(**SIZES), sized(2, 3, 3, 40, 24, 16), None),
+CASES: dict[str, tuple[Any, Sizes, str | None]] = {
+    "documents": (LlamaConfig(**SIZES), Sizes(1, 1, 4, 100, 4, 4), "documents"),
+    "linked documents": (LlamaConfig(**SIZES), Sizes(1, 16, 4, 100, 4, 4), "linked"),
+    "queries": (LlamaConfig(**SIZES), Sizes(1, 8, 1, 16, 60, 4), "queries"),
+    "targets": (LlamaConfig(**MANY_WORDS), Sizes(2, 2, 2, 8, 1, 80), "targets"),
+    "all alike": (LlamaConfig(**SIZES), Sizes(2, 3, 3, 40, 24, 16), None),
+    "normalised queries": (Qwen3Config(**SIZES), Sizes(2, 3, 3, 40, 24, 16), None),
 }
 
 

@@ -108,7 +108,8 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
     # written by a process of wandb's own, which may not be through when finish() is
-    wait_for(lambda: all(name in log.read_bytes() for name in (b"train/loss", b"model.backbone", b"data.path")))
+    names = (b"train/loss", b"eval/loss", b"model.backbone", b"data.path")
+    wait_for(lambda: all(name in log.read_bytes() for name in names))
 
 
 def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
@@ -127,17 +128,80 @@ def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
         ("model.options={shared_layer: true}", "model.options=.* can't be used: .*'shared_layer'"),
         ("data.max_query_tokens=1", "no example is left to train on: .* dropped: query and answer of more than 1"),
         ("eval.methods=[full, comp]", "unknown method 'comp'; known: .*comb"),
+        ("eval.methods=['full@fixedd:3']", "unknown splitter 'fixedd'"),
+        ("eval.methods=[hypic]", "method 'hypic' is for hybrid models"),
+        ("eval.max_new_tokens=5000", "no question fits: .* all prompts with documents are longer"),
+        ("eval={methods: [comb, none], max_new_tokens: 5000}", "no question fits: .* all prompts without documents"),
+        (f"train.answers_dir={__file__}", "train.answers_dir: .*test_runs.py is no folder that can be written to"),
+        ("train={eval_steps: 1, answers: on_policy, output_dir: OUT}", "no question fits: .* an answer of 5000"),
+        (
+            "train={stages: [{name: a}, {name: b, data: {path: /nowhere.jsonl}}], output_dir: OUT}",
+            "train.stages, b: dataset 'jsonl': there is no file or folder",
+        ),
+        (
+            "train={stages: [{name: a}, {name: b, data: {max_query_tokens: 1}}], output_dir: OUT}",
+            "train.stages, b: no train example is left",
+        ),
     ],
 )
 def test_mistakes_are_named_before_anything_is_answered(
     config_for: Callable[..., Any], tmp_path: Path, override: str, message: str
 ) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config_for().to_dict()))
-    result = invoke("train", str(path), override)
+    content = config_for().to_dict()
+    if "eval_steps" in override:
+        content["eval"].update(methods=[], max_new_tokens=5000)
+    path.write_text(yaml.safe_dump(content))
+    result = invoke("train", str(path), override.replace("OUT", str(tmp_path / "out")))
     assert isinstance(result.exception, ValueError)
     assert re.search(message, str(result.exception))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_stands_in_the_way_of_the_results_is_named_before_the_training(
+    config_for: Callable[..., Any], tmp_path: Path
+) -> None:
+    path, out = tmp_path / "run.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(config_for(answers="gold").to_dict()))
+    for name in ("results.json", "results-squad.json", "loss.png", "model.safetensors"):
+        (out / name).mkdir(parents=True)
+        result = invoke("train", str(path))
+        assert re.search(rf"train.output_dir: .*{name} is a folder", str(result.exception))
+        assert [file.name for file in out.iterdir()] == [name]
+        (out / name).rmdir()
+    for content in (b"---\nlicense: [\n---\n", b"\xff"):
+        (out / "README.md").write_bytes(content)
+        result = invoke("train", str(path))
+        assert re.search(r"train.output_dir: \S*README.md.*", str(result.exception))[0] == str(result.exception)
+        assert (out / "README.md").read_bytes() == content
+        assert not (out / "log.jsonl").exists()
+
+
+def test_a_run_without_an_evaluation_ends_well(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    path, losses = tmp_path / "run.yaml", []
+    path.write_text(yaml.safe_dump(config_for(answers="gold", steps=2).to_dict()))
+    for options in (["eval.methods=[]"], ["eval.limit=0"], ["--no-eval"], ["eval.methods=[comb]"]):
+        result = invoke("train", str(path), *options)
+        assert result.exit_code == 0, result.output
+        assert ("no evaluation" in result.output) == ("[comb]" not in options[0])
+        losses.append(json.loads((tmp_path / "out" / "training.json").read_text())["losses"])
+    # what was tried before the training left no trace in it
+    assert losses[1:] == losses[:-1]
+    result = invoke("eval", str(tmp_path / "out"), "--set", "eval.methods=[]")
+    assert "eval.methods is empty" in str(result.exception)
+
+
+def test_eval_refuses_results_that_it_could_not_write(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "training.json").write_text(json.dumps({"config": config_for().to_dict()}))
+    (tmp_path / "old.json").mkdir()
+    for out, message in (
+        (Path(__file__) / "r.json", "test_runs.py is no folder that can be written to"),
+        (tmp_path / "old.json", "old.json is a folder"),
+        (tmp_path / "results.png", "name a .json file"),
+    ):
+        # there are no weights: it is refused before they are looked for
+        result = invoke("eval", str(tmp_path), "--out", str(out))
+        assert re.search(message, str(result.exception))
 
 
 def test_trained_config_of_other_folders(tmp_path: Path) -> None:
@@ -287,7 +351,7 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
     )  # fmt: skip
     result = run_training(settings, progress=False)
     for name in ("heldout_em", "heldout_losses"):
-        assert [step for step, _ in result.record[name]] == [2, 4]
+        assert [step for step, _ in result.record[name]] == [0, 2, 4]
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["heldout_f1"] == [list(pair) for pair in result.record["heldout_f1"]]
     # the last ones are those of the finished model, by the same questions

@@ -88,7 +88,7 @@ def test_stages_are_the_runs_they_stand_for(make: Callable[..., Config], tmp_pat
     assert record["losses"] == [list(pair) for pair in result.record["losses"]]
     losses = [*by_hand[0].record["losses"], *((3 + step, loss) for step, loss in by_hand[1].record["losses"])]
     assert result.record["losses"] == losses
-    assert [step for step, _ in record["heldout_losses"]] == [2, 3, 5, 7, 9]
+    assert [step for step, _ in record["heldout_losses"]] == [0, 2, 3, 3, 5, 7, 9]
     assert [(part["name"], part["first_step"], part["steps"]) for part in record["stages"]] == [
         ("copies", 0, 3), ("questions", 3, 6),
     ]  # fmt: skip

@@ -16,10 +16,10 @@ from comb import CombForCausalLM
 from comb_training.config import config_from_dict
 from comb_training.models.method import training_method
 from tests.helpers.training import comb_model, trainer
-from tests.training.test_plan_memory import SIZES, Step, sized
+from tests.training.test_plan_memory import SIZES, Sizes, Step
 from tests.training.test_plan_memory import comb_model as sized_model
 
-SHAPES = [sized(2, 3, 3, 40, 24, 16), sized(1, 3, 3, 33, 20, 16), sized(2, 2, 2, 50, 25, 7)]
+SHAPES = [Sizes(2, 3, 3, 40, 24, 16), Sizes(1, 3, 3, 33, 20, 16), Sizes(2, 2, 2, 50, 25, 7)]
 
 
 @pytest.fixture(autouse=True)

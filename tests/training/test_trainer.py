@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from comb import CombForCausalLM, Prompt
+from comb.evaluation.metrics import bootstrap
 from comb_training.config import TrainConfig
 from comb_training.data.batches import Collator, TrainingExample
 from comb_training.trainer.checkpoints import (
@@ -193,6 +194,10 @@ def test_out_of_memory_names_the_batch(tmp_path: Path, monkeypatch: pytest.Monke
         run.train()
 
 
+def evaluations(run: CombTrainer) -> list[dict[str, float]]:
+    return [row for row in run.log.history if "eval_loss" in row]
+
+
 def test_the_held_out_loss_is_the_mean_over_its_target_tokens(tmp_path: Path) -> None:
     rows = examples(11)
     run = CombTrainer(
@@ -202,8 +207,8 @@ def test_the_held_out_loss_is_the_mean_over_its_target_tokens(tmp_path: Path) ->
     )  # fmt: skip
     run.train()
     logged = run.logged("eval_loss")
-    assert [step for step, _ in logged] == [2, 4]
-    assert logged[0][1] != logged[1][1]
+    assert [step for step, _ in logged] == [0, 2, 4]
+    assert len({loss for _, loss in logged}) == 3
     batch = Collator(0)(rows)
     labels = batch.pop("labels")
     with torch.no_grad():
@@ -214,16 +219,40 @@ def test_the_held_out_loss_is_the_mean_over_its_target_tokens(tmp_path: Path) ->
 
 def test_the_share_of_the_divergence_that_is_closed_is_logged(tmp_path: Path) -> None:
     """The teacher's rows have the documents in them, and are longer than the model's."""
-    settings = {"steps": 2, "batch_size": 4, "eval_steps": 2, "kl_weight": 1.0, "ce_weight": 0.0}
+    settings = {"steps": 2, "batch_size": 4, "kl_weight": 1.0, "ce_weight": 0.0}
     run = CombTrainer(
         comb_model(gate=0.5), TrainConfig(**settings, output_dir=str(tmp_path)), examples(), TOKENIZER,
         heldout=examples(11), progress=False,
     )  # fmt: skip
     run.train()
-    [(_, closed)], [(_, kl)], [(_, none)] = (run.logged(f"eval_{name}") for name in ("closed", "kl", "kl_none"))
-    assert none > 0
-    assert kl > 0
-    assert closed == pytest.approx(1 - kl / none)
+    start, end = ([row[f"eval_{name}"] for name in ("closed", "kl", "kl_none")] for row in evaluations(run))
+    for closed, kl, none in (start, end):
+        assert none > 0
+        assert kl > 0
+        assert closed == pytest.approx(1 - kl / none)
+    assert start[:2] != end[:2]
+    assert start[2] == pytest.approx(end[2])
+
+
+def test_the_interval_of_what_is_closed_is_over_questions(tmp_path: Path) -> None:
+    """The same question again and again leaves nothing open; each question's own share is what is drawn from."""
+
+    def evaluation(heldout: list[TrainingExample]) -> dict[str, float]:
+        settings = TrainConfig(steps=1, batch_size=3, kl_weight=1.0, ce_weight=0.0, output_dir=str(tmp_path))
+        run = CombTrainer(comb_model(gate=0.5), settings, examples(), TOKENIZER, heldout=heldout, progress=False)
+        run.train()
+        return evaluations(run)[0]
+
+    rows = examples(7)
+    each = [evaluation([row]) for row in rows]
+    assert all(one["eval_closed_low"] == pytest.approx(one["eval_closed"]) for one in each)
+    whole = evaluation(rows)
+    assert whole["eval_closed_low"] < whole["eval_closed"] < whole["eval_closed_high"]
+    nones = [one["eval_kl_none"] * len(row.target) for one, row in zip(each, rows, strict=True)]
+    low, high = bootstrap([one["eval_kl"] / one["eval_kl_none"] for one in each], nones)
+    # (the drawn questions are in the order of the batches)
+    assert whole["eval_closed_low"] == pytest.approx(1 - high, abs=0.05)
+    assert whole["eval_closed_high"] == pytest.approx(1 - low, abs=0.05)
 
 
 def test_tokens_per_second_are_without_the_time_of_an_evaluation(tmp_path: Path) -> None:
@@ -258,9 +287,18 @@ def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:
 def test_a_run_ends_when_its_seconds_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # every look at the clock is a second later
     monkeypatch.setattr("comb_training.trainer.schedule.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-    run = trainer(comb_model(), tmp_path, steps=None, max_seconds=20.0)
+    run = CombTrainer(
+        comb_model(),
+        TrainConfig(max_seconds=20.0, batch_size=4, save_steps=100, logging_steps=1, output_dir=str(tmp_path)),
+        examples(), TOKENIZER, heldout=examples(2), progress=False,
+    )  # fmt: skip
     run.train()
     assert run.step == 20
+    assert [row["step"] for row in evaluations(run)] == [0, 20]  # as a run of so many steps
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20"]
+    over = trainer(comb_model(), tmp_path, steps=None, max_seconds=20.0)
+    over.train(tmp_path / "checkpoint-20")
+    assert over.step == 20
     rates = [rate for _, rate in run.logged("learning_rate")]
     # it cooled down although nobody knew the number of steps
     assert rates[1] == pytest.approx(2e-3)

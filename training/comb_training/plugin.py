@@ -22,7 +22,6 @@ def register() -> None:
 
 def add_commands(app: typer.Typer) -> None:
     """Adds the commands to the `comb` application."""
-    from comb.bench.harness import benchmarks
     from comb_training.cli.answers import answers
     from comb_training.cli.demo import demo
     from comb_training.cli.evaluate import evaluate
@@ -30,4 +29,3 @@ def add_commands(app: typer.Typer) -> None:
 
     for name, command in (("train", train), ("answers", answers), ("eval", evaluate), ("demo", demo)):
         app.command(name)(command)
-    benchmarks.look_in("comb_training.bench")

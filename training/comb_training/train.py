@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from comb.backbones.unpublished import public
 from comb.documents.datasets import Counts
+from comb.documents.document import Example
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
 from comb.evaluation.record import environment, read_training, write_training
-from comb.evaluation.run import MethodResult, evaluate
+from comb.evaluation.run import MethodResult, evaluate, rehearse
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
-from comb_training.config import Config, config_from_dict
+from comb_training.config import Config, TrainConfig, config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
@@ -36,13 +38,19 @@ from comb_training.models.loading import device_of
 from comb_training.models.lora import unload
 from comb_training.trainer import distributed
 from comb_training.trainer.heldout import heldout_answers
-from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
+from comb_training.trainer.prepare import PreparedRun, check_folders, prepare, tokenized
 from comb_training.trainer.stages import TRAINING_JSON, RunStage, joined, run_stages, starting_point
 from comb_training.trainer.trainer import CombTrainer
 
 logger = logging.getLogger(__name__)
 
 LOSS_PLOT = "loss.png"
+OBJECTIVES = {
+    (True, False): "cross-entropy, nats per target token",
+    (False, True): "KL to full recompute, nats per target token",
+    (True, True): "cross-entropy + KL to full recompute, weighted, nats per target token",
+}
+"""What `ce_weight` and `kl_weight` minimise."""
 
 
 @dataclass
@@ -58,7 +66,8 @@ class TrainResult:
         counts, statistics: what happened to the data's rows, and how long the examples trained on are; of the last
             stage, as is `teacher`.
         teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
-        terminated: a signal ended the run before its time; the last checkpoint is where to go on.
+        terminated: the signal that ended the run before its time, SIGTERM or SIGINT, or "".
+        checkpoint: where it is to go on then. It is an adapter, too, with its own training.json.
     """
 
     output_dir: Path
@@ -68,7 +77,8 @@ class TrainResult:
     counts: Counts
     statistics: TokenStatistics
     teacher: Scores | None
-    terminated: bool
+    terminated: str
+    checkpoint: Path | None = None
 
 
 def run_training(
@@ -91,11 +101,12 @@ def run_training(
     """
     stages = run_stages(config)
     start = starting_point(stages, resume)
+    later = stages[start.stage + 1 :]
     checkpoint, records = start.checkpoint, list(start.records)
     for number in range(start.stage, len(stages)):
         stage = stages[number] if number == 0 else stages[number].after(stages[number - 1])
-        result = _run_stage(stage, checkpoint, progress, prepared)
-        checkpoint = None
+        result = _run_stage(stage, checkpoint, progress, prepared, later)
+        checkpoint, later = None, []
         records.append(result.record)
         if result.terminated:
             break
@@ -112,15 +123,26 @@ def run_training(
 
 
 def _run_stage(
-    stage: RunStage, resume: Path | None, progress: bool, prepared: Callable[[PreparedRun], None] | None
+    stage: RunStage,
+    resume: Path | None,
+    progress: bool,
+    prepared: Callable[[PreparedRun], None] | None,
+    later: Sequence[RunStage],
 ) -> TrainResult:
-    """One training: the whole of a run without stages."""
+    """One training: the whole of a run without stages.
+
+    Args:
+        later: stages whose data is to be read now, so that what is wrong with it is known before anything is trained.
+    """
     config = stage.config
     run = prepare(config, resume=resume)
     run.stage = stage.name
     logger.info("data: %s", run.counts)
+    for other in later:
+        _check_data(run, other)
     if prepared is not None and distributed.is_main():
         prepared(run)
+    heldout = _heldout(run)  # which may be refused, as what is above
     start = time.monotonic()
     examples, teacher = _targets(run, progress)
     answer_seconds = time.monotonic() - start
@@ -129,7 +151,7 @@ def _run_stage(
         config.train,
         examples,
         run.tokenizer,
-        **_heldout(run),
+        **heldout,
         settings=config.to_dict(),
         use_cpu=device_of(config).type == "cpu",
         progress=progress,
@@ -153,7 +175,10 @@ def _run_stage(
         "answer_seconds": round(answer_seconds, 2),
         "bad_batches": trainer.objective.bad_batches,
         "losses": trainer.losses,
+        "ended_by": trainer.ended_by,
+        "heldout": _first_and_last(trainer.log.history, len(trainer.heldout)),
         "heldout_losses": trainer.logged("eval_loss"),
+        "heldout_kl": trainer.logged("eval_kl"),
         "heldout_closed": trainer.logged("eval_closed"),
         "heldout_em": trainer.logged("eval_em"),
         "heldout_f1": trainer.logged("eval_f1"),
@@ -163,7 +188,11 @@ def _run_stage(
     result = TrainResult(
         folder, model, run.tokenizer, record, run.counts, statistics, teacher, terminated=trainer.terminated
     )
-    if not trainer.terminated:
+    if trainer.terminated:
+        result.checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.step}"
+        if distributed.is_main():
+            _write_record(config, record, result.checkpoint)
+    else:
         # scores of an adapter that was in this folder before don't hold for this one, and the card would show them
         if distributed.is_main():
             for results in folder.glob(RESULTS):
@@ -174,6 +203,7 @@ def _run_stage(
             result.model = training_method(config.train.method).answering(model)
         if distributed.is_main():
             _write_record(config, record, folder)
+        trainer.log.end(trainer.step, trainer.ended_by)
     # while it is set, transformers loads every model in parts (ZeRO-3), over ranks that are gone now
     unset_hf_deepspeed_config()
     return result
@@ -183,11 +213,11 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     """training.json, the plot of its losses, and the card, which tells what it says."""
     write_training(folder, record)
     scores = {"exact match": record["heldout_em"], "F1": record["heldout_f1"], "KL closed": record["heldout_closed"]}
-    # held-out losses are cross-entropy: no curve to lay beside a divergence that is minimised
-    heldout = () if config.train.kl_weight else record["heldout_losses"]
+    train = config.train
     try:
         plot_training(
-            record["losses"], folder / LOSS_PLOT, heldout=heldout, scores=scores,
+            record["losses"], folder / LOSS_PLOT, heldout=_objective(train, record), scores=scores,
+            loss=OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
             title=public(f"{config.model.backbone}: {config.data.label}", here=True),
             stages=[(stage["name"], stage["first_step"]) for stage in record.get("stages", ())],
         )  # fmt: skip
@@ -196,40 +226,107 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
     refresh_card(folder)
 
 
+def _objective(train: TrainConfig, record: dict[str, Any]) -> list[tuple[int, float]]:
+    """The loss that is minimised, on held-out data: (step, value); empty where its divergence wasn't measured."""
+    divergences = dict(record["heldout_kl"])
+    if train.kl_weight and not divergences:
+        return []
+    return [
+        (step, train.ce_weight * loss + train.kl_weight * divergences.get(step, 0.0))
+        for step, loss in record["heldout_losses"]
+    ]
+
+
+def _first_and_last(history: Sequence[dict[str, Any]], examples: int) -> dict[str, Any]:
+    """What was measured on held-out examples before the training and behind it."""
+    records = [
+        {name.removeprefix("eval_"): value for name, value in row.items()} for row in history if "eval_loss" in row
+    ]
+    return {"examples": examples, "start": records[0], "end": records[-1]} if records else {}
+
+
+def _check_data(run: PreparedRun, stage: RunStage) -> None:
+    """Raises ValueError for a stage whose data can't be read, or leaves nothing to train on."""
+    config = stage.config
+    check_folders(config.train)
+    sides = [("train", config.data.limit), *([("heldout", config.eval.limit)] if config.eval.limit else [])]
+    for split, limit in sides:
+        try:
+            examples, counts = tokenized(
+                config, prompt_builder(config.data, run.tokenizer), run.model, split=split, limit=limit
+            )
+        except ValueError as error:
+            raise ValueError(f"train.stages, {stage.name}: {error}") from error
+        if not examples:
+            raise ValueError(f"train.stages, {stage.name}: no {split} example is left: {counts}")
+
+
 def _heldout(run: PreparedRun) -> dict[str, Any]:
-    """What `CombTrainer` takes for `train.eval_steps`: held-out examples, and what answers some of them."""
+    """What `CombTrainer` takes for its evaluations: held-out examples, and what answers some of them."""
     config = run.config
-    if config.train.eval_steps is None:
+    if config.eval.limit == 0:
         return {}
     examples, counts = tokenized(config, run.builder, run.model, split="heldout", limit=config.eval.limit)
     logger.info("held-out data: %s", counts)
-    if not config.train.eval_answers:
+    if not examples:
+        raise ValueError(f"no held-out example is left to measure on ({counts}); eval.limit=0 measures nothing")
+    if not config.train.eval_answers or config.train.eval_steps is None:
         return {"heldout": examples}
     asked, _ = read_examples(
         config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers
     )
     model = training_method(config.train.method).answering(run.model)
+    _rehearse(model, run, config, asked, [config.train.method])
     return {"heldout": examples, "answer": partial(heldout_answers, model, run.tokenizer, asked, config)}
 
 
-def evaluate_heldout(
-    model: Any, tokenizer: Any, config: Config, *, split: str = "heldout", progress: bool = True
-) -> tuple[list[MethodResult], Counts]:
-    """Compares `config.eval.methods` on one side of the configured data; the results and what happened to the rows."""
+def _rehearse(
+    model: Any, run: PreparedRun, config: Config, examples: Sequence[Example], methods: Sequence[str]
+) -> None:
+    if config.train.deepspeed is not None:  # which may have the weights in parts
+        return
+    run.model.eval()
+    builder, longest = prompt_builder(config.data, run.tokenizer), config.eval.max_new_tokens
+    rehearse((model, run.tokenizer), examples, methods, max_new_tokens=longest, builder=builder)
+
+
+Questions = tuple[list[Example], Counts]
+"""Examples that methods are compared on, and what happened to the rows."""
+
+
+def evaluation_questions(model: Any, tokenizer: Any, config: Config, split: str = "heldout") -> Questions:
+    """One side of the configured data, as `evaluate_heldout` asks it."""
     builder = prompt_builder(config.data, tokenizer)
     longest = getattr(model, "max_document_tokens", None) or sys.maxsize
-    examples, counts = read_examples(config.data, builder, longest, split=split, limit=config.eval.limit)
-    results = evaluate(
+    return read_examples(config.data, builder, longest, split=split, limit=config.eval.limit)
+
+
+def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
+    """The questions of the evaluation that stands behind a run; what it would refuse is refused here.
+
+    Raises:
+        ValueError: as `evaluate_heldout` does.
+    """
+    model = training_method(config.train.method).answering(run.model)
+    questions = evaluation_questions(model, run.tokenizer, config)
+    _rehearse(model, run, config, questions[0], config.eval.methods)
+    return questions
+
+
+def evaluate_heldout(
+    model: Any, tokenizer: Any, config: Config, examples: Sequence[Example], *, progress: bool = True
+) -> list[MethodResult]:
+    """Compares `config.eval.methods` on the examples of `evaluation_questions`."""
+    return evaluate(
         (model, tokenizer),
         examples,
         config.eval.methods,
         max_new_tokens=config.eval.max_new_tokens,
         batch_size=config.eval.batch_size,
         timing_examples=config.eval.timing_examples,
-        builder=builder,
+        builder=prompt_builder(config.data, tokenizer),
         progress=progress,
     )
-    return results, counts
 
 
 def trained_config(folder: str | Path) -> Config | None:

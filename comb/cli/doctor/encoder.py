@@ -26,7 +26,8 @@ def run_checks(model: CombForCausalLM) -> list[Check]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.info.vocab_size
     query = torch.randint(1, vocabulary, (2, 7), generator=generator).to(model.device)
-    segments = [torch.randint(1, vocabulary, (count,), generator=generator).tolist() for count in (11, 5, 8)]
+    counts = (min(count, model.max_document_tokens) for count in (11, 5, 8))
+    segments = [torch.randint(1, vocabulary, (count,), generator=generator).tolist() for count in counts]
     was_training = model.training
     model.eval()
     try:

@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from comb import methods
-from comb.backbones.exclusive import backbone_of
+from comb.backbones.exclusive import backbone_of, exclusive
+from comb.backbones.forward import run_decoder
+from comb.backbones.rotary import compile_limit, length_limit, prompt_limit
+from comb.cache.picache import DecoderPICache
 from comb.cli.doctor.check import Check, close, relative_gap, tolerance_for
 from comb.linking.cache import ScatterCache
 from comb.methods.base import DecodeState, Method
@@ -23,6 +27,7 @@ from comb.methods.hypic import Hypic
 
 _DOCUMENTS = (11, 7, 13)
 _HEAD, _GAPS, _QUERY = 3, (2, 0), 5
+_SHORT = 512
 
 # how to make a method recompute everything, by its name
 _EVERYTHING: dict[str, dict[str, Any]] = {
@@ -77,8 +82,13 @@ class _Trial:
         def ids(count: int) -> list[int]:
             return torch.randint(min(3, vocabulary - 1), vocabulary, (count,), generator=generator).tolist()
 
-        self.documents = [ids(count) for count in _DOCUMENTS]
-        self.head, self.gaps, self.query = ids(_HEAD), [ids(count) for count in _GAPS], ids(_QUERY)
+        limit, positions, room = length_limit(backbone), prompt_limit(backbone), compile_limit(backbone)
+        # as long as the model takes behind a primer that has half of its positions
+        longest = max(1, max(_DOCUMENTS) if room is None else min(room // 2 - 1, (positions or room) // 5))
+        self.documents = [ids(min(count, longest)) for count in _DOCUMENTS]
+        self.gaps, self.query = [ids(count) for count in _GAPS], ids(_QUERY)
+        # beyond the limit of a rotary embedding where that costs little; a document alone stays below
+        self.head = ids(limit if limit is not None and limit <= _SHORT and limit < (positions or 0) // 2 else _HEAD)
         self.tolerance = tolerance_for(backbone.dtype)
         self.full = methods.create("full", model)
         self.reference = self._link(self.full).logits
@@ -137,11 +147,35 @@ class _Trial:
             checks.append(self._close("one document == full", self._alone(method).logits, self.reference_alone))
         checks.append(self._no_future(whole if method.chooses_by_query else method))
         checks.append(self._pure(method))
+        if name == "naive" and (limit := method.support.positions.limit) is not None:
+            checks.append(self._moved_beyond(method, limit))
         if name == "naive":
             effect = relative_gap(linked, self.reference)
             floor = 10 * relative_gap(self._alone(method).logits, self.reference_alone)
             checks.append(Check("several documents differ (control)", effect > floor, f"max |diff| {effect:.1e}"))
         return checks
+
+    def _moved_beyond(self, method: Decoder, limit: int) -> Check:
+        """A document moved beyond the limit of a rotary embedding, in the first layer that knows positions."""
+        model, positions, ids = method.backbone, method.support.positions, self.documents[0]
+        number, pair = next(each for each in enumerate(positions.layers) if any(each[1]))
+        picache: Any
+        (picache,) = method.compile([ids])
+        assert isinstance(picache, DecoderPICache)
+        at, place = torch.arange(len(ids)), torch.arange(limit + 3, limit + 3 + len(ids))
+        rerotation = positions.rerotation(at, place, int(place[-1]) + 1, model.get_input_embeddings().weight.device)
+        moved = [
+            rerotation.apply(tensors[number].clone(), rotation)
+            for tensors, rotation in zip((picache.keys, picache.values), pair, strict=True)
+        ]
+        there: Any = DynamicCache()
+        with exclusive(model):
+            run_decoder(model, torch.tensor([ids]), there, position_ids=place[None])
+        own = there.layers[number]
+        return self._close(
+            f"turned beyond {limit} tokens as the model turns",
+            torch.cat([tensor.flatten() for tensor in moved]), torch.cat([own.keys.flatten(), own.values.flatten()]),
+        )  # fmt: skip
 
     def _hybrid(self, method: Hypic) -> list[Check]:
         checks = [
@@ -156,7 +190,7 @@ class _Trial:
 
     def _no_future(self, method: Decoder) -> Check:
         """Another query: what the cache holds in front of it must stay the same."""
-        end = _HEAD + sum(_DOCUMENTS) + sum(_GAPS)
+        end = len(self.head) + sum(map(len, self.documents)) + sum(_GAPS)
         kept = [self._cached(method, query, end) for query in (self.query, self.query[::-1])]
         if kept[0] is None or kept[1] is None:
             return Check("nothing sees what comes later", True, "nothing is recomputed in front of the query")

@@ -2,7 +2,7 @@
 
 In go a method and segments, out come what ``method.compile`` gives for them, and where the time went. `executor` hands
 segments out, collects, checks, and does again what is lost; `scheduling` says who compiles what and when a worker is
-late; `processes` and `ray_actors` are the two kinds of workers, `worker` is what runs inside one.
+late; the workers are `ray_actors`, `worker` is what runs inside one.
 """
 
 from comb.engine.workers.executor import Compiled, CompileExecutor, ExecutorStats

@@ -7,8 +7,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, BrokenExecutor, Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -28,7 +28,6 @@ class ExecutorStats:
 
     requests: int = 0  # compiles that were spread over workers
     by_workers: int = 0  # segments that workers compiled
-    shared: int = 0  # segments that were fetched, because another engine had them compiled
     locally: int = 0  # segments compiled here in a worker's stead
     died: int = 0  # workers that ended while they had work
     late: int = 0  # workers given up because a deadline had passed
@@ -76,14 +75,6 @@ class SegmentWorker(ABC):
         """Ends it, however busy it is; harmless when called again."""
 
 
-class SharedReplies(ABC):
-    """What workers have answered to other engines as well."""
-
-    @abstractmethod
-    def find(self, keys: Sequence[str]) -> Mapping[str, Reply]:
-        """The replies that are there, by key. Never raises for what is lost."""
-
-
 class CompileExecutor:
     """`Method.compile` spread over workers, longest segments first (HYPIC sec. 4.4).
 
@@ -96,7 +87,6 @@ class CompileExecutor:
         deadline: when a worker is late.
         restarts: how many lost workers are started anew, in all.
         start_timeout_s: within which all must be ready; `late_hint` says what to look at if they aren't.
-        shared: asked before anything is compiled.
 
     Raises:
         ValueError: fewer than one worker.
@@ -113,14 +103,12 @@ class CompileExecutor:
         restarts: int = 3,
         start_timeout_s: float = 600.0,
         late_hint: str = "",
-        shared: SharedReplies | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"segment parallelism needs at least one worker, got {workers}")
         self.workers = workers
         self.deadline = Deadline() if deadline is None else deadline
         self._start = start
-        self._shared = shared
         self._restarts = restarts
         self._lock = threading.RLock()
         self._counts: Counter[str] = Counter()
@@ -131,10 +119,7 @@ class CompileExecutor:
                 self._workers[index] = start()
             done, late = wait([worker.loaded for worker in self._workers.values()], start_timeout_s, FIRST_EXCEPTION)
             for error in filter(None, (future.exception() for future in done)):
-                why = f"{type(error).__name__}: {error}"
-                if isinstance(error, BrokenExecutor):  # the process says on stderr what it died of
-                    why = 'its process has ended. A script starts workers under `if __name__ == "__main__":`'
-                raise RuntimeError(f"a worker could not load {name!r}: {why}") from error
+                raise RuntimeError(f"a worker could not load {name!r}: {type(error).__name__}: {error}") from error
             if late:
                 raise RuntimeError(
                     f"{len(late)} of {workers} workers have not loaded {name!r} in {start_timeout_s:g} s{late_hint}"
@@ -188,9 +173,8 @@ class CompileExecutor:
         start = time.perf_counter()
         spec = spec_of(method)
         unique = list(dict.fromkeys(map(tuple, segments)))
-        alone = len(unique) < 2 and self._shared is None  # nothing to spread, nobody to share with
-        # an empty segment is an error that the method words best
-        if method.keeps_tokens_only or alone or not all(unique) or self._closed:
+        # a single one is nothing to spread, and an empty one is an error that the method words best
+        if method.keeps_tokens_only or len(unique) < 2 or not all(unique) or self._closed:
             picaches = method.compile(segments)
             seconds = time.perf_counter() - start
             return Compiled(picaches, seconds, seconds)
@@ -224,23 +208,18 @@ class CompileExecutor:
 
     def _finish(self, request: CompileRequest, most: int | None) -> None:
         """Every segment has its PICache after this, by `most` workers. Raises what ``method.compile`` raises."""
-        if self._shared is not None:
-            begun = time.perf_counter()
-            replies = self._shared.find(request.keys)
-            request.take_shared(replies, time.perf_counter() - begun)
-        left = [index for index in range(len(request.segments)) if index not in request.picaches]
         for index, worker in list(self._workers.items()):
             if worker.loaded.done() and (error := worker.loaded.exception()) is not None:  # one in another's place
                 logger.warning("worker %d could not be started again: %s", index, error)
                 self._workers.pop(index).end()
         ready = [index for index, worker in self._workers.items() if worker.loaded.done()][:most]
         if not ready:
-            logger.warning("no worker is there: %d segments are compiled here", len(left))
-            request.lost.extend(left)
-        plan = lpt([len(request.segments[index]) for index in left], len(ready)) if ready else []
+            logger.warning("no worker is there: %d segments are compiled here", len(request.segments))
+            request.lost.extend(range(len(request.segments)))
+        plan = lpt([len(segment) for segment in request.segments], len(ready)) if ready else []
         try:
             for index, segments in zip(ready, plan, strict=True):
-                self._send(index, [left[segment] for segment in segments], request)
+                self._send(index, segments, request)
             while len(request.picaches) < len(request.segments):
                 self._listen(request)
                 if request.lost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -33,23 +33,12 @@ class CompileRequest:
     lost: list[int] = field(default_factory=list)  # segments to compile here
     picaches: dict[int, PICache] = field(default_factory=dict)
     segment_s: dict[int, float] = field(default_factory=dict)  # of compiling each segment
-    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by worker; -1: here, -2: fetched
+    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by worker; -1: here
     decode_s: float = 0.0  # of checking and unpacking
 
     def __post_init__(self) -> None:
         self.fingerprint = self.method.fingerprint
         self.keys = self.method.keys_of(self.segments)
-
-    def take_shared(self, replies: Mapping[str, Reply], seconds: float) -> None:
-        """Keeps what others have compiled before; what of it can't be used is compiled as if it weren't there."""
-        for index in (index for index, key in enumerate(self.keys) if key in replies):
-            try:
-                picache = self._checked(index, replies[self.keys[index]])
-            except PICacheError as error:
-                logger.warning("a shared PICache can't be used (%s): compiling it", error)
-                continue
-            self._keep(-2, index, picache, seconds / len(replies))
-            self.counts["shared"] += 1
 
     def take(self, worker: int, index: int, reply: Reply) -> bool:
         """Keeps what a worker says to a segment; False if it can't be used, and the segment is lost."""
@@ -79,7 +68,7 @@ class CompileRequest:
         if reply.error:
             raise PICacheError(reply.error)
         device = self.method.backbone.get_input_embeddings().weight.device
-        # copied: a store that kept a worker's shared memory would hold a file descriptor for each document
+        # copied: a store that kept the array would keep it in Ray's object store
         data = np.asarray(reply.data, np.uint8).tobytes()
         picache = deserialize(data, self.keys[index], device)
         if picache.fingerprint != self.fingerprint or picache.num_tokens != len(self.segments[index]):

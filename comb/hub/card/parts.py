@@ -78,7 +78,8 @@ def parse_card(text: str, where: str) -> Card:
     try:
         card = RepoCard(text) if text.startswith("---") else None
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{where}: the header between the --- lines is not valid YAML: {error}") from error
+        told = " ".join(str(error).split())
+        raise ValueError(f"{where}: the header between the --- lines is not valid YAML: {told}") from error
     header, rest = ({}, text) if card is None else (card.data.to_dict(), card.text)  # type: ignore[no-untyped-call]
     before, begin, generated = rest.partition(BEGIN)
     end = _END.search(generated)

@@ -14,7 +14,7 @@ from torch import Tensor
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.joint.batch import JointBatch, OwnKeys
 from comb.kernels.launch import power_of_two
-from comb.kernels.mac.attend import LN_2, LOG2_E, _product
+from comb.kernels.mac.kernel import LN_2, LOG2_E, _product
 
 SHARE = 512
 """Own keys that a program reads, at least."""

@@ -48,6 +48,34 @@ def attend_range(
     return attend(query, keys[..., low : max(high, low), :], values[..., low : max(high, low), :], scale)
 
 
+def attend_ranges(
+    query: Tensor, keys: Tensor, values: Tensor, low: Tensor, high: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of `query` [B, H, D] to R ranges [low, high) of key indices each, all [R, B, H].
+
+    Keys [B, G, L, D] and values [B, G, L, V]; heads that share them read what any of them wants. The plain twin of
+    `comb.kernels.mac.kernel.attend_ranges`.
+
+    Returns:
+        o [R, B, H, V] and lse [R, B, H], in the accumulator's dtype; (0, -inf) where a range is empty.
+    """
+    kind, groups = accumulator(query.dtype), keys.shape[1]
+    shared = query.shape[1] // groups
+    o = torch.zeros(*low.shape, values.shape[-1], dtype=kind, device=query.device)
+    lse = torch.full(low.shape, EMPTY, dtype=kind, device=query.device)
+    firsts, lasts = low.unflatten(2, (groups, shared)).amin(-1), high.unflatten(2, (groups, shared)).amax(-1)
+    wanted = torch.stack([firsts, lasts], -1).flatten(0, 2).tolist()  # one wait for the device
+    for place, (first, last) in enumerate(wanted):
+        if first >= last:
+            continue
+        one, (b, g) = place // (len(query) * groups), divmod(place % (len(query) * groups), groups)
+        own, index = slice(g * shared, (g + 1) * shared), torch.arange(first, last, device=query.device)
+        inside = (index >= low[one, b, own, None]) & (index < high[one, b, own, None])
+        key, value = (tensor[b, g, first:last][None] for tensor in (keys, values))
+        o[one, b, own], lse[one, b, own] = attend(query[b, own], key, value, scale, inside)
+    return o, lse
+
+
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """The summary of the union of two disjoint sets of keys, from o [..., V] and lse [...] of each."""
     highest = _finite(torch.maximum(lse1, lse2))

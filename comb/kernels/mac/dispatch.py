@@ -1,4 +1,4 @@
-"""What computes a step: the kernels or the plain one; needs no triton to say no."""
+"""What reads the keys of a step: the kernel or its plain twin; needs no triton to say no."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from comb.kernels.mac import algebra
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.state import MacState
 from comb.kernels.mac.step import MacStep, step
@@ -45,16 +46,12 @@ def why_too_large(channels: int, heads: int, groups: int) -> str:
     return ""
 
 
-def why_plain(state: MacState, query: Tensor, keys: Tensor, values: Tensor) -> str:
-    """Why a step over these tensors is left to the plain one; empty if the kernels take it."""
+def why_plain(query: Tensor, keys: Tensor, values: Tensor) -> str:
+    """Why keys are read by the plain twin; empty if the kernel takes these tensors."""
     if nowhere := why_no_kernels(query.device):
         return nowhere
     if keys.dtype not in KEY_DTYPES or keys.dtype != values.dtype or keys.dtype != query.dtype:
         return f"{str(query.dtype).removeprefix('torch.')} queries, {str(keys.dtype).removeprefix('torch.')} keys"
-    if state.turned is not None:
-        return "second gate"
-    if state.query.dtype == torch.float64 or state.lse.dtype != torch.float32:
-        return "float64 rings"
     return why_too_large(max(query.shape[-1], values.shape[-1]), query.shape[1], keys.shape[1])
 
 
@@ -67,21 +64,19 @@ def computed_step(
     start: Tensor,
     config: MacConfig,
     scale: float,
-    lengths: Tensor | None = None,
 ) -> tuple[MacStep, str]:
     """One step as `comb.kernels.mac.step.step` takes it, its rows put into `state`.
 
     Returns:
-        the step, and why the kernels didn't compute it; empty where they did or weren't asked to.
+        the step, and why the kernel didn't read the keys; empty where it did or wasn't asked to.
     """
-    inputs = (state, unrotated, query, keys, values, start, config, scale)
-    reason = ""
+    attended, reason = algebra.attend_ranges, ""
     if config.kernels == "triton" or (config.kernels == "auto" and query.is_cuda):
-        reason = why_plain(state, query, keys, values)
+        reason = why_plain(query, keys, values)
         if not reason:
-            from comb.kernels.mac.step_kernel import mac_step_triton
+            from comb.kernels.mac import kernel
 
-            return mac_step_triton(*inputs, write=True, lengths=lengths), ""
-    done = step(*inputs, lengths=lengths)
+            attended = kernel.attend_ranges
+    done = step(state, unrotated, query, keys, values, start, config, scale, attended)
     state.write(done.rows)
     return done, reason

@@ -67,7 +67,6 @@ def prompt_rows(
         chain=zeros.to(torch.int32),
         drift=zeros,
         pos=position,
-        turned=query.transpose(1, 2),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,15 +35,12 @@ def end(position: Tensor | int, config: MacConfig) -> Tensor:
     return (torch.as_tensor(position) + 1 - config.band).clamp_min(0)
 
 
-def find_match(
-    state: MacState, query: Tensor, position: Tensor, config: MacConfig, rotated: Tensor | None = None
-) -> Match:
+def find_match(state: MacState, query: Tensor, position: Tensor, config: MacConfig) -> Match:
     """The nearest reusable query for `query` [B, H, D] (before the rotary embedding) at `position` [B].
 
     Among the queries of the window whose summary holds at least one key, lies no farther back than `max_gap`, and
     whose chain and drift are within their caps; the older one of two at the same distance. It must then be strictly
-    below the threshold, and with a second gate `rotated` (after the embedding) below that one's. Distances are taken
-    in 32 bits or more, from differences (no expansion, no cancellation).
+    below the threshold. Distances are taken in 32 bits or more, from differences (no expansion, no cancellation).
     """
     kind = state.lse.dtype
     pos = state.pos[:, :, None]  # [B, K, 1]
@@ -57,11 +54,6 @@ def find_match(
     below = squared < limit
     if config.max_drift:
         below &= (squared.sqrt() + state.drift.to(kind)).square() < limit
-    if config.gate is not None:
-        assert state.turned is not None
-        assert rotated is not None
-        apart = (rotated.to(kind)[:, None] - state.turned.to(kind)).square_().sum(-1)
-        below &= apart < replace(config, tau=config.gate).threshold(query.shape[-1])
     if config.max_chain is not None:
         able &= state.chain < config.max_chain
     squared = squared.masked_fill(~(able & below), math.inf)

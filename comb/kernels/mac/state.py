@@ -8,7 +8,6 @@ Layout (B rows of the batch, K window, H query heads, D query channels, V value 
     pos    [B, K]        position p of the slot's query in its row, padding not counted; -1: empty
     chain  [B, K, H]     matches between this summary and the query that read its keys; 0: it read them itself
     drift  [B, K, H]     distances between queries, added up along that chain
-    turned [B, K, H, D]  queries after their rotary embedding; None unless the configuration asks for them
 
 The query at position p lies in slot p mod K, and E(p) = max(p + 1 - r, 0). A slot is valid for p only if ``pos`` says
 p, so positions may be missing anywhere. Position m searches [m - K, m): the oldest of these shares m's own slot, so a
@@ -40,7 +39,6 @@ class RingEntries:
     chain: Tensor
     drift: Tensor
     pos: Tensor
-    turned: Tensor | None = None
 
 
 @dataclass
@@ -53,7 +51,6 @@ class MacState:
     pos: Tensor
     chain: Tensor
     drift: Tensor
-    turned: Tensor | None = None
 
     @classmethod
     def empty(cls, rows: int, heads: int, width: int, value_width: int, config: MacConfig, like: Tensor) -> MacState:
@@ -68,7 +65,6 @@ class MacState:
             pos=torch.full(size[:2], -1, dtype=torch.long, device=device),
             chain=torch.zeros(size, dtype=torch.int32, device=device),
             drift=torch.zeros(size, dtype=torch.float32, device=device),
-            turned=torch.zeros(*size, width, dtype=ring, device=device) if config.keeps_rotated else None,
         )
 
     @property
@@ -79,7 +75,7 @@ class MacState:
     @property
     def nbytes(self) -> int:
         """Bytes of all rings."""
-        return sum(tensor.nbytes for tensor in vars(self).values() if tensor is not None)
+        return sum(tensor.nbytes for tensor in vars(self).values())
 
     def invalidate(self, rows: Tensor) -> None:
         """Forgets the rows [B] that are True."""
@@ -97,8 +93,6 @@ class MacState:
         # are their own as all lie within one window, get what they had
         written = rows.pos >= 0
         for name, ring in vars(self).items():
-            if ring is None:
-                continue
             new = getattr(rows, name)
             chosen = written.view(*written.shape, *[1] * (new.ndim - 2))
             ring[row, slot] = torch.where(chosen, new.to(ring.dtype), ring[row, slot])

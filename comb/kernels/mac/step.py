@@ -8,7 +8,7 @@ m = L - 1 - start[b]. With sink F and E(p) = max(p + 1 - r, 0), per row and quer
     output     merge(entry, attention to [0, F), attention to [E(m), m + 1))
 
 so a hit reads m + 1 - E(p) + F keys and a miss m + 1. Attention takes the rotated query, the match the unrotated one.
-`step_in_order` is the plain twin of `step`: row by row, head by head.
+What reads keys is a kernel, or its plain twin; all else is torch's.
 
 Shapes: B rows, H query heads, G key/value heads, L keys, D and V channels.
 Source: MAC-Attention sec. 3.
@@ -16,12 +16,13 @@ Source: MAC-Attention sec. 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from comb.kernels.mac.algebra import EMPTY, accumulator, attend, attend_range, merge
+from comb.kernels.mac.algebra import EMPTY, accumulator, attend_ranges, merge
 from comb.kernels.mac.config import MacConfig
 from comb.kernels.mac.match import Match, end, find_match
 from comb.kernels.mac.state import MacState, RingEntries
@@ -62,8 +63,7 @@ def step(
     start: Tensor,
     config: MacConfig,
     scale: float,
-    *,
-    lengths: Tensor | None = None,
+    attended: Callable[..., tuple[Tensor, Tensor]] = attend_ranges,
 ) -> MacStep:
     """Attention of one new token per row, its own key included; reads `state`, doesn't change it.
 
@@ -71,38 +71,27 @@ def step(
         unrotated, query: [B, H, D] before and after the rotary embedding.
         keys, values: [B, G, L, D] and [B, G, L, V].
         start: [B], how many keys of padding stand in front.
-        lengths: [B], keys of each row where `keys` has room behind them, finite numbers all. The step then is the same
-            sequence of operators whatever it finds, at the price of looking at all keys.
+        attended: `attend_ranges`, or the kernel that does the same.
     """
     kind, heads, groups = accumulator(query.dtype), query.shape[1], keys.shape[1]
-    position = (keys.shape[2] if lengths is None else lengths) - 1 - start
-    attended = _gathered if lengths is None else _whole
-    match = find_match(state, unrotated, position, config, query)
+    position = keys.shape[2] - 1 - start
+    match = find_match(state, unrotated, position, config)
     own_end = end(position, config)
-    low = torch.where(match.hit, end(match.pos, config), _sink_end(own_end, config)[:, None])
-
-    # amend: what the reused summary doesn't hold, up to E(m)
-    every = torch.ones_like(match.hit)
-    wanted = match.hit if lengths is None else every
-    fresh = attended(query, keys, values, (low + start[:, None]), (own_end + start)[:, None], wanted, scale)
-    missed_o, missed_lse = fresh
-    if lengths is None:
-        missed_o, missed_lse = _missed(query, keys, values, low + start[:, None], own_end + start, match.hit, scale)
+    sink_end = own_end.clamp_max(config.sink)[:, None]
+    low = torch.where(match.hit, end(match.pos, config), sink_end)
+    # amend: what a reused summary doesn't hold, up to E(m); complete: sink and tail are read fresh and never kept
+    bounds = (
+        (low, own_end[:, None]),
+        (own_end[:, None], position[:, None] + 1),
+        (torch.zeros_like(sink_end), sink_end),
+    )
+    lows, highs = (
+        torch.stack([(bound[side] + start[:, None]).expand(-1, heads) for bound in bounds]) for side in (0, 1)
+    )
+    (fresh_o, tail_o, sink_o), (fresh_lse, tail_lse, sink_lse) = attended(query, keys, values, lows, highs, scale)
     o, lse, chain, drift = _reused(state, match)
-    hit = match.hit[..., None]
-    merged_o, merged_lse = merge(o, lse, *fresh)
-    entry_o = torch.where(hit, merged_o, missed_o)
-    entry_lse = torch.where(match.hit, merged_lse, missed_lse)
-
-    # complete: sink and tail are read fresh and never kept
-    last = (position + 1 + start)[:, None]
-    tail = attended(query, keys, values, (own_end + start)[:, None].expand(-1, heads), last, every, scale)
-    result = merge(entry_o, entry_lse, *tail)
-    if config.sink:
-        sink_end = (_sink_end(own_end, config) + start)[:, None]
-        result = merge(
-            *result, *attended(query, keys, values, start[:, None].expand(-1, heads), sink_end, every, scale)
-        )
+    entry_o, entry_lse = merge(o, lse.masked_fill(~match.hit, EMPTY), fresh_o, fresh_lse)
+    output, lse = merge(*merge(entry_o, entry_lse, tail_o, tail_lse), sink_o, sink_lse)
     keys_read = torch.where(match.hit, position[:, None] + 1 - low + config.sink, position[:, None] + 1)
     rows = RingEntries(
         query=unrotated.to(kind)[:, None],
@@ -111,71 +100,9 @@ def step(
         chain=torch.where(match.hit, chain + 1, torch.zeros_like(chain))[:, None],
         drift=torch.where(match.hit, drift + match.distance.to(drift.dtype), torch.zeros_like(drift))[:, None],
         pos=position[:, None],
-        turned=query[:, None],
     )
     worst = keys_read.unflatten(1, (groups, heads // groups)).amax(-1)
-    return MacStep(result[0], rows, match, position, keys_read, worst, tail[1], result[1])
-
-
-def step_in_order(
-    state: MacState,
-    unrotated: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    config: MacConfig,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`step`, row by row and head by head: outputs [B, H, V], entries' o [B, H, V] and lse [B, H], keys read [B, H]."""
-    kind = accumulator(query.dtype)
-    rows, heads = query.shape[:2]
-    output = torch.zeros(rows, heads, values.shape[-1], dtype=kind)
-    entries, lses = torch.zeros_like(output), torch.zeros(rows, heads, dtype=kind)
-    read = torch.zeros(rows, heads, dtype=torch.long)
-    limit = config.threshold(query.shape[-1])
-    for b in range(rows):
-        m = keys.shape[2] - 1 - int(start[b])
-        for h in range(heads):
-            g = h // (heads // keys.shape[1])
-            k, v = keys[b, g, int(start[b]) :], values[b, g, int(start[b]) :]
-            best: tuple[float, int] | None = None
-            for p in range(max(0, m - min(config.window, config.max_gap or config.window)), m):
-                slot = p % config.window
-                if m < config.min_length or int(state.pos[b, slot]) != p:
-                    continue
-                if p + 1 - config.band < max(config.sink, 1) or float(state.lse[b, slot, h]) == EMPTY:
-                    continue
-                if config.max_chain is not None and int(state.chain[b, slot, h]) >= config.max_chain:
-                    continue
-                far = float((unrotated[b, h].to(kind) - state.query[b, slot, h].to(kind)).square().sum())
-                if config.max_drift and (far**0.5 + float(state.drift[b, slot, h])) ** 2 >= limit:
-                    continue
-                if config.gate is not None and state.turned is not None:
-                    apart = float((query[b, h].to(kind) - state.turned[b, slot, h].to(kind)).square().sum())
-                    if apart >= 2 * query.shape[-1] * (1 - config.gate) ** 2:
-                        continue
-                if far < limit and (best is None or far < best[0]):
-                    best = far, p
-            own_end = max(m + 1 - config.band, 0)
-            sink_end = min(config.sink, own_end)
-            if best is None:
-                o, lse = attend_range(query[b, h], k, v, sink_end, own_end, scale)
-                read[b, h] = m + 1
-            else:
-                low, slot = best[1] + 1 - config.band, best[1] % config.window
-                o, lse = state.o[b, slot, h].to(kind), state.lse[b, slot, h]
-                band = attend_range(query[b, h], k, v, low, own_end, scale)
-                o, lse = merge(o, lse, *band)
-                read[b, h] = m + 1 - low + config.sink
-            entries[b, h], lses[b, h] = o, lse
-            o, lse = merge(o, lse, *attend_range(query[b, h], k, v, own_end, m + 1, scale))
-            output[b, h] = merge(o, lse, *attend_range(query[b, h], k, v, 0, sink_end, scale))[0]
-    return output, entries, lses, read
-
-
-def _sink_end(own_end: Tensor, config: MacConfig) -> Tensor:
-    return own_end.clamp_max(config.sink)
+    return MacStep(output, rows, match, position, keys_read, worst, tail_lse, lse)
 
 
 def _reused(state: MacState, match: Match) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -188,46 +115,3 @@ def _reused(state: MacState, match: Match) -> tuple[Tensor, Tensor, Tensor, Tens
 def _at_slot(ring: Tensor, slot: Tensor) -> Tensor:
     """What lies in a ring [B, K, H, D] at the slots [B, H]: [B, H, D]."""
     return ring.gather(1, slot[:, None, :, None].expand(-1, -1, -1, ring.shape[-1]))[:, 0]
-
-
-def _gathered(
-    query: Tensor, keys: Tensor, values: Tensor, low: Tensor, high: Tensor, wanted: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention to the key indices [low, high) of each row and head [B, H], as wide as the widest of them."""
-    rows, heads = low.shape
-    spans = torch.where(wanted, high - low, torch.zeros_like(low))
-    width = max(int(spans.max()), 0)
-    index = low[..., None] + torch.arange(width, device=low.device)
-    inside = (index < (low + spans)[..., None]) & (index >= 0)
-    index = index.clamp(0, keys.shape[2] - 1)
-    row = torch.arange(rows, device=low.device)[:, None, None]
-    group = (torch.arange(heads, device=low.device) // (heads // keys.shape[1]))[None, :, None]
-    return attend(query, keys[row, group, index], values[row, group, index], scale, inside)
-
-
-def _whole(
-    query: Tensor, keys: Tensor, values: Tensor, low: Tensor, high: Tensor, wanted: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`_gathered` by masks over all keys: no size depends on what `low` and `high` say."""
-    place = torch.arange(keys.shape[2], device=low.device)
-    inside = (place >= low[..., None]) & (place < high[..., None]) & wanted[..., None]
-    wide, inside = (tensor.unflatten(1, (keys.shape[1], -1)) for tensor in (query, inside))
-    o, lse = attend(wide, keys[:, :, None], values[:, :, None], scale, inside)
-    return o.flatten(1, 2), lse.flatten(1, 2)
-
-
-def _missed(
-    query: Tensor, keys: Tensor, values: Tensor, low: Tensor, high: Tensor, hit: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention to the key indices [low, high) where a head has no match; heads that all hit aren't read."""
-    kind, groups = accumulator(query.dtype), keys.shape[1]
-    per_group = query.shape[1] // groups
-    o = torch.zeros(*query.shape[:2], values.shape[-1], dtype=kind, device=query.device)
-    lse = torch.full(query.shape[:2], EMPTY, dtype=kind, device=query.device)
-    missing = (~hit).unflatten(1, (groups, per_group)).any(-1)
-    for b, g in missing.nonzero().tolist():
-        own = slice(g * per_group, (g + 1) * per_group)
-        first = int(low[b, own][~hit[b, own]].min())
-        one = attend_range(query[b, own], keys[b, g][None], values[b, g][None], first, int(high[b]), scale)
-        o[b, own], lse[b, own] = one
-    return o, lse

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comb.kernels.interpreter import INTERPRETED
 from comb.kernels.launch import power_of_two
-from comb.kernels.mac.attend import LN_2, LOG2_E, _product
+from comb.kernels.mac.kernel import LN_2, LOG2_E, _product
 from comb.kernels.paged.layout import PagedBatch, PagedLayer, TurnedQueries
 from comb.kernels.paged.plan import PagedLaunch, PagedPlan, PlanItems, launch_for, make_plan
 

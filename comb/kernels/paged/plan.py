@@ -54,7 +54,7 @@ def launch_for(dtype: torch.dtype, width: int, *, fp8: bool = False) -> PagedLau
     size = (width > 64) + (width > 128)
     if dtype == torch.float32:  # products without tensor cores take many more registers
         if not size:
-            return PagedLaunch(Launch(32, 32), Launch(32, 32), prefill_rows=16)
+            return PagedLaunch(Launch(32), Launch(32), prefill_rows=16)
         decode_keys = 32 if size == 1 else 16
         return PagedLaunch(Launch(key_tile=decode_keys, warps=8), Launch(key_tile=16, warps=8), prefill_rows=16)
     decode, prefill = ((3, 2, 2), (2, 2, 1)) if fp8 else ((5, 3, 3), (3, 2, 1))

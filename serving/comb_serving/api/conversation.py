@@ -31,7 +31,13 @@ def turns(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def messages_of(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """All messages, with system texts; None where vLLM has to convert them (tools, reasoning). Raises RequestError."""
     found = turns(path, body)
-    if any(body.get(name) for name in _VLLM_CONVERTS[path]) or not all(map(_is_plain, found)):
+    # of Messages' system texts and Responses' answers in parts, vLLM keeps some
+    chosen = any(
+        turn.get("role") == {MESSAGES: "system", RESPONSES: "assistant"}.get(path)
+        and (path == MESSAGES or isinstance(turn.get("content"), list))
+        for turn in found
+    )
+    if chosen or any(body.get(name) for name in _VLLM_CONVERTS[path]) or not all(map(_is_plain, found)):
         return None
     system = _system(path, body)
     return [*system, *({**turn, "content": parts_of(turn["content"])} for turn in found)]
@@ -53,7 +59,8 @@ def _is_plain(turn: Mapping[str, Any]) -> bool:
     """Whether it is a message of text and documents, and no call of a tool or an answer of one."""
     content = turn.get("content")
     kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    called = turn.get("tool_calls") or turn.get("type", "message") != "message" or "role" not in turn
+    called = turn.get("tool_calls") or turn.get("reasoning") or turn.get("type", "message") != "message"
+    called = called or "role" not in turn
     return content is not None and not called and not any(str(kind).startswith(("tool_", "thinking")) for kind in kinds)
 
 
@@ -62,7 +69,9 @@ def parts_of(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     return [
-        {"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in _TEXTS else part
+        {"type": "text", "text": part if isinstance(part, str) else part.get("text")}
+        if isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _TEXTS)
+        else part
         for part in content
     ]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from comb.documents.catalog import KeyedSegment, UnknownDocumentError
+from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumentError
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import FIELDS, TEXTS
-from comb_serving.api.preprocessor import Preprocessor
+from comb_serving.api.preprocessor import Preprocessor, wanted
 from comb_serving.api.routes import DOCUMENTS
+from comb_serving.manager.leases import WantedDocument
 
 _FIELDS = {*FIELDS, "pin", "ttl_s"}
 
@@ -48,6 +49,26 @@ async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) ->
     # while nothing is linked too: the key must name the weights, for the time when something is again
     (segment,) = await preprocessor.tokenize([body], tenant, linked=True)
     catalog = preprocessor.catalog(tenant, keep=True)
+    if not preprocessor.linking:
+        _check(preprocessor, catalog, segment)
+        catalog.add([segment], pin=pin, ttl=ttl)
+        return {**_describe(preprocessor, segment), "state": "inlined"}
+    pins = wanted(segment, tenant) if pin else None
+    _check(preprocessor, catalog, segment, pins)  # before anything is encoded for it
+    lease = await preprocessor.acquire([segment], tenant)
+    try:
+        _check(preprocessor, catalog, segment, pins)  # others may have come meanwhile, and none does from here on
+        catalog.add([segment], pin=pin, ttl=ttl)
+        state = lease.documents[0].state
+    finally:
+        lease.release()
+    return {**_describe(preprocessor, segment), "state": state}
+
+
+def _check(
+    preprocessor: Preprocessor, catalog: DocumentCatalog, segment: KeyedSegment, pins: WantedDocument | None = None
+) -> None:
+    """Whether a tenant may add a document now, and pin it. Raises RequestError or TenantQuotaError."""
     known = catalog.ids()
     if segment.id not in known and len(known) >= preprocessor.max_documents:
         raise RequestError(429, f"{len(known)} documents are registered: delete some", retry_after=60)
@@ -56,16 +77,8 @@ async def _add(preprocessor: Preprocessor, body: dict[str, Any], tenant: str) ->
     except ValueError:
         advice = f"DELETE {DOCUMENTS}/{segment.id} first, or choose another id"
         raise RequestError(400, f"{segment.id!r} stands for another text already: {advice}", param="id") from None
-    if not preprocessor.linking:
-        catalog.add([segment], pin=pin, ttl=ttl)
-        return {**_describe(preprocessor, segment), "state": "inlined"}
-    lease = await preprocessor.acquire([segment], tenant, pin=pin)
-    try:
-        catalog.add([segment], pin=pin, ttl=ttl)
-        state = lease.documents[0].state
-    finally:
-        lease.release()
-    return {**_describe(preprocessor, segment), "state": state}
+    if pins is not None and preprocessor.manager is not None:
+        preprocessor.manager.check_pin(pins)
 
 
 def _find(preprocessor: Preprocessor, tenant: str, name: str) -> KeyedSegment:

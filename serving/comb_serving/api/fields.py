@@ -6,6 +6,7 @@ Every function raises RequestError (400) that names the field.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from comb.documents.document import Document
@@ -29,6 +30,26 @@ TEMPLATE_RESERVED = {
     "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
     "truncation",
 }  # fmt: skip
+
+
+_OURS = ("documents", "comb")
+_MEANT = {"doc": "documents", "docs": "documents"}
+
+
+def check_names(body: Mapping[str, Any]) -> None:
+    """Refuses what is probably meant for one of the server's own fields: vLLM would answer as if it weren't there."""
+    for name in body:
+        near = get_close_matches(name.lower(), _OURS, 1, 0.8) or [_MEANT.get(name.lower(), name)]
+        if name not in _OURS and near[0] in _OURS:
+            raise RequestError(400, f"unknown field {name!r}: the name is {near[0]!r}", param=name)
+    if "extra_body" in body:
+        advice = "an argument of client libraries, which send what is in it as fields of the body: put them there"
+        raise RequestError(400, f"extra_body is {advice}", param="extra_body")
+    for holder in ("vllm_xargs", "chat_template_kwargs"):
+        inner = body.get(holder)
+        for name in _OURS:
+            if isinstance(inner, dict) and name in inner:
+                raise RequestError(400, f"{name} is a field of the body itself, and not of {holder}", param=holder)
 
 
 def check_reserved(body: dict[str, Any]) -> None:
@@ -62,6 +83,8 @@ def check_combinations(body: dict[str, Any]) -> None:
             raise RequestError(400, f"{name} can't be combined with documents", param=name)
     if body.get("add_generation_prompt", True) is not True:
         raise RequestError(400, "add_generation_prompt can't be false with documents", param="add_generation_prompt")
+    if body.get("add_special_tokens", False) and "prompt" not in body:
+        raise RequestError(400, "add_special_tokens can't be combined with documents", param="add_special_tokens")
     if body.get("vllm_xargs") is not None and not isinstance(body["vllm_xargs"], dict):
         raise RequestError(400, "vllm_xargs is an object", param="vllm_xargs")
 

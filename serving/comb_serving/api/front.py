@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 from comb.documents.document import PromptBuilder
 from comb_serving.api.audit import Audit
 from comb_serving.api.choice import MethodChoice
+from comb_serving.api.conversion import renders_alike
 from comb_serving.api.linking_check import check_linking
 from comb_serving.api.preprocessor import Preprocessor, placing_of, tokenizer_of
 from comb_serving.api.self_check import check_engine
@@ -70,6 +71,8 @@ class ServerFront:
 
     async def check(self, engine: Any) -> None:
         """Waits for encoders, and has documents read on the way that requests take. Raises if they aren't."""
+        if (config := getattr(engine, "model_config", None)) is not None:
+            self.preprocessor.chats = renders_alike(config, self.preprocessor.builder.tokenizer)
         if self.encoders is None:
             return
         while True:

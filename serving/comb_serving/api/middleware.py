@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -36,7 +37,7 @@ from comb_serving.api.errors import RequestError
 from comb_serving.api.front import ServerFront
 from comb_serving.api.preprocessor import NO_PLACE, salted, with_capability
 from comb_serving.api.request_log import RequestLogEntry
-from comb_serving.api.response import ResponseWriter, report
+from comb_serving.api.response import ResponseWriter, error_events, report
 from comb_serving.config.instance import READY, read_secret
 from comb_serving.config.options import ServeOptions, instance_dir
 from comb_serving.config.tenants import tenant_of
@@ -47,8 +48,10 @@ from comb_serving.manager.leases import Lease, PoolFullError, PoolPinnedError, T
 logger = logging.getLogger(__name__)
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-RETRY_AFTER_S, RETRY_AFTER_PINNED_S = 2, 60
+RETRY_AFTER_S, RETRY_AFTER_PINNED_S, RETRY_AFTER_SHUTDOWN_S = 2, 60, 10
+SHUTDOWN = "the server is shutting down"
 DRAIN_SECONDS = 60.0
+CUT_OFF_SECONDS = 1.0  # for the last words to those that are cut off when the server ends
 
 
 class CombMiddleware:
@@ -65,6 +68,9 @@ class CombMiddleware:
         self.secret = read_secret(instance_dir()) if front is None else front.secret
         self._ending: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
+        self._requests: set[asyncio.Task[Any]] = set()
+        self._shutdown: asyncio.Task[None] | None = None
+        self._patient = self._answering = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -84,7 +90,12 @@ class CombMiddleware:
         async def watched() -> Message:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                self.front()
+                front, engine, server = self.front(), _engine_of(scope), _state_of(scope, "server")
+                if engine is not None:
+                    front.preprocessor.max_tokens = engine.model_config.max_model_len
+                if server is not None:  # in place of vLLM's handler, which ends the engine under open requests
+                    for number in (signal.SIGINT, signal.SIGTERM):
+                        asyncio.get_running_loop().add_signal_handler(number, self._end, server)
                 self._starting = asyncio.create_task(self._start(scope))
             elif message["type"] == "lifespan.shutdown":
                 await self.stop()
@@ -111,6 +122,28 @@ class CombMiddleware:
             self._front = ServerFront.start(self.options, self.secret)
         return self._front
 
+    def _end(self, server: Any) -> None:
+        """At the first signal lets open requests come to their end, at the second cuts them off."""
+        if self._shutdown is None:
+            self._shutdown = asyncio.create_task(self._drain(server))
+        else:
+            self._patient = False
+
+    async def _drain(self, server: Any) -> None:
+        """Takes no new requests, waits for the open ones, cuts off what is left, and ends uvicorn's `server`."""
+        logger.info("the server ends: %d requests have %g s", len(self._requests), self.options.drain_seconds)
+        deadline = time.monotonic() + self.options.drain_seconds
+        while self._requests and self._patient and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._answering = False
+        if self._requests:
+            logger.warning("%d requests are cut off", len(self._requests))
+            for task in self._requests:
+                task.cancel()
+            await asyncio.wait(self._requests, timeout=CUT_OFF_SECONDS)
+        server.config.timeout_graceful_shutdown = CUT_OFF_SECONDS  # for clients that don't read
+        server.should_exit = True
+
     async def stop(self) -> None:
         """Ends what is under way here, and encoder processes."""
         tasks = [*self._ending, *filter(None, [self._starting])]
@@ -124,6 +157,7 @@ class CombMiddleware:
         """vLLM's answer, unless documents can't be encoded and won't be soon, or aren't known to be read yet."""
         fault = None if self._front is None else self._front.fault()
         fault = fault or ("it is starting" if self._starting is not None else None)
+        fault = SHUTDOWN if self._shutdown is not None else fault
         if fault is None:
             await self.app(scope, receive, send)
             return
@@ -133,28 +167,44 @@ class CombMiddleware:
     # ---- requests ----
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Whatever goes wrong before vLLM has the request is an error object, and never silence."""
-        entry = RequestLogEntry.of(scope)
+        """Whatever goes wrong is an error object where nothing has been answered yet, and never silence."""
+        entry, task, streams, whole = RequestLogEntry(path_of(scope)), asyncio.current_task(), False, False
+        assert task is not None
 
         async def watched(message: Message) -> None:
+            nonlocal streams, whole
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
+                streams = (b"content-type", b"text/event-stream") in [(k, v[:17]) for k, v in message["headers"]]
+            else:
+                whole = not message.get("more_body", False)
             await send(message)
 
+        self._requests.add(task)
         try:
+            if self._shutdown is not None:
+                raise RequestError(503, SHUTDOWN, retry_after=RETRY_AFTER_SHUTDOWN_S)
+            entry.name(scope)
             await self._request(scope, receive, watched, entry)
         except ClientLeftError:
             entry.status = request_log.LEFT
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            cut_off = isinstance(error, asyncio.CancelledError)
+            if cut_off and (self._answering or task.uncancel()):
+                raise  # not by `_drain`
             found = _as_request_error(error)
             entry.error = type(error).__name__
-            if found.status >= 500:
+            if found.status >= 500 and not cut_off and self._shutdown is None:
                 logger.exception("request %s failed", entry.id)
-            if entry.status is not None:
+            if entry.status is None:
+                entry.status = found.status
+                await send_json(send, found.status, found.body, found.headers)
+            elif cut_off and streams and not whole:
+                await send({"type": "http.response.body", "body": error_events(entry.path, found)})
+            elif not whole:
                 raise  # the server closes the connection: the client sees that the answer is not whole
-            entry.status = found.status
-            await send_json(send, found.status, found.body, found.headers)
         finally:
+            self._requests.discard(task)
             entry.log()
 
     async def _request(self, scope: Scope, receive: Receive, send: Send, entry: RequestLogEntry) -> None:
@@ -191,6 +241,7 @@ class CombMiddleware:
     async def _passed(self, scope: Scope, connection: Connection, send: Send, raw: bytes, tenant: str) -> None:
         """What vLLM answers without documents."""
         body = parse_object(raw) if raw else {}
+        self.front().preprocessor.check(body)
         routes.check_passed(path_of(scope), body)
         connection.body = json.dumps(salted(body, tenant)).encode() if raw else b""
         await self.app(with_body(scope, connection.body), connection, send)
@@ -199,7 +250,7 @@ class CombMiddleware:
         body = parse_object(raw) if scope["method"] == "POST" else {}
         work = documents_api.answer(self.front().preprocessor, scope["method"], path_of(scope), body, tenant)
         status, found = await connection.unless_left(work)
-        await send_json(send, status, json.dumps(found).encode())  # ids may hold lone surrogates, which stay escaped
+        await send_json(send, status, json.dumps(found).encode())
 
     async def _generation(
         self, scope: Scope, connection: Connection, send: Send, raw: bytes, entry: RequestLogEntry
@@ -279,9 +330,14 @@ class CombMiddleware:
         task.add_done_callback(self._ending.discard)
 
 
+def _state_of(scope: Scope, name: str) -> Any:
+    """What vLLM's application keeps under a name."""
+    return getattr(getattr(scope.get("app"), "state", None), name, None)
+
+
 def _engine_of(scope: Scope) -> Any:
     """vLLM's client of its engine."""
-    return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    return _state_of(scope, "engine_client")
 
 
 async def _release_after(lease: Lease, engine: Any) -> None:
@@ -295,9 +351,11 @@ async def _release_after(lease: Lease, engine: Any) -> None:
         lease.release()
 
 
-def _as_request_error(error: Exception) -> RequestError:
+def _as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, asyncio.CancelledError):
+        return RequestError(503, f"{SHUTDOWN}: ask again", retry_after=RETRY_AFTER_SHUTDOWN_S)
     if isinstance(error, PoolFullError | TenantQuotaError | PoolPinnedError):
         after = RETRY_AFTER_PINNED_S if isinstance(error, PoolPinnedError) else RETRY_AFTER_S
         return RequestError(429, str(error), param="documents", retry_after=after)

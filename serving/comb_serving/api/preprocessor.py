@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from comb.backbones.loading import load_config, resolve_name
 from comb.backbones.tokenizer import load_tokenizer
@@ -17,18 +21,21 @@ from comb.documents.catalog import DocumentCatalog, KeyedSegment, UnknownDocumen
 from comb.documents.document import Document, Prompt, PromptBuilder, behind_first
 from comb.documents.messages import References
 from comb.model.config import CombConfig
+from comb_serving.api.body import MAX_VALUES
 from comb_serving.api.choice import INLINED, MethodChoice
 from comb_serving.api.conversation import FIELD, messages_of, turns, without_references
-from comb_serving.api.conversion import converted
+from comb_serving.api.conversion import as_rendered, converted
 from comb_serving.api.errors import RequestError
 from comb_serving.api.fields import (
     check_combinations,
+    check_names,
     check_reserved,
     document_of,
     prompts_of,
     references_of,
     template_arguments,
 )
+from comb_serving.api.limits import LONG, check_characters, check_counts, check_length, check_tokens, texts_of
 from comb_serving.api.routes import COMPLETIONS, DOCUMENTS, RESPONSES
 from comb_serving.config.options import ServeOptions
 from comb_serving.config.tenants import prefix_salt
@@ -47,6 +54,9 @@ from comb_serving.manager.leases import (
 from comb_serving.manager.manager import PICManager
 from comb_serving.pool.capability import KEY, MARK, Capability, digest
 from comb_serving.pool.handles import pack
+
+Result = TypeVar("Result")
+Gone = Callable[[], bool]  # whether nobody waits for a result any more
 
 PROMPT_IDS = "prompt_token_ids"  # in kv_transfer_params: vLLM takes these ids and renders no template
 
@@ -133,6 +143,8 @@ class Preprocessor:
         choice: of methods.
         max_documents: that one tenant may register.
         placing: where an adapter's documents have places in the prompt, what is known of these.
+        chats: whether vLLM renders chats as `builder` does.
+        max_tokens: of a prompt; None while the engine isn't known.
     """
 
     builder: PromptBuilder
@@ -140,12 +152,21 @@ class Preprocessor:
     choice: MethodChoice
     max_documents: int = 10_000
     placing: Placing | None = None
+    chats: bool = True
+    max_tokens: int | None = None
     catalogs: dict[str, DocumentCatalog] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         if self.manager is not None:
             self.counters = self.manager.counters
+        self._longest = max(map(len, self.builder.tokenizer.get_vocab()))
+        self._long_texts = ThreadPoolExecutor(1, "comb-long-texts")
+
+    @cached_property
+    def _long_builder(self) -> PromptBuilder:
+        """With a tokenizer of its own, for the one thread that reads long texts."""
+        return replace(self.builder, tokenizer=copy.deepcopy(self.builder.tokenizer))
 
     @property
     def linking(self) -> bool:
@@ -167,16 +188,19 @@ class Preprocessor:
             RequestError: 400 or 404.
             EncoderError: if no encoder is there.
         """
+        self.check(body)
         body = dict(body)
         given, method = body.pop("documents", None), self.choice.of_request(body.pop("comb", None))
+        if self.choice.plain and body.get("prompt_logprobs") is not None:
+            method = INLINED  # of every token: vLLM computes the prompt whole, with what stands in it
         linked, about = not method.full, self.choice.about(method)
         named = References() if path == COMPLETIONS else references_of(turns(path, body))
-        if not given and named == References():
+        if given in (None, []) and named == References():
             return PreprocessedRequest(salted(body, tenant), method, about)
         check_combinations(body)
-        listed = await self.tokenize(given or [], tenant, linked)
-        catalog = self.catalog(tenant)
-        inside = {name: _registered(catalog, name) for name in (*named.before, *named.after)}
+        listed = await self.tokenize([] if given is None else given, tenant, linked)
+        names = [*named.before, *named.after]
+        inside = dict(zip(names, _registered(self.catalog(tenant), names), strict=True))
         before, after = ([inside[name] for name in names] for names in (named.before, named.after))
         segments = (*before, *listed, *after)
         front = ""
@@ -186,11 +210,44 @@ class Preprocessor:
             front = salted(body, tenant).get("cache_salt") or ""
             body = salted(body, tenant, [segment.key for segment in segments] if linked else (), MARK)
         request = PreprocessedRequest(body, method, about, segments, front=front)
-        if path == COMPLETIONS:
-            request = await asyncio.to_thread(self._completion, request)
-        else:
-            request = await asyncio.to_thread(self._chat, path, request, listed, named, inside)
+        build: Callable[[PromptBuilder, Gone], PreprocessedRequest] = partial(self._completion, request)
+        if path != COMPLETIONS:
+            build = partial(self._chat, path, request, listed, named, inside)
+        prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+        room = None if self.max_tokens is None else self.max_tokens * prompts
+        request = await self._aside(list(texts_of(body)), room, build)
         return request if linked else self.inlined(request)
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Refuses a body for its names and sizes alone, whatever it asks for. Raises RequestError (400)."""
+        check_counts(body)
+        check_names(body)
+        if self.max_tokens is not None:
+            check_characters(body, self.max_tokens, self._longest)
+
+    async def _aside(
+        self, texts: Sequence[str], tokens: int | None, work: Callable[[PromptBuilder, Gone], Result]
+    ) -> Result:
+        """What `work` makes of texts, in a thread; that ends soon when nobody waits for it any more.
+
+        Long ones have a thread and a tokenizer of their own, so that nobody waits for them.
+
+        Args:
+            tokens: that there is room for.
+        """
+        left = threading.Event()
+        long = sum(map(len, texts)) > LONG
+
+        def run() -> Result:
+            builder = self._long_builder if long else self.builder
+            if long and tokens is not None:
+                check_tokens(builder.tokenizer, texts, tokens, left.is_set)
+            return work(builder, left.is_set)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._long_texts if long else None, run)
+        finally:
+            left.set()
 
     def inlined(self, request: PreprocessedRequest) -> PreprocessedRequest:
         """The request, whose documents stand in its prompt, with none of them linked."""
@@ -202,25 +259,46 @@ class Preprocessor:
         """The documents of a list as it stands in a body: texts, objects, or ids of registered ones."""
         if not isinstance(given, list):
             raise RequestError(400, f"documents is a list, not {type(given).__name__}", param="documents")
-        catalog = self.catalog(tenant)
-        segments: list[KeyedSegment | None] = []
-        fresh: list[Document] = []
-        for place, item in enumerate(given):
-            if isinstance(item, Mapping) and set(item) == {"id"}:
-                segments.append(_registered(catalog, item["id"]))
-                continue
-            segments.append(None)
-            fresh.append(document_of(item, place))
+        named = [isinstance(item, Mapping) and set(item) == {"id"} for item in given]
+        known = iter(
+            _registered(self.catalog(tenant), [item["id"] for item, by_id in zip(given, named, strict=True) if by_id])
+        )
+        fresh = [
+            document_of(item, place) for place, (item, by_id) in enumerate(zip(given, named, strict=True)) if not by_id
+        ]
+        room = await self._room(fresh, linked)
+
+        def segments(builder: PromptBuilder, gone: Gone) -> list[tuple[int, ...]]:
+            return [builder.segment(document) for document in fresh if not gone()]
+
+        texts = [document.text for document in fresh if document.text is not None]
         try:
-            ids = await asyncio.to_thread(lambda: [self.builder.segment(document) for document in fresh])
+            ids = await self._aside(texts, room, segments)
         except ValueError as error:
             raise RequestError(400, str(error), param="documents") from error
+        if (self.choice.plain or not linked) and room is not None and (tokens := sum(map(len, ids))) > room:
+            reason = f"the documents have {tokens} tokens, the model's context length is {room}"
+            raise RequestError(400, reason, param="documents")
         keys = await self.keys(ids, tenant, linked)  # a registered document has one
         made = iter(
             KeyedSegment(document.name(key), tokens, key)
             for document, tokens, key in zip(fresh, ids, keys, strict=True)
         )
-        return [next(made) if segment is None else segment for segment in segments]
+        return [next(known) if by_id else next(made) for by_id in named]
+
+    async def _room(self, documents: Sequence[Document], linked: bool) -> int | None:
+        """Tokens that documents may have together; None if nobody knows. Raises RequestError for longer texts."""
+        one = room = self.max_tokens
+        if self.manager is not None and linked:
+            one = (await self.manager.encoders.identity()).max_document_tokens
+            if not self.choice.plain:  # beside the prompt
+                room = self.manager.layout.num_blocks * self.manager.layout.block_size
+        sizes = [len(document.text or "") + len(document.title or "") for document in documents]
+        if one is not None:
+            check_length("a document", max(sizes, default=0), one, self._longest, "documents")
+        if room is not None:
+            check_length("the documents", sum(sizes), room, self._longest, "documents")
+        return room
 
     async def keys(self, segments: Sequence[tuple[int, ...]], tenant: str, linked: bool) -> list[str]:
         """Content keys, all lengths and ids checked if they are to be linked. Raises RequestError."""
@@ -231,13 +309,10 @@ class Preprocessor:
         except ValueError as error:
             raise RequestError(400, str(error), param="documents") from error
 
-    async def acquire(self, segments: Sequence[KeyedSegment], tenant: str, *, pin: bool = False) -> Lease:
-        """A lease of documents, which are to be pinned if `pin`. Raises what `PICManager.acquire` raises."""
+    async def acquire(self, segments: Sequence[KeyedSegment], tenant: str) -> Lease:
+        """A lease of documents. Raises what `PICManager.acquire` raises."""
         assert self.manager is not None
-        wanted = [WantedDocument(segment.key, segment.token_ids, tenant) for segment in segments]
-        for document in wanted if pin else ():
-            self.manager.check_pin(document)
-        return await self.manager.acquire(wanted)
+        return await self.manager.acquire([wanted(segment, tenant) for segment in segments])
 
     def quota(self, tenant: str) -> dict[str, Any]:
         """What a tenant has, and may have."""
@@ -251,9 +326,9 @@ class Preprocessor:
                 found[name] = {"used": used * block, "limit": int(share * layout.num_blocks) * block}
         return found
 
-    def builder_for(self, body: dict[str, Any]) -> PromptBuilder:
+    def builder_for(self, body: dict[str, Any], builder: PromptBuilder | None = None) -> PromptBuilder:
         """The builder with what a chat's body sets of its template. Raises RequestError."""
-        return replace(self.builder, chat_template_kwargs=template_arguments(body))
+        return replace(builder or self.builder, chat_template_kwargs=template_arguments(body))
 
     def _chat(
         self,
@@ -262,16 +337,22 @@ class Preprocessor:
         listed: list[KeyedSegment],
         named: References,
         inside: dict[str, KeyedSegment],
+        builder: PromptBuilder,
+        gone: Gone,
     ) -> PreprocessedRequest:
-        messages, builder = messages_of(path, request.body), self.builder_for(request.body)
+        if not self.chats:
+            reason = "vLLM renders this model's chats in a way of its own: documents go with raw prompts"
+            raise RequestError(400, reason, param="documents")
+        messages, builder = messages_of(path, request.body), self.builder_for(request.body, builder)
         if messages is None:
             if not inside and not self._in_prompt(request) and self.placing is None:
                 return request  # vLLM renders it
-            messages, arguments = converted(path, request.body)
-            if references_of(messages) != named:
-                reason = "these messages don't keep their documents in place: put them into those of the user"
-                raise RequestError(400, reason, param=FIELD[path])
+            messages, arguments = converted(path, request.body, builder)
             builder = replace(builder, chat_template_kwargs=arguments)
+        messages = as_rendered(messages, builder)
+        if references_of(messages) != named:
+            reason = "these messages don't keep their documents in place: put them into those of the user"
+            raise RequestError(400, reason, param=FIELD[path])
         referenced = {name: [segment.token_ids] for name, segment in inside.items()}
         try:
             prompt = builder.build(messages, [segment.token_ids for segment in listed], referenced)
@@ -283,16 +364,24 @@ class Preprocessor:
             request, body={**without_references(path, request.body), "kv_transfer_params": {PROMPT_IDS: ids}}
         )
 
-    def _completion(self, request: PreprocessedRequest) -> PreprocessedRequest:
-        documents = [segment.token_ids for segment in request.segments]
-        built = [self._complete(prompt, documents) for prompt in prompts_of(request.body.get("prompt"))]
+    def _completion(self, request: PreprocessedRequest, builder: PromptBuilder, gone: Gone) -> PreprocessedRequest:
+        documents, prompts = [segment.token_ids for segment in request.segments], prompts_of(request.body.get("prompt"))
+        special = request.body.get("add_special_tokens", True)
+        if not isinstance(special, bool):
+            raise RequestError(400, "add_special_tokens is true or false", param="add_special_tokens")
+        if (tokens := (len(prompts) - 1) * sum(map(len, documents))) > MAX_VALUES:
+            reason = f"the documents of {len(prompts)} prompts have more than {tokens} tokens: ask in several requests"
+            raise RequestError(400, reason, param="prompt")
+        built = [self._complete(prompt, documents, builder, special) for prompt in prompts if not gone()]
         request = self._with_prompts(request, built)
         return replace(request, body={**request.body, "prompt": list(request.prompts)})
 
-    def _complete(self, prompt: str | list[int], documents: Sequence[tuple[int, ...]]) -> Prompt:
+    def _complete(
+        self, prompt: str | list[int], documents: Sequence[tuple[int, ...]], builder: PromptBuilder, special: bool
+    ) -> Prompt:
         if isinstance(prompt, str):
             try:
-                return self.builder.complete(prompt, documents)
+                return builder.complete(prompt, documents, add_special_tokens=special)
             except ValueError as error:
                 raise RequestError(400, str(error), param="prompt") from error
         starts = int(prompt[0] == self.builder.tokenizer.bos_token_id)
@@ -352,10 +441,19 @@ def salted(body: dict[str, Any], tenant: str, keys: Sequence[str] = (), mark: st
     return {**body, "cache_salt": f"{mark}{made or ''}"} if mark or made else body
 
 
-def _registered(catalog: DocumentCatalog, name: Any) -> KeyedSegment:
-    if not isinstance(name, str):
-        raise RequestError(400, f"a document's id is a text, not {type(name).__name__}", param="documents")
+def wanted(segment: KeyedSegment, tenant: str) -> WantedDocument:
+    """A document as the manager is asked for it."""
+    return WantedDocument(segment.key, segment.token_ids, tenant)
+
+
+def _registered(catalog: DocumentCatalog, names: Sequence[Any]) -> list[KeyedSegment]:
+    for name in names:
+        if not isinstance(name, str):
+            raise RequestError(400, f"a document's id is a text, not {type(name).__name__}", param="documents")
     try:
-        return catalog.find([name])[0]
+        return catalog.find(names)
     except UnknownDocumentError:
-        raise RequestError(404, f"unknown document {name!r}: add it with POST {DOCUMENTS}", param="documents") from None
+        known = set(catalog.ids())
+        missing = next((name for name in names if name not in known), None)
+        reason = f"unknown document {missing!r}: add it with POST {DOCUMENTS}"
+        raise RequestError(404, reason, param="documents") from None

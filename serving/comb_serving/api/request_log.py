@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from comb_serving.api.body import Scope, header, path_of
+from comb_serving.api.body import Scope, header
 from comb_serving.api.preprocessor import PreprocessedRequest
 from comb_serving.api.response import report
 from comb_serving.linking.reports import LinkReport
@@ -30,8 +30,8 @@ class RequestLogEntry:
         id: from the header X-Request-Id, else a new one; vLLM's own id of the request ends with it.
     """
 
-    id: str
     path: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
     tenant: str = ""
     documents: bool = False
     prepared: PreprocessedRequest | None = None
@@ -41,10 +41,9 @@ class RequestLogEntry:
     error: str | None = None
     started: float = field(default_factory=time.monotonic)
 
-    @classmethod
-    def of(cls, scope: Scope) -> RequestLogEntry:
-        """The record of a request that has just come."""
-        return cls((header(scope, HEADER) or uuid.uuid4().hex)[:128], path_of(scope))
+    def name(self, scope: Scope) -> None:
+        """Takes the client's name for the request, if it has one. Raises RequestError (400) for two of them."""
+        self.id = (header(scope, HEADER) or self.id)[:128]
 
     def fields(self) -> dict[str, Any]:
         """The line as values; seconds are from reading the body to the last byte of the answer."""

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from comb_serving.api.body import Message, Send
+from comb_serving.api.errors import RequestError
 from comb_serving.api.preprocessor import PreprocessedRequest
+from comb_serving.api.routes import MESSAGES, RESPONSES
 from comb_serving.manager.leases import Lease
 
 
@@ -23,6 +25,14 @@ def report(prepared: PreprocessedRequest, lease: Lease | None) -> dict[str, Any]
                 document["tier"] = held.tier
         documents.append(document)
     return {**prepared.about, "documents": documents}
+
+
+def error_events(path: str, error: RequestError) -> bytes:
+    """The end of a stream that breaks off, as clients of each way to ask expect it; blank lines end what was begun."""
+    if path in (MESSAGES, RESPONSES):
+        body = json.dumps({"type": "error", **json.loads(error.body)})
+        return f"\n\nevent: error\ndata: {body}\n\n".encode()
+    return b"\n\ndata: " + error.body + b"\n\ndata: [DONE]\n\n"
 
 
 class ResponseWriter:

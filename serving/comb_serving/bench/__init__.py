@@ -1,5 +1,5 @@
 """`comb bench serve` (`serve`): `comb serve` against plain vLLM, over HTTP, in one run.
 
 `options` are the command's, `workload` draws the requests, `client` sends and times them, `servers` are the two
-processes, `figures` makes rows of records, `tables` shows them. `ipc` is a pool between two processes, without vLLM.
+processes, `figures` makes rows of records, `tables` shows them.
 """

@@ -90,9 +90,10 @@ class Target:
         elif self.linked and named != wanted:
             error = error or f"its report names the documents {named} instead of {wanted}"
         states = [each["state"] for each in documents]
+        new = states.count("encoded") + states.count("compiled")  # by an adapter's encoder, or by a plain model
         return RequestRecord(
             self.name, phase, ask.number, due, late_s=sent - due, ttft_s=(now if first is None else first) - due,
-            total_s=now - due, tokens=tokens, hits=states.count("hit"), encoded=states.count("encoded"),
+            total_s=now - due, tokens=tokens, hits=states.count("hit"), encoded=new,
             document_tokens=sum(each["tokens"] for each in documents), error=error,
         )  # fmt: skip
 

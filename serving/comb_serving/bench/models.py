@@ -21,7 +21,7 @@ OPEN_GATES = 0.5
 
 @dataclass(frozen=True)
 class Models:
-    """Folders or Hub ids of the backbone and its adapter; `name` for titles."""
+    """Folders or Hub ids of what plain vLLM serves and what `comb serve` does; `name` for titles."""
 
     backbone: str
     adapter: str
@@ -38,8 +38,12 @@ def models_of(options: ServeBenchOptions, folder: Path) -> Models:
     """
     if options.checkpoint is not None:
         place = resolve_name(options.checkpoint)
+        if options.method is not None:
+            return Models(place, place, f"{options.checkpoint}, {options.method}")
         backbone = options.backbone or backbone_beside(load_config(place, CombConfig).backbone_name_or_path, place)
         return Models(resolve_name(backbone), place, options.checkpoint)
+    if options.method is not None:
+        raise ValueError("--method is for a plain model: name it with --checkpoint")
     if not 1 <= options.encoder_layers <= options.layers:
         raise ValueError(f"an encoder has 1 to {options.layers} layers, as its backbone, not {options.encoder_layers}")
     tokenizer: Any = AutoTokenizer.from_pretrained(resolve_name(TOKENIZER))

@@ -1,4 +1,4 @@
-"""Options that benchmarks of a server share, and those of `comb bench serve`."""
+"""Options of `comb bench serve`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,11 @@ class WorkloadOptions(OutOptions):
 class ServeBenchOptions(WorkloadOptions):
     """How often is asked, and which model."""
 
-    checkpoint: Annotated[str | None, typer.Option(help="adapter to serve; by default one with random weights")] = None
-    backbone: Annotated[str | None, typer.Option(help="its backbone, for plain vLLM; by default as it says")] = None
+    checkpoint: Annotated[
+        str | None, typer.Option(help="adapter, or a plain model with --method; by default one with random weights")
+    ] = None
+    method: Annotated[str | None, typer.Option(help="that links documents of a plain model: legolink:16")] = None
+    backbone: Annotated[str | None, typer.Option(help="of the adapter, for plain vLLM; by default as it says")] = None
     requests: Annotated[int, typer.Option(min=1, help="per closed loop")] = 40
     cold: Annotated[int, typer.Option(min=1, help="requests over documents never seen before")] = 16
     clients: Annotated[str, typer.Option(help="of the closed loops")] = "1,4,16"

@@ -53,7 +53,8 @@ def serve(options: ServeBenchOptions, report: BenchmarkReport) -> None:
             f"{models.name}: {options.documents} of {options.pool} documents of {options.document_tokens} tokens"
         )
         dtype = [] if options.checkpoint else ["--dtype", options.dtype]
-        found = plans(options, models.backbone, [models.adapter], dtype)
+        linking = [] if options.method is None else ["--method", options.method]
+        found = plans(options, models.backbone, [models.adapter, *linking], dtype)
         report.facts |= {
             "models": vars(models), "servers": {plan.name: plan.command for plan in found},
             "threads": os.environ.get("OMP_NUM_THREADS"), "load_before": os.getloadavg(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -103,17 +102,6 @@ class MeasuredServer(ServerProcess):
                 continue
             found[name] = found.get(name, 0) + getattr(memory, "pss", memory.rss)
         return found
-
-    def cpu_seconds(self) -> float:
-        """That its processes have computed so far, an encoder's too."""
-        import psutil
-
-        total = 0.0
-        for process in self.tree():
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
 
 
 def _role(name: str, command: Sequence[str]) -> str:

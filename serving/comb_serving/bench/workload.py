@@ -6,9 +6,14 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from comb.bench.haystack import sentence
 from comb.documents.document import Document
 from comb_serving.bench.options import WorkloadOptions
+
+_SUBJECTS = ("The harbour", "A quiet street", "The old library", "The weather station", "A small bakery", "The river")
+_VERBS = ("was repaired", "was painted", "was photographed", "was mentioned in a letter", "was visited by students")
+_TIMES = ("in the spring", "after the long winter", "on a Tuesday", "before the festival", "many years ago", "at dawn")
+_ENDINGS = ("and nobody thought much of it", "which pleased the neighbours", "as the newspaper reported",
+            "although it rained all day", "and the work went on until evening")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Workload:
         """Sentences behind `start`, as many as `tokens` allow."""
         text, used = start, self.count(start)
         while True:
-            more = sentence(rng)
+            more = f" {rng.choice(_SUBJECTS)} {rng.choice(_VERBS)} {rng.choice(_TIMES)}, {rng.choice(_ENDINGS)}."
             used += self.count(more)
             if used > tokens:
                 return text

@@ -19,6 +19,7 @@ POOL_MEMORY = "COMB_POOL_MEMORY"
 POOL = {POOL_BYTES, POOL_BLOCK, POOL_DTYPE}
 OPTIONS = "COMB_SERVE_OPTIONS"
 ADMIN_KEY = "COMB_ADMIN_KEY"
+MAX_BODY_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ServeOptions:
         log_format: text or json.
         audit: share of a plain model's requests with documents that are also answered by full recompute.
         wait_seconds: longest wait of a request for room in the pool.
+        drain_seconds: that open requests have to come to their end when the server is to end.
     """
 
     checkpoint: str
@@ -67,13 +69,14 @@ class ServeOptions:
     disk_bytes: int | None = None
     key_hashes: tuple[str, ...] = ()
     admin_hash: str | None = None
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = MAX_BODY_BYTES
     max_documents: int = 10_000
     tenant_share: float = 1.0
     tenant_pinned_share: float | None = None
     log_format: str = "text"
     audit: float = 0.0
     wait_seconds: float = 10.0
+    drain_seconds: float = 20.0
 
     def __post_init__(self) -> None:
         for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):
@@ -88,8 +91,9 @@ class ServeOptions:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {' or '.join(known)}, not {getattr(self, name)!r}")
         parse_pool_size(self.pool_bytes)
-        if not 0 <= self.wait_seconds < math.inf:
-            raise ValueError(f"wait_seconds is a number of seconds, >= 0, not {self.wait_seconds}")
+        for name in ("wait_seconds", "drain_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is a number of seconds, >= 0, not {getattr(self, name)}")
         if self.host_bytes < 0 or (self.disk_bytes or 0) < 0:
             raise ValueError(f"sizes are in bytes, >= 0, not {self.host_bytes} and {self.disk_bytes}")
 

@@ -23,11 +23,20 @@ def authorized(authorization: str | None, key_hashes: Sequence[str]) -> bool:
     return scheme.lower() == "bearer" and any(matches)
 
 
+def sender_of(authorization: str | None) -> str:
+    """The header as ``Bearer KEY``, however its scheme and spaces are written; empty without a key."""
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    if key:
+        return f"{scheme.capitalize()} {key.strip()}"
+    return "" if scheme.lower() == "bearer" else scheme
+
+
 def tenant_of(authorization: str | None) -> str:
     """A name for the sender that doesn't give the key away; empty without one."""
-    if not authorization:
+    sender = sender_of(authorization)
+    if not sender:
         return ""
-    return hashlib.sha256(b"comb-tenant:" + authorization.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return hashlib.sha256(b"comb-tenant:" + sender.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def prefix_salt(tenant: str, keys: Sequence[str], user_salt: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Encodes documents into the pools, in the encoder process or beside vLLM's offline engine.
+"""Encodes documents into the pools, in the encoder process.
 
 It holds encoder and embedding table only. With a host or disk tier it keeps what it has encoded (`comb.cache.store`),
 so that a document that has left the pool comes back by copy.
@@ -152,17 +152,14 @@ def drop_decoder(model: CombForCausalLM) -> None:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-def load(options: ServeOptions, folder: Path, pools: Sequence[SharedPool] = ()) -> EncoderWorker:
+def load(options: ServeOptions, folder: Path) -> EncoderWorker:
     """The worker of an instance, in the dtype of its pools.
-
-    Args:
-        pools: those of decoders in this very process, where CUDA opens no handle of a GPU's memory; attached otherwise.
 
     Raises:
         FileNotFoundError: while the pools aren't complete.
         ValueError: checkpoint, tokenizer and pools don't belong together.
     """
-    pools = pools or [SharedPool.attach(pool_path(folder, rank)) for rank in range(options.ranks)]
+    pools = [SharedPool.attach(pool_path(folder, rank)) for rank in range(options.ranks)]
     device = options.encoder_device
     if device == "auto":
         near = pools[0].tensor.device  # where nothing needs to be copied over

@@ -35,14 +35,16 @@ logger = logging.getLogger(__name__)
 MIDDLEWARE = "comb_serving.api.middleware.CombMiddleware"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 PLUGIN = "comb"  # its name among vLLM's plug-ins, for who lists the allowed ones
-END_SECONDS, LEFTOVER_SECONDS = 60.0, 3.0
+END_SECONDS, LEFTOVER_SECONDS = 4.0, 3.0  # the first from when no request is open any more
 
 # what would make two managers of one pool, or prompts that the front doesn't build
 _REFUSED = {
     "model": "the checkpoint comes first: comb serve CHECKPOINT",
     "config": "give its options on the command line",
     "chat-template": "the front renders with the checkpoint's template: save it with the tokenizer",
+    "chat-template-content-format": "the front finds it in the template",
     "default-chat-template-kwargs": "send chat_template_kwargs with requests",
+    "exclude-tools-when-tool-choice-none": "leave tools out of such requests",
     "headless": "all processes must run on this machine",
 }
 # what linking in a plain model needs itself
@@ -146,7 +148,9 @@ def launch(
     server: Sequence[str] = SERVER,
     on_ready: Callable[[str], Any] = logger.info,
 ) -> int:
-    """Runs a server until it ends; returns its exit status. Raises RuntimeError with the cause if it can't start.
+    """Runs a server until it ends; returns its exit status. Told to end by a signal, this process ends with it.
+
+    Raises RuntimeError with the cause if the server can't start.
 
     Args:
         arguments: of vLLM's server.
@@ -172,17 +176,20 @@ def launch(
             command, env=environment, start_new_session=True, preexec_fn=end_with_parent,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        log = StartLog(process, (folder / READY).exists)
         try:
-            with _forwarding(process):
+            with _forwarding(process, options.drain_seconds + END_SECONDS) as told:
+                log = StartLog(process, (folder / READY).exists)
                 watcher = threading.Thread(target=_report_ready, args=(process, flags, folder, on_ready), daemon=True)
                 watcher.start()
                 status = process.wait()
         finally:
             _end(process)
-            log.close()
+        log.close()
         if status > 0 and log.cause and not (folder / READY).exists():
             raise RuntimeError(f"the server ended at its start (status {status}): {log.cause}")
+    if told.is_set():  # with all that was imported for the checks, Python's own way to end takes seconds
+        sys.stdout.flush()
+        os._exit(status if status >= 0 else 128 - status)
     return status
 
 
@@ -226,18 +233,23 @@ def end_with_parent() -> None:
 
 
 @contextmanager
-def _forwarding(process: subprocess.Popen[bytes]) -> Any:
-    def forward(number: int, _: object) -> None:
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
-        # a server that doesn't end by itself is ended
-        timer = threading.Timer(END_SECONDS, _end, [process])
+def _forwarding(process: subprocess.Popen[bytes], seconds: float) -> Any:
+    """Tells the server of a signal; if it isn't gone `seconds` later, or at a second signal, it is ended."""
+    told = threading.Event()
+
+    def forward(*_: object) -> None:
+        again = told.is_set()
+        told.set()
+        if not again:
+            process.terminate()
+        # in a thread: the one that handles signals is in the middle of waiting for the process
+        timer = threading.Timer(0 if again else seconds, _end, [process])
         timer.daemon = True
         timer.start()
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

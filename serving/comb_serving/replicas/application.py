@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any, cast
-from urllib.parse import unquote
 
 from ray import serve
 from ray.exceptions import RayActorError
@@ -20,8 +19,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from comb_serving.api.body import ClientLeftError, header, parse_object, path_of, read_body
 from comb_serving.api.errors import RequestError
+from comb_serving.api.limits import check_counts
 from comb_serving.api.routes import DOCUMENTS, is_documents
+from comb_serving.config.tenants import sender_of
 from comb_serving.replicas.affinity import RoutedDocument, documents_of
 from comb_serving.replicas.config import ReplicasConfig
 from comb_serving.replicas.registrations import Key, registrations_of
@@ -35,8 +37,8 @@ _GONE = (RayActorError, DeploymentUnavailableError, BackPressureError)
 class CombIngress:
     """Reads which documents a request has, and passes the answer of the replica that Ray's routing finds for it."""
 
-    def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas
+    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+        self._replicas, self._max_body_bytes = replicas, max_body_bytes
         self._registrations = registrations_of(serve.get_replica_context().app_name)
 
     async def __call__(self, request: Request) -> Response:
@@ -49,6 +51,8 @@ class CombIngress:
             return await self._pass_on(request)
         except RequestError as error:
             return Response(error.body, error.status, error.headers, "application/json")
+        except ClientLeftError:
+            return Response()
 
     async def _health(self) -> Response:
         found = dict(await self._all("address"))
@@ -58,23 +62,26 @@ class CombIngress:
 
     async def _pass_on(self, request: Request) -> Response:
         scope = request.scope
-        path = scope.get("raw_path", request.url.path.encode()).decode("latin-1")
+        path, sender = path_of(scope), sender_of(header(scope, "authorization"))
+        for name in ("content-type", "content-length", "x-request-id"):
+            header(scope, name)  # refused when given twice, of which a mapping keeps one
+        target = scope.get("raw_path", request.url.path.encode()).decode("latin-1")
         query = scope.get("query_string", b"").decode("latin-1")
         headers = {name.lower(): value for name, value in request.headers.items()}
-        relayed = RelayedRequest(request.method, f"{path}?{query}" if query else path, headers, await request.body())
-        documents = await asyncio.to_thread(_documents, relayed) if relayed.body else []
+        raw = await read_body(request.receive, self._max_body_bytes)
+        relayed = RelayedRequest(request.method, f"{target}?{query}" if query else target, headers, raw)
+        documents = await asyncio.to_thread(_documents, path, raw, sender) if raw else []
         chunks = self._answer(relayed, documents)
         status, kept = await anext(chunks)
         if not (is_documents(path) and request.method in ("POST", "DELETE")):
             return _RelayedResponse(chunks, status, kept)
         body = b"".join([chunk async for chunk in chunks])
-        sender = headers.get("authorization", "")
         if request.method == "DELETE" and status in (200, 404):
-            await self._registrations.put.remote((sender, unquote(path.removeprefix(f"{DOCUMENTS}/"))), None)
+            await self._registrations.put.remote((sender, path.removeprefix(f"{DOCUMENTS}/")), None)
             await self._all("catch_up")
         elif request.method == "POST" and status == 200:
             name = str(json.loads(body)["id"])
-            refusal = await self._register((sender, name), {**json.loads(relayed.body), "id": name})
+            refusal = await self._register((sender, name), {**parse_object(raw), "id": name})
             status, kept, body = refusal or (status, kept, body)
         return Response(body, status, kept)
 
@@ -128,13 +135,14 @@ class _RelayedResponse(StreamingResponse):
             await cast(Any, self.body_iterator).aclose()
 
 
-def _documents(request: RelayedRequest) -> list[RoutedDocument]:
+def _documents(path: str, raw: bytes, sender: str) -> list[RoutedDocument]:
     try:
-        body = json.loads(request.body)
-        if request.target.partition("?")[0] == DOCUMENTS:
+        body = parse_object(raw)
+        check_counts(body)
+        if path == DOCUMENTS:
             body = {"documents": [body]}  # to be registered: where requests that hold it go
-        return documents_of(body, request.headers.get("authorization", ""))
-    except (ValueError, RecursionError):
+        return documents_of(body, sender)
+    except RequestError:
         return []  # the replica says what is wrong with it
 
 
@@ -153,4 +161,4 @@ def application(given: dict[str, Any]) -> Any:
     ingress = serve.deployment(
         CombIngress, max_ongoing_requests=100_000, graceful_shutdown_timeout_s=30, ray_actor_options={"num_cpus": 0}
     )
-    return ingress.bind(replicas.bind(config))
+    return ingress.bind(replicas.bind(config), config.max_body_bytes)

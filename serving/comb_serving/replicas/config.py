@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from comb_serving.config.options import MAX_BODY_BYTES
+from comb_serving.config.sizes import parse_bytes
 from comb_serving.launch.server_process import COMMAND
 
 NAME = "{replica}"  # in arguments: stands for the replica's name, for folders that each needs for itself
@@ -46,6 +49,13 @@ class ReplicasConfig(BaseModel):
     @classmethod
     def _words(cls, given: Any) -> list[str]:
         return shlex.split(given) if isinstance(given, str) else [str(word) for word in given]
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Longest body that the servers take; nothing reads on behind it."""
+        words = [word for argument in self.arguments for word in argument.split("=", 1)]
+        options = dict(pairwise(words))
+        return parse_bytes(options.get("--comb-max-body", str(MAX_BODY_BYTES)))
 
     def command_of(self, replica: str) -> list[str]:
         """What one replica runs."""

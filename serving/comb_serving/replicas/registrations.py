@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-Key = tuple[str, str]  # the sender's Authorization header, and the document's id
+Key = tuple[str, str]  # the sender (`sender_of`), and the document's id
 
 
 class Registrations:

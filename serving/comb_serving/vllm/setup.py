@@ -8,6 +8,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
 from comb_serving.vllm import OP
+from comb_serving.vllm.fixed_weights import check_no_transfer
 
 # connectors that find caches by block hashes, to which the salt of documents belongs; others go by token ids
 SALTED_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
@@ -57,6 +58,7 @@ def set_up(vllm_config: Any) -> None:
             "comb checkpoints are served without sleep mode and its allocator (enable_sleep_mode, "
             "enable_cumem_allocator): such memory can't be shared with the encoder"
         )
+    check_no_transfer(vllm_config)
     check_connector(vllm_config)
     check_graphs(vllm_config)
     v2 = bool(vllm_config.use_v2_model_runner)

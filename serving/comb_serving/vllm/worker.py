@@ -8,6 +8,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from comb_serving.vllm.fixed_weights import FixedWeights
 from comb_serving.vllm.graphs import capture_blocks, without_full_v1, without_full_v2
 from comb_serving.vllm.pool import create_pool, token_of
 from comb_serving.vllm.rows import RequestDocuments
@@ -49,7 +50,7 @@ def check_caches(model: Any) -> None:
         reader.check_cache()
 
 
-class PoolOwner:
+class PoolOwner(FixedWeights):
     """The part of the worker that doesn't depend on the platform; mixed into vLLM's."""
 
     model_runner: Any
@@ -89,7 +90,7 @@ class CombGPUWorker(PoolOwner, Worker):
         without_full_v1(self.model_runner.cudagraph_dispatcher, self.comb_rows.follow)
 
 
-class CombGPUWorkerV2(Worker):
+class CombGPUWorkerV2(FixedWeights, Worker):
     """For GPUs and vLLM's V2 model runner, whose model state (`state`) does all but this."""
 
     def load_model(self, **options: Any) -> None:

@@ -3,87 +3,136 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
     from comb_training.config import Config
+    from comb_training.train import Questions
 
 console = Console()
-
-WRITING_KEYS = (
-    "document_template", "query_template", "head", "stop", "max_document_tokens", "max_query_tokens", "splitter",
-    "seed", "cache", "cache_dir",
-)  # fmt: skip
 
 
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="Adapter folder or Hub id; or a plain backbone.")],
-    dataset: Annotated[
-        str | None, typer.Option(help="A dataset's name, or a .jsonl file; default: what the adapter was trained on.")
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="as for comb train: data=mine.jsonl, data.num_documents=8, ...", metavar="[KEY=VALUE]..."),
     ] = None,
-    path: Annotated[str | None, typer.Option(help="The dataset's file or folder.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="The same as data=...; default: what the adapter was trained on.")
+    ] = None,
+    path: Annotated[str | None, typer.Option(help="The dataset's file or folder, where --dataset is a name.")] = None,
     methods: Annotated[str | None, typer.Option(help='Separated by commas; "none" asks without documents.')] = None,
     limit: Annotated[int | None, typer.Option(help="Questions at most.")] = None,
     split: Annotated[str, typer.Option(help="heldout, train or all.")] = "heldout",
     out: Annotated[Path | None, typer.Option(help="JSON for the results; a plot is written beside it.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value, for example data.num_documents=8")
-    ] = None,
+    also: Annotated[list[str] | None, typer.Option("--set", hidden=True, help="The same as KEY=VALUE.")] = None,
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb.backbones.tokenizer import load_tokenizer
-    from comb.evaluation.record import check_out
+    from comb.evaluation.record import check_writable
+    from comb.hub.push import read_card
     from comb.methods import split_specs
-    from comb_training.config import DataConfig, config_from_dict, override
+    from comb_training.config import Config, override
     from comb_training.models.loading import load_checkpoint
     from comb_training.train import trained_config
 
-    if out is not None:
-        check_out(out)
     settings = trained_config(checkpoint)
     given: list[str] = []
-    if dataset is not None:
-        if settings is None:
-            settings = config_from_dict({"data": {"dataset": dataset, "path": path}})
-        elif own := [entry for entry in settings.data.mixture if dataset in (entry.name, entry.dataset)]:
-            settings = replace(
-                settings, data=replace(settings.data, mixture=tuple(own), path=path or settings.data.path)
-            )
-        elif settings.data.dataset == dataset:  # the same split, so that nothing trained on is called held out
-            settings = replace(settings, data=replace(settings.data, path=path or settings.data.path))
-        else:  # how text is written still holds, which rows to read does not
-            kept = {name: getattr(settings.data, name) for name in WRITING_KEYS}
-            settings = replace(settings, data=DataConfig(dataset=dataset, path=path, **kept))
+    named: str | list[Any] | None = dataset
+    for item in [*(overrides or []), *(also or [])]:
+        key, _, value = item.partition("=")
+        if key != "data" or not isinstance(rows := yaml.safe_load(value), str | list):
+            given.append(item)
+        elif dataset is None:
+            named = rows
+        else:
+            raise ValueError(f"--dataset {dataset} and {item} both say what is asked about: give one of them")
+    if named is not None:
+        settings, same = _asked_about(settings or Config(), named, path)
+        if not same and split == "heldout":
+            console.print("asked is what a training on these rows would hold out; --split all asks all of them")
     elif settings is None:
         why = "has no training.json" if Path(checkpoint).is_dir() else "is no folder here with a training.json"
-        raise ValueError(f"{checkpoint} {why} that names its data: use --dataset and --path")
+        raise ValueError(f"{checkpoint} {why} that names its data: add data=FILE, or --dataset and --path")
     elif path is not None:
         given.append(f"data.path={json.dumps(path)}")
     if methods is not None:
         given.append(f"eval.methods={json.dumps(split_specs(methods))}")
     if limit is not None:
         given.append(f"eval.limit={limit}")
-    settings = override(settings, [*given, *(overrides or [])])
+    settings = override(settings, given)
+    if not settings.eval.methods:
+        raise ValueError("eval.methods is empty: name at least one method to compare, for example full")
+    check_methods(settings)
+    if out is not None:
+        if out.suffix == ".png":
+            raise ValueError(f"--out {out}: results are JSON, and their plot goes to {out}; name a .json file")
+        check_writable(out.parent, out.name, out.with_suffix(".png").name)
+        read_card(out.parent)  # of an adapter, whose card will show the results
     model = load_checkpoint(checkpoint, settings)
     show_evaluation(model, load_tokenizer(checkpoint, model), settings, out, split=split)
 
 
-def show_evaluation(model: Any, tokenizer: Any, settings: Config, out: Path | None, *, split: str = "heldout") -> None:
-    """Evaluates, prints the table, and writes JSON and a plot."""
+def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None) -> tuple[Config, bool]:
+    """The settings with these rows, and whether they are what was trained on: that stays split as it was, so that none
+    of it is called held out."""
+    from comb_training.config import config_from_dict
+    from comb_training.config.data import other_rows
+    from comb_training.data.sources import Source, sources
+
+    data = settings.data
+    if isinstance(named, str):
+        wanted, trained_on = Source(None, named, path, {}), sources(data)
+        own = [entry for entry in data.mixture if named in (entry.name, entry.dataset)] or [
+            entry for entry, source in zip(data.mixture, trained_on, strict=False) if source.reads_as(wanted)
+        ]
+        if own or data.dataset == named or (not data.mixture and trained_on[0].reads_as(wanted)):
+            return replace(settings, data=replace(data, mixture=tuple(own), path=path or data.path)), True
+    content = settings.to_dict()
+    return config_from_dict({**content, "data": other_rows(content["data"], named, path)}), False
+
+
+def check_methods(settings: Config) -> None:
+    """Raises ValueError for a method to compare that there isn't."""
+    from comb import methods
+    from comb.evaluation.run import NO_DOCUMENTS
+
+    for method in {*settings.eval.methods} - {NO_DOCUMENTS}:
+        methods.parse(method.partition("@")[0])
+
+
+def show_evaluation(
+    model: Any,
+    tokenizer: Any,
+    settings: Config,
+    out: Path | None,
+    *,
+    split: str = "heldout",
+    questions: Questions | None = None,
+) -> None:
+    """Evaluates, prints the table, and writes JSON and a plot.
+
+    Args:
+        questions: where they were read before.
+    """
     from comb.evaluation.plot import plot_results
     from comb.evaluation.record import write_results
     from comb.evaluation.table import result_table
     from comb.hub.push import refresh_card
-    from comb_training.train import evaluate_heldout
+    from comb_training.train import evaluate_heldout, evaluation_questions
 
-    results, counts = evaluate_heldout(model, tokenizer, settings, split=split)
-    console.print(f"{split} data: {counts}")
+    examples, counts = questions or evaluation_questions(model, tokenizer, settings, split)
+    results = evaluate_heldout(model, tokenizer, settings, examples)
+    console.print(escape(f"{split} data: {counts}"))
     console.print(result_table(results, f"{settings.data.label}, {split}"))
     if out is None:
         return

@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from comb_training.cli.evaluate import show_evaluation
+from comb_training.cli.evaluate import check_methods, show_evaluation
 
 if TYPE_CHECKING:
     from comb_training.plan import Plan
+    from comb_training.train import Questions
     from comb_training.trainer.prepare import PreparedRun
 
 console = Console()
-
-TERMINATED = 143
-"""Exit status of a run that SIGTERM ended, as shells give it: a scheduler must not take it for done."""
 
 
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file; see configs/.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, for example train.steps=20", metavar="[KEY=VALUE]...")
+        list[str] | None,
+        typer.Argument(
+            help="data=mine.jsonl (or a folder, org/name on the Hub, [several]) in the place of the file's data; "
+            "section.key=value, for example train.steps=20",
+            metavar="[KEY=VALUE]...",
+        ),
     ] = None,
-    resume: Annotated[
-        str | None, typer.Option(help="A checkpoint-N folder, or auto for the newest one (needs train.save_steps).")
-    ] = None,
+    resume: Annotated[str | None, typer.Option(help="A checkpoint-N folder, or auto for the newest one.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show configuration, parameters, memory and data; train nothing.")
     ] = False,
     evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
 ) -> None:
     """Fine-tune an encoder for a frozen backbone."""
-    from comb import methods
-    from comb.evaluation.run import NO_DOCUMENTS
     from comb_training.config import load_config
     from comb_training.models.loading import load_checkpoint
-    from comb_training.train import run_training
+    from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
 
     settings = load_config(config, overrides or [])
-    for method in {*settings.eval.methods} - {NO_DOCUMENTS} if evaluation else ():
-        methods.parse(method.partition("@")[0])  # an unknown one is an error now, not when the training is done
+    evaluation = evaluation and settings.eval.limit > 0 and bool(settings.eval.methods)
+    if evaluation:
+        check_methods(settings)
     if dry_run:
         from comb_training.plan import plan
         from comb_training.trainer.stages import run_stages
@@ -52,9 +54,20 @@ def train(
         for stage in run_stages(settings):
             _show_plan(plan(stage.config), stage.name)
         return
-    result = run_training(settings, resume=resume, prepared=_show_data)
+    questions: list[Questions] = []
+
+    def prepared(run: PreparedRun) -> None:
+        _show_data(run)
+        if evaluation and not questions:  # what can't be evaluated is an error now, not when the training is done
+            questions.append(rehearse_evaluation(run, settings))
+
+    try:
+        result = run_training(settings, resume=resume, prepared=prepared)
+    except KeyboardInterrupt:
+        console.print("stopped: what isn't in a checkpoint-N is lost, but for the backbone's answers")
+        raise typer.Exit(_status("SIGINT")) from None
     if not distributed.is_main():
-        raise typer.Exit(TERMINATED if result.terminated else 0)
+        raise typer.Exit(_status(result.terminated))
     if settings.train.answers == "on_policy":  # answering drops examples, too
         console.print(f"data, answered: {escape(str(result.counts))}")
     if result.teacher is not None:
@@ -67,18 +80,47 @@ def train(
                 f"{part['name']}{': ' * bool(part['name'])}loss {losses[0]:.4f} -> {losses[-1]:.4f} in {part['steps']} "
                 f"steps, {part['seconds']:.0f} s"
             )
+        _show_heldout(part["heldout"])
     if result.terminated:
+        again = ["comb", "train", str(config), *(overrides or []), "--resume", "auto"]
         console.print(
-            f"stopped by SIGTERM after step {record['steps']}; the checkpoint is in "
-            f"{escape(str(result.output_dir))}, go on with --resume auto"
+            f"stopped by {result.terminated} after step {record['steps']}; the adapter as it is: "
+            f"{escape(str(result.checkpoint))}; to go on:\n{escape(shlex.join(again))}",
+            soft_wrap=True,
         )
-        raise typer.Exit(TERMINATED)
+        raise typer.Exit(_status(result.terminated))
     console.print(f"adapter: {escape(str(result.output_dir))}")
-    if evaluation and settings.eval.limit > 0:
-        model = result.model
-        if model is None:  # it was sharded; what was written is whole
-            model = load_checkpoint(str(result.output_dir), settings)
-        show_evaluation(model, result.tokenizer, settings, result.output_dir / "results.json")
+    if not evaluation:
+        console.print("no evaluation: --no-eval, or eval.methods or eval.limit leaves none")
+        return
+    model = result.model
+    if model is None:  # it was sharded; what was written is whole
+        model = load_checkpoint(str(result.output_dir), settings)
+    show_evaluation(model, result.tokenizer, settings, result.output_dir / "results.json", questions=questions[0])
+
+
+def _status(signal_name: str) -> int:
+    """Exit status of a run that a signal ended, as shells give it: a scheduler must not take it for done."""
+    return 128 + signal.Signals[signal_name] if signal_name else 0
+
+
+def _show_heldout(measured: dict[str, Any]) -> None:
+    """What the training has gained on held-out examples."""
+    if not measured:
+        return
+    start, end, where = measured["start"], measured["end"], f"on {measured['examples']} held-out questions"
+    if "closed" not in end:
+        console.print(f"loss {where}: {start['loss']:.4f} -> {end['loss']:.4f}")
+        return
+    before, after = (
+        f"{100 * at['closed']:.1f}% ({100 * at['closed_low']:.1f} to {100 * at['closed_high']:.1f})"
+        for at in (start, end)
+    )
+    console.print(
+        f"KL to full recompute {where}: {start['kl']:.4f} -> {end['kl']:.4f} nats per token, without documents "
+        f"{end['kl_none']:.4f}; closed: {after}, untrained: {before}",
+        soft_wrap=True,
+    )
 
 
 def _show_plan(run: Plan, stage: str) -> None:
@@ -92,7 +134,10 @@ def _show_plan(run: Plan, stage: str) -> None:
         return
     if stage:
         console.rule(f"stage {stage}")
-    console.print(Syntax(yaml.safe_dump(run.config.to_dict(), sort_keys=False), "yaml", background_color="default"))
+    text = yaml.safe_dump(run.config.changed(), sort_keys=False, width=console.width - 20, allow_unicode=True)
+    # YAML folds behind the word that is over its width; one longer still is the terminal's to wrap: all can be copied
+    console.print(Syntax("", "yaml", background_color="default").highlight(text), soft_wrap=True)
+    console.print("[dim]All other keys have their defaults (training/comb_training/config).[/]\n")
     for block in blocks(run):
         console.print(block)
 

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 from pydantic.dataclasses import dataclass
 
+from comb.documents.datasets import HUB
 from comb_training.config.types import KNOWN_KEYS, AtLeastOne, Items, Number, Options, Positive
 
 HeldoutShare = Annotated[Number, Field(gt=0, lt=1)]
 
 MIXTURE = "mixture"
 """`DataConfig.dataset` where there is a mixture: what tables and plots call the data."""
+ROWS = (
+    "dataset", "path", "mixture", "epoch_examples", "max_repeats", "num_documents", "heldout_share", "limit", "options",
+)  # fmt: skip
+"""Keys of `DataConfig` that say which rows are read; the others, how text is written, hold for other rows as well."""
+
+
+def other_rows(section: Mapping[str, Any], named: str | Sequence[Any], path: str | None = None) -> dict[str, Any]:
+    """The keys of a `data` section with these rows in the place of its own (``data=mine.jsonl``).
+
+    Args:
+        named: what `comb.documents.datasets.locate` finds, or a list of them: a mixture of all their rows.
+        path: of a registered dataset's name.
+    """
+    kept = {name: value for name, value in section.items() if name not in ROWS}
+    if isinstance(named, str):
+        return kept | {"dataset": named, "path": path}
+    return kept | {"mixture": _told_apart(named)}
+
+
+def _told_apart(sets: Sequence[Any]) -> list[Any]:
+    """The sets of a mixture; files of the same name in several folders are called by their whole paths."""
+    names = [_stem(each) if isinstance(each, str) else None for each in sets]
+    return [
+        each if name is None or names.count(name) == 1
+        else {"dataset": each, "name": re.sub(r"[^\w.-]+", "-", each).strip("-.")}
+        for each, name in zip(sets, names, strict=True)
+    ]  # fmt: skip
+
+
+def _stem(dataset: str) -> str:
+    return Path(dataset.partition("?")[0]).stem
 
 
 def _check_template(template: str | None, where: str) -> None:
@@ -30,13 +64,14 @@ class MixtureEntry:
     """
 
     dataset: str
-    """A registered dataset: squad, babi, nano, jsonl, ..."""
+    """As in `DataConfig`: a registered dataset, or a file, folder or set on the Hub."""
     path: str | None = None
     """The dataset's file or folder; null for generated data."""
     name: str | None = None
     """What the set is called in counts and ids; null is `dataset`. Two sets can't have the same name."""
-    weight: Positive = 1.0
-    """Share of the epoch's examples, relative to the other weights."""
+    weight: Positive | None = None
+    """Share of the epoch's examples, relative to the other weights; null is 1, or, where no set of the mixture has a
+    weight, all that it has."""
     num_documents: AtLeastOne | None = None
     """Documents per example."""
     heldout_share: HeldoutShare | None = None
@@ -50,7 +85,7 @@ class MixtureEntry:
 
     def __post_init__(self) -> None:
         if self.name is None:
-            object.__setattr__(self, "name", Path(self.dataset).stem)
+            object.__setattr__(self, "name", _stem(self.dataset))
         where = f"data.mixture, set {self.name!r}"
         if not self.name or "/" in self.name or "@" in self.name:
             raise ValueError(f"{where}: a name is a text without / and @, which ids have behind it")
@@ -60,16 +95,21 @@ class MixtureEntry:
             raise ValueError(f"{where}: options can't hold {decided[0]!r}, which the mixture decides")
 
 
+def _entry(value: Any) -> Any:
+    return {"dataset": value} if isinstance(value, str) else value
+
+
 @dataclass(frozen=True, config=KNOWN_KEYS)
 class DataConfig:
     """Which examples, and how they become tokens."""
 
     dataset: str = ""
-    """A registered dataset: squad, babi, nano, jsonl, ... Left out it is nano, or with a mixture "mixture"."""
+    """A registered dataset (squad, babi, nano, ...), or what is read: a file or folder of rows with documents, query
+    and answer, or a set on the Hub, hf://org/name?split=train. Left out it is nano, or with a mixture "mixture"."""
     path: str | None = None
     """The dataset's file or folder, null for generated data; with a mixture, the folder that its paths are in."""
-    mixture: Items[MixtureEntry] = ()
-    """Several sets instead of one `dataset`, each with a weight."""
+    mixture: Items[Annotated[MixtureEntry, BeforeValidator(_entry)]] = ()
+    """Several sets instead of one `dataset`, each with a weight, or by its name alone."""
     epoch_examples: AtLeastOne | None = None
     """Examples of an epoch of the mixture; null: as many as `max_repeats` allows."""
     max_repeats: Annotated[Number, Field(ge=1)] = 1.0
@@ -114,7 +154,8 @@ class DataConfig:
     @property
     def label(self) -> str:
         """The datasets' names, for titles."""
-        return ", ".join(dict.fromkeys(entry.dataset for entry in self.mixture)) or self.dataset
+        names = [entry.dataset for entry in self.mixture] or [self.dataset]
+        return ", ".join(dict.fromkeys(name if name.startswith(HUB) else Path(name).name for name in names))
 
     def __post_init__(self) -> None:
         if self.questions_per_row > 1 and self.head is None:
@@ -136,7 +177,10 @@ class DataConfig:
             ("dataset", self.dataset not in ("", MIXTURE)), ("options", self.options)
         ):  # fmt: skip
             if given:
-                raise ValueError(f"data.{name} and data.mixture are both given: it belongs to the sets of the mixture")
+                raise ValueError(
+                    f"data.{name} and data.mixture are both given: it belongs to the sets of the mixture; data=FILE "
+                    "takes other rows in the place of all of them"
+                )
         object.__setattr__(self, "dataset", MIXTURE)
         names = [entry.name for entry in self.mixture]
         twice = sorted({str(name) for name in names if names.count(name) > 1})

@@ -16,7 +16,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from comb.documents.files import read_text
-from comb_training.config.data import DataConfig, MixtureEntry
+from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
 from comb_training.config.stage import StageConfig
 from comb_training.config.train import TrainConfig
@@ -45,6 +45,8 @@ EXPECTED = {
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML: ``train.steps=20``).
 
+    ``data=mine.jsonl``, or a list, takes the place of all keys that say which rows are read (`other_rows`).
+
     Raises:
         ValueError: for a missing or malformed file, an unknown key (naming the nearest one and the file), or a value
             of the wrong type.
@@ -61,7 +63,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             raise ValueError(f"{source} is not YAML: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{source}: expected sections model, data, train and eval, got {type(content).__name__}")
-    for item in overrides:
+    if isinstance(content.get("data"), str | list):
+        content["data"] = other_rows({}, content["data"])
+    for item in _ordered(overrides):
         # its key and its value are checked alone first, so that a mistake in them is not blamed on the file
         _validate(_override({}, item), COMMAND_LINE, alone=True)
         content = _override(content, item)
@@ -78,9 +82,14 @@ def config_from_dict(content: Mapping[str, Any], source: str = "configuration") 
 def override(config: Config, items: Sequence[str]) -> Config:
     """`config` with ``section.key=value`` items applied, the last one winning. Raises ValueError as `load_config`."""
     content: dict[str, Any] = config.to_dict()
-    for item in items:
+    for item in _ordered(items):
         content = _override(content, item)
     return config_from_dict(content, COMMAND_LINE)
+
+
+def _ordered(items: Sequence[str]) -> list[str]:
+    """``data=...`` first: ``data.limit=5``, before or behind it, is of its rows."""
+    return sorted(items, key=lambda item: item.partition("=")[0].strip() != "data")
 
 
 def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
@@ -101,6 +110,8 @@ def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
         target = target[parent]
         if not isinstance(target, dict):
             raise ValueError(f"{item!r}: {parent} is a value and has no keys")
+    if name.strip() == "data" and isinstance(value, str | list):
+        value = other_rows(target.get("data") or {}, value)
     target[key] = value
     return changed
 

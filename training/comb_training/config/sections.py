@@ -99,3 +99,15 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""
         return TypeAdapter(Config).dump_python(self, mode="json")  # type: ignore[no-any-return]  # a dict
+
+    def changed(self) -> dict[str, Any]:
+        """`to_dict` without keys that have their defaults, except for what is trained on what."""
+        usual, shown = Config().to_dict(), self.to_dict()
+        return {
+            name: {
+                key: value
+                for key, value in section.items()
+                if value != usual[name][key] or key in ("backbone", "dataset", "output_dir")
+            }
+            for name, section in shown.items()
+        }

@@ -39,10 +39,11 @@ def load_hub_rows(path: str, dataset: str) -> Any:
             name, options.get("config"), revision=options.get("revision"), split=options.get("split")
         )
     except Exception as error:  # the network, rights, a script in the repository, the files: each has its own type
-        reason = next(iter(str(error).strip().splitlines()), "")
+        told = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
+        reason = next(iter(str(told).strip().splitlines()), "")
         advice = "" if name.startswith("/") else _ADVICE.format(name=name)
         raise ValueError(
-            f"dataset {dataset!r}: {path} can't be loaded ({type(error).__name__}: {reason}). Check name, config and "
+            f"dataset {dataset!r}: {path} can't be loaded ({type(told).__name__}: {reason}). Check name, config and "
             f"split{advice}"
         ) from error
     if isinstance(loaded, Mapping):

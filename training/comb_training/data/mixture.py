@@ -3,8 +3,9 @@
 **Weights** are shares of the epoch's examples. A set's size is the number of its examples on the train side, after all
 that is dropped. The epoch is the longest in which no set comes more often than `max_repeats` times its size: the set
 that runs out first decides; or it is `epoch_examples` long. What a set has beyond its share is left out, what it lacks
-is repeated, both counted. Which examples, the seed, the set's name and its size decide, and no other set. (What
-`datasets.interleave_datasets` draws by chance comes near its shares only, and other sets change it.)
+is repeated, both counted. Sets without weights give all they have. Which examples, the seed, the set's name and its
+size decide, and no other set. (What `datasets.interleave_datasets` draws by chance comes near its shares only, and
+other sets change it.)
 
 **The held-out side** of a mixture is that of its sets, in the same shares. A set that has less than its share gives all
 it has, and the others give more; nothing is repeated. Where two sets read the same file, no row that one of them holds
@@ -55,6 +56,9 @@ class ConfiguredSide:
         examples, counts = source.read(self.split, self.limit, self.sets)
         if source.name is not None:
             examples = _unique(examples)
+        if "{title}" not in (self.data.document_template or "{title}"):
+            titled = {document for example in examples for document in example.documents if document.title}
+            counts.note("documents without their titles: data.document_template has no {title}", len(titled))
         fitted = fit_documents(examples, self.builder, self.longest, counts, self.splitter)
         written = [source.written(example) for example in fitted]
         if self.split == "train" and self.data.questions_per_row > 1:
@@ -71,9 +75,9 @@ class ConfiguredSide:
             longest = self.data.max_query_tokens
             return tokenize(examples, self.builder, counts, max_query_tokens=longest), counts.to_dict()
 
-        name = f"{source.name or Path(source.dataset).stem}-{self.split}"
+        name = f"{source.name or Path(source.dataset.partition('?')[0]).stem}-{self.split}"
         if self.data.cache and source.can_change:
-            logger.info("%s: tokens of %s are not kept, since it can change; revision=COMMIT helps", name, source.path)
+            logger.info("%s: tokens of %s are not kept, since it can change; revision=COMMIT helps", name, source.file)
         if not self.data.cache or source.can_change:
             examples, content = build()
             return examples, Counts.from_dict(content)
@@ -93,7 +97,9 @@ class ConfiguredSide:
 
     def numbers(self, sizes: dict[str, int]) -> dict[str, int]:
         """How many examples each set of a mixture gives."""
-        weights = {str(source.name): source.weight for source in self.sets}
+        given = {str(source.name): source.weight for source in self.sets}
+        all_of_it = not any(given.values())
+        weights = {name: sizes[name] if all_of_it else weight or 1.0 for name, weight in given.items()}
         if self.split != "train":
             return heldout_numbers(sizes, weights, self.limit)
         data = self.data

@@ -7,8 +7,8 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,60 +21,86 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One row, where it stands (for errors), and what was left out of it."""
+    """One row, where it stands (for errors), and what was left out of it.
+
+    Every reader, of files as of the Hub, takes a row's fields from here. What is null is blank, and a row that has
+    nothing but blanks where an example needs something is dropped (`example`); a field that isn't there at all, is of
+    another type or holds half of a character is a ValueError that names the row.
+    """
 
     row: Mapping[str, Any]
     where: str
     number: int = 0
     """The line in its file, from 1, or the place in its list, from 0."""
     left_out: Counter[str] = field(default_factory=Counter)
-    nulls: frozenset[str] = frozenset()
-    """Columns of a table on the Hub that are null in this row: empty, where no other field stands in for them."""
 
     def text(self, name: str, *others: str) -> str:
-        """The first of these fields that is there, a text. Raises ValueError if none is, or it is something else."""
-        for key in (name, *others):
-            if self.row.get(key) is not None:
-                return self.check_text(self.row[key], key)
-        if not self.nulls.isdisjoint((name, *others)):
-            return ""
-        raise ValueError(f"{self.where}: there is no {' or '.join(map(repr, (name, *others)))}")
+        """The first of these fields that isn't null, a text; blank where all that are there are null."""
+        there = [key for key in (name, *others) if key in self.row]
+        if not there:
+            fields = ", ".join(map(repr, self.row)) or "nothing"
+            raise ValueError(
+                f"{self.where}: there is no {' or '.join(map(repr, (name, *others)))}; there is {fields}"[:300]
+            )
+        return next((self.check_text(self.row[key], key) for key in there if self.row[key] is not None), "")
 
-    def items(self, name: str, kind: type) -> list[Any]:
-        """A list field whose items are all of one type. Raises ValueError otherwise."""
-        items = [] if name in self.nulls else self.row.get(name)
-        if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
-            raise ValueError(f"{self.where}: {name!r} is a list of {kind.__name__}, got {str(items)[:80]!r}")
-        return items
+    def items(self, name: str, *kinds: type) -> list[Any]:
+        """A list field whose items are all of one of these types; empty where it is null."""
+        items = [] if self._is_null(name) else self.row.get(name)
+        if not isinstance(items, list) or not all(isinstance(item, kinds) for item in items):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{self.where}: {name!r} is a list of {expected}, got {str(items)[:80]!r}")
+        return [self.check_text(item, name) if isinstance(item, str) else item for item in items]
 
     def texts(self, name: str) -> list[str]:
-        """A field that holds one text or a list of them, stripped. Raises ValueError otherwise."""
+        """A field that holds one text or a list of them, stripped."""
         texts = [self.text(name)] if isinstance(self.row.get(name), str) else self.items(name, str)
         return [text.strip() for text in texts]
 
-    def part(self, row: Mapping[str, Any]) -> DatasetRow:
-        """An object inside of this row."""
-        return DatasetRow(row, self.where, self.number, self.left_out)
+    def parts(self, name: str) -> list[DatasetRow]:
+        """A list field of objects."""
+        items = enumerate(self.items(name, dict))
+        return [replace(self, row=item, where=f"{self.where}: {name}[{index}]") for index, item in items]
 
     def inside(self, name: str, key: str) -> DatasetRow:
-        """The object in a field, which has a `key`. Raises ValueError if there is something else."""
+        """The object in a field, which has a `key`."""
         value = self.row.get(name)
         if not isinstance(value, Mapping):
             raise ValueError(f"{self.where}: {name!r} is an object with {key!r}, got {str(value)[:80]!r}")
-        return self.part(value)
+        return replace(self, row=value)
 
     def title(self) -> str | None:
-        """The field ``title``, which may be missing or empty."""
-        return None if self.row.get("title") is None else self.text("title") or None
+        """The field ``title``, which may be missing or blank."""
+        title = self.text("title") if "title" in self.row else ""
+        return title if title.strip() else None
+
+    def label(self, *names: str) -> str | None:
+        """What a row, a document or a group is called: the first of these fields that isn't blank, text or number."""
+        for name in names:
+            value = self.row.get(name)
+            if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+                raise ValueError(f"{self.where}: {name!r} is a text or a number, got {str(value)[:80]!r}")
+            # tables have NaN where a number is missing
+            if value is not None and value == value and (text := self.check_text(str(value), name).strip()):
+                return text
+        return None
+
+    def flag(self, name: str) -> bool | None:
+        """A field that is true or false; None where it is missing or null."""
+        value = self.row.get(name)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{self.where}: {name!r} is true or false, got {str(value)[:80]!r}")
+        return value
 
     def documents(
-        self, texts: Iterable[tuple[str | None, str]], num_documents: int | None = None
+        self, texts: Iterable[tuple[str | None, str, *tuple[str | None, ...]]], num_documents: int | None = None
     ) -> tuple[Document, ...]:
-        """A document of each (title, text), or of the first `num_documents`; empty ones are left out and counted."""
+        """A document of each (title, text) or (title, text, id), or of the first `num_documents`; blank ones are left
+        out and counted."""
         documents = []
-        for title, text in texts:
+        for title, text, *id in texts:
             if text.strip():
-                documents.append(Document(text, title=title or None))
+                documents.append(Document(text, title=title, id=id[0] if id else None))
             else:
                 self.left_out["empty document left out"] += 1
         if num_documents is not None and len(documents) > num_documents:
@@ -82,44 +108,51 @@ class DatasetRow:
         return tuple(documents[:num_documents])
 
     def example(
-        self, documents: tuple[Document, ...], query: str, answers: Iterable[str], *, group: str, id: Any = None
+        self, documents: tuple[Document, ...], query: str, answers: Sequence[str], *, group: str, id: str | None = None
     ) -> Example | str:
-        """The example of this row (its id is the field ``id`` by default), or the reason why there is none."""
-        accepted = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
+        """The example of this row (its id is the field ``id`` by default), or the reason why there is none.
+
+        Blank answers beside others are left out and counted.
+        """
+        accepted = [answer for answer in answers if answer.strip()]
         if not query.strip():
             return "empty query"
         if not documents:
             return "no documents"
         if not accepted:
             return "no answer"
-        id = self.row.get("id") if id is None else id
-        return Example(documents, query, accepted[0], accepted, id=None if id is None else str(id), group=group.strip())
+        if len(accepted) < len(answers):
+            self.left_out["empty answer left out"] += len(answers) - len(accepted)
+        different = tuple(dict.fromkeys(accepted))
+        return Example(documents, query, accepted[0], different, id=id or self.label("id"), group=group.strip())
 
     def check_text(self, value: Any, name: str) -> str:
-        """`value` if it is a text. Raises ValueError otherwise."""
+        """`value` if it is a text that can be written. Raises ValueError otherwise."""
         if not isinstance(value, str):
             raise ValueError(f"{self.where}: {name!r} is a text, got {str(value)[:80]!r}")
+        if not value.isascii() and _HALF.search(value):
+            raise ValueError(f"{self.where} holds half of a character, such as \\ud83d alone, in {name!r}: replace it")
         return value
+
+    def _is_null(self, name: str) -> bool:
+        return name in self.row and self.row[name] is None
 
 
 def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list[DatasetRow]:
     """All rows of ``.json`` (a list), ``.jsonl``, either with ``.gz``, or of a set on the Hub (``hf://``).
 
     Args:
-        lines: a file of any name has a row in each line.
+        lines: a file of any name has a row in each line, unless it begins as a list.
 
     Raises:
         ValueError: when something in the file isn't what it should be.
     """
     if on_hub(path):
-        return [
-            DatasetRow(
-                _without_nulls(row), f"{path}[{index}]", index, nulls=frozenset(key for key in row if row[key] is None)
-            )
-            for index, row in enumerate(load_hub_rows(str(path), dataset))
-        ]
+        rows = load_hub_rows(str(path), dataset)
+        return _checked(path, [DatasetRow(row, f"{path}[{index}]", index) for index, row in enumerate(rows)])
     path = Path(path)
     content = read_text(path, dataset)
+    lines = lines and not content.lstrip().startswith("[")
     if lines or path.name.removesuffix(".gz").endswith(".jsonl"):
         # not splitlines: JSON strings may hold U+2028 and the like
         places = [(number, f"{path}:{number}", line) for number, line in enumerate(content.split("\n"), start=1)]
@@ -129,10 +162,7 @@ def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list
         if not isinstance(rows, list):
             raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
         records = [DatasetRow(row, f"{path}[{index}]", index) for index, row in enumerate(rows)]
-    for record in records:
-        if not isinstance(record.row, Mapping):
-            raise ValueError(f"{record.where}: expected an object, got {type(record.row).__name__}")
-    return records
+    return _checked(path, records)
 
 
 def read_object(path: Path, dataset: str) -> DatasetRow:
@@ -152,17 +182,25 @@ def read_text(path: Path, dataset: str) -> str:
         raise ValueError(f"dataset {dataset!r}: {path} can't be read ({type(error).__name__}: {error})") from error
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _checked(path: str | Path, records: list[DatasetRow]) -> list[DatasetRow]:
+    if not records:
+        raise ValueError(f"{path} has no row")
+    for record in records:
+        if not isinstance(record.row, Mapping):
+            raise ValueError(f"{record.where}: expected an object, got {type(record.row).__name__}")
+    return records
 
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
-    if "\\ud" in text.lower() and _HALF.search(json.dumps(value, ensure_ascii=False)):
-        raise ValueError(f"{where} holds half of a character, such as \\ud83d alone: replace it")
-    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"one object has {twice!r} twice")
+    return found

@@ -67,16 +67,20 @@ class DatasetSide:
         for number, record in enumerate(read_records(self.path, self.name) if records is None else records, start=1):
             found = example(record)
             if isinstance(found, str):
-                self.counts.read += 1
-                self.counts.drop(found)
+                self.counted(found, record)
             else:
                 made.append((replace(found, id=found.id or str(number)), record))
         here = self.groups(str(found.group) for found, _ in made)
-        kept = [(found, record) for found, record in made if found.group in here]
-        self.counts.read += len(kept)
-        for _, record in kept:
-            self.counts.truncated.update(record.left_out)
-        return [found for found, _ in kept]
+        return [one for found, record in made if found.group in here for one in self.counted(found, record)]
+
+    def counted(self, found: Example | str, record: DatasetRow) -> list[Example]:
+        """The example of a row on this side, or none where there is a reason instead; either is counted."""
+        self.counts.read += 1
+        if isinstance(found, str):
+            self.counts.drop(found)
+            return []
+        self.counts.truncated.update(record.left_out)
+        return [found]
 
     def limited(self, examples: list[Example]) -> list[Example]:
         """At most `limit` of the examples, drawn with the seed."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import HUB, Counts, datasets, read_dataset
+from comb.documents.datasets import HUB, Counts, datasets, locate, read_dataset
 from comb.documents.document import Example
 from comb_training.config import DataConfig
 from comb_training.data import cache_key
@@ -29,7 +29,7 @@ class Source:
     dataset: str
     path: str | None
     options: Mapping[str, Any]
-    weight: float = 1.0
+    weight: float | None = None
     limit: int | None = None
     query_template: str = "{query}"
 
@@ -67,9 +67,9 @@ class Source:
     def can_change(self) -> bool:
         """Whether it reads something whose content can't be told without loading it: a branch on the Hub."""
         return (
-            on_hub(self.path)
-            and not str(self.path).startswith(f"{HUB}/")
-            and re.search(r"[?&]revision=[0-9a-f]{40}(&|$)", str(self.path)) is None
+            on_hub(self.file)
+            and not str(self.file).startswith(f"{HUB}/")
+            and re.search(r"[?&]revision=[0-9a-f]{40}(&|$)", str(self.file)) is None
         )
 
     def key(self, others: Iterable[Source], split: str, limit: int | None) -> dict[str, Any]:
@@ -77,9 +77,9 @@ class Source:
         # an option may name a second file
         named = sorted(value for value in self.options.values() if isinstance(value, str) and _is_file(value))
         return {
-            "dataset": self._reader,
-            "content": [_content_key(path) for path in (self._file, *named) if path is not None],
-            "code": cache_key.code_key(datasets.get(self._reader)),
+            "dataset": self.reader,
+            "content": [_content_key(path) for path in (self.file, *named) if path is not None],
+            "code": cache_key.code_key(datasets.get(self.reader)),
             "options": dict(self.options),
             "split": split,
             "limit": self._limit(split, limit),
@@ -96,21 +96,26 @@ class Source:
         return [
             other
             for other in others
-            if other.name != self.name
-            and self._file is not None
-            and (self._reader, self._file) == (other._reader, other._file)
-            and dict(self.options) != dict(other.options)
+            if other.name != self.name and self.reads_as(other) and dict(self.options) != dict(other.options)
         ]
 
-    @property
-    def _reader(self) -> str:
-        # a .jsonl file may stand where the dataset's name does
-        return "jsonl" if self.dataset not in datasets and self.dataset.endswith(".jsonl") else self.dataset
+    def reads_as(self, other: Source) -> bool:
+        """Whether both read the same file, folder or set on the Hub; False for what isn't there."""
+        try:
+            return self.file is not None and (self.reader, self.file) == (other.reader, other.file)
+        except ValueError:
+            return False
 
     @property
-    def _file(self) -> str | None:
-        path = self.dataset if self.path is None and self._reader != self.dataset else self.path
-        return path if path is None or on_hub(path) else str(Path(path).resolve())
+    def reader(self) -> str:
+        """The registered dataset that reads it."""
+        return locate(self.dataset, self.path)[0]
+
+    @property
+    def file(self) -> str | None:
+        """What is read, by its full path; None for generated data."""
+        path = locate(self.dataset, self.path)[1]
+        return str(path) if on_hub(path) else None if path is None else str(Path(path).resolve())
 
 
 def sources(data: DataConfig) -> list[Source]:
@@ -121,6 +126,11 @@ def sources(data: DataConfig) -> list[Source]:
         given = {name: common[name] if own.get(name) is None else own[name] for name in common}
         return {"seed": data.seed, **more, **{name: value for name, value in given.items() if value is not None}}
 
+    if data.mixture and data.path is not None and Path(data.path).is_file():
+        raise ValueError(
+            f"data.path={data.path} is a file, but with data.mixture it is the folder of the mixture's files: "
+            f"data={data.path} takes it in the place of the mixture"
+        )
     if not data.mixture:
         return [Source(None, data.dataset, data.path, options({}, data.options), query_template=data.query_template)]
     found = []

@@ -17,8 +17,6 @@ from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.plan.activations import PassSize
-from comb_training.plan.buckets import bucket_rows
-from comb_training.plan.compute import StepCompute, step_compute
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
 from comb_training.trainer import distributed
@@ -32,10 +30,8 @@ class Plan:
 
     Args:
         memory: this run's way of sharding first, then others for comparison.
-        buckets: as `bucket_rows` gives them.
         steps: optimizer steps at most.
         size: of the largest batch: the data's, or else what the budgets allow.
-        compute: operations of such a batch.
         notes: what is left out, and why.
     """
 
@@ -46,10 +42,8 @@ class Plan:
     counts: Counts | None = None
     statistics: TokenStatistics | None = None
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
-    buckets: list[dict[str, str]] = field(default_factory=list)
     steps: int | None = None
     size: PassSize | None = None
-    compute: StepCompute | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -106,10 +100,6 @@ def _add_memory(result: Plan, model: CombForCausalLM, deepspeed: dict[str, Any])
     if config.train.kl_weight:
         result.notes.append("the activations are without the full prompts that train.kl_weight takes")
     checkpointing = config.train.gradient_checkpointing
-    if result.size is not None:
-        result.compute = step_compute(
-            model, result.size, teacher=bool(config.train.kl_weight), checkpointing=checkpointing
-        )
     result.memory = [
         memory_of(model, parameters, result.size, way, ranks=result.ranks, checkpointing=checkpointing)
         for way in [deepspeed, *(other_ways(deepspeed) if result.ranks > 1 else ())]
@@ -140,6 +130,5 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
     result.statistics = TokenStatistics.of(examples)
     result.sets = statistics_by_set(examples) if config.data.mixture else {}
     sampler = batch_sampler(examples, config.train, ranks=result.ranks)
-    result.buckets = bucket_rows(sampler, examples)
     result.steps = total_steps(config.train, sampler.steps_per_epoch)
     result.size = PassSize.of_data(sampler, examples)

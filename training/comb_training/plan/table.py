@@ -1,4 +1,4 @@
-"""A plan as tables within 80 columns, and what has to be said about them."""
+"""A plan as a table of memory within 80 columns, and what has to be said about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from comb.evaluation.table import text_table
 from comb_training.data.token_statistics import data_table
 from comb_training.plan import Plan
 from comb_training.plan.activations import FACTOR
-from comb_training.plan.compute import H200_FLOPS, UTILISATION, StepCompute
 from comb_training.plan.counting import Parameters
 from comb_training.plan.memory import GpuMemory
 from comb_training.trainer.schedule import UNLIMITED_STEPS
@@ -34,35 +33,23 @@ COLUMNS = {
 def blocks(plan: Plan) -> Iterator[Table | str]:
     """What there is to show of a plan: tables, and text in rich's markup."""
     if plan.parameters is not None:
-        yield _parameter_table(plan.parameters)
         yield _sums(plan.parameters)
     if plan.memory:
         yield _memory_table(plan)
         yield _about_memory(plan)
-    if plan.compute is not None:
-        yield escape(_about_compute(plan.compute))
     if plan.statistics is not None:
         steps = "until the clock ends" if plan.steps == UNLIMITED_STEPS else str(plan.steps)
         yield escape(f"Data: {plan.counts}. Optimizer steps: {steps}.\n")
         yield data_table(plan.statistics, plan.sets)
-        yield text_table(tuple(plan.buckets[0]), [tuple(row.values()) for row in plan.buckets], BATCHES, left=())
-        yield "Rows, query tokens and padding are means per batch; with the data's own answers.\n"
     for note in plan.notes:
         yield escape(f"Note: {note}.")
 
 
-BATCHES = "the first epoch's batches, by their longest row"
-
-
-def _parameter_table(parameters: Parameters) -> Table:
-    lines = [(name, f"{total - trained:,}", f"{trained:,}") for name, (total, trained) in parameters.parts.items()]
-    lines.append(("all", f"{parameters.frozen:,}", f"{parameters.trained:,}"))
-    return text_table(("part", "frozen", "trained"), lines, "parameters", left=("part",))
-
-
 def _sums(parameters: Parameters) -> str:
     share = 100 * parameters.trained / parameters.total
-    return f"{_short(parameters.frozen)} frozen, {_short(parameters.trained)} trained ({share:.1f}% of all).\n"
+    counts = {"frozen": parameters.frozen, "trained": parameters.trained}
+    parts = ", ".join(f"{count:,} ({_short(count)}) {name}" for name, count in counts.items())
+    return f"Parameters: {parts}, {share:.1f}% of all.\n"
 
 
 def _short(count: int) -> str:
@@ -83,17 +70,6 @@ def _memory_table(plan: Plan) -> Table:
     title = f"memory on {where} in {unit}{'; this run first' if plan.ranks > 1 else ''}"
     heads = ("", *COLUMNS, *(() if plan.size is None else ("activations",)), "total", "CPU")
     return text_table(heads, list(map(row, plan.memory)), title, left=("",))
-
-
-def _about_compute(compute: StepCompute) -> str:
-    parts = {"encoder": compute.encoder, "decoder": compute.decoder, "the full prompts of KL": compute.teacher}
-    shares = ", ".join(f"{name} {part / compute.total:.0%}" for name, part in parts.items() if part)
-    return (
-        f"That batch is {compute.total / 1e12:,.3g} TFLOP ({shares}): on an H200, at {UTILISATION:.0%} of its "
-        f"{H200_FLOPS / 1e12:.0f} TFLOP/s in bfloat16, {compute.seconds:.2g} s, "
-        f"{compute.tokens / compute.seconds:,.0f} tokens/s of "
-        "different documents and rows. That is counted; nothing was measured on a GPU.\n"
-    )
 
 
 def _about_memory(plan: Plan) -> str:

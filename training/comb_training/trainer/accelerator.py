@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-from comb.documents.files import check_writable
 from comb_training.config import TrainConfig
 
 
@@ -47,9 +46,7 @@ def make_accelerator(config: TrainConfig, *, use_cpu: bool) -> Accelerator:
 
 
 def check_tools(config: TrainConfig) -> None:
-    """Raises ValueError for a DeepSpeed configuration that can't be used, a tracker that isn't installed, or a folder
-    that can't be written to."""
-    check_writable(config.output_dir, "train.output_dir")
+    """Raises ValueError for a DeepSpeed configuration that can't be used, or a tracker that isn't installed."""
     installed = set(map(str, get_available_trackers()))
     if missing := sorted(set(config.report_to) - {"all", *installed}):
         raise ValueError(

@@ -39,9 +39,9 @@ def all_true(value: bool) -> bool:
     return bool(_reduced([value], dist.ReduceOp.MIN)[0])
 
 
-def any_true(value: bool) -> bool:
-    """Whether it is true on some rank. Collective."""
-    return bool(_reduced([value], dist.ReduceOp.MAX)[0])
+def greatest(value: int) -> int:
+    """The greatest of all ranks' values. Collective."""
+    return int(_reduced([value], dist.ReduceOp.MAX)[0])
 
 
 def summed(*values: float) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from comb.documents.document import Example
+from comb.evaluation.metrics import bootstrap
 from comb.evaluation.run import evaluate
 from comb_training.config import Config
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.data.mixture import prompt_builder
 from comb_training.trainer import distributed
 from comb_training.trainer.accelerator import engine_autocast
-from comb_training.trainer.losses import Teacher, target_logits_only, target_loss
+from comb_training.trainer.losses import Teacher, target_logits_only, token_losses
 
 
 @torch.no_grad()
@@ -33,14 +35,15 @@ def heldout_losses(
 
     With a teacher also how much of the way from no documents to documents in the prompt the model goes, ``eval_closed``
     = 1 - ``eval_kl`` / ``eval_kl_none``: KL(full || model) and KL(full || none) in nats per target token
-    (`losses.divergence`).
+    (`losses.divergence`); and its 95% interval by bootstrap over the examples, ``eval_closed_low`` and ``_high``.
 
     Args:
         batches: the same on every rank.
         ask_teacher: what the backbone says that has the documents in its prompt.
         leave_out: of a batch's inputs, those without its documents.
     """
-    sums, count = [0.0] * (1 if ask_teacher is None else 3), 0.0
+    starts = [0, *accumulate(map(len, batches))]
+    found = torch.zeros(starts[-1], 4, dtype=torch.float64)  # of each example: target tokens, and sums over them
     ranks, rank = distributed.world_size(), distributed.rank()
     # every rank runs as many passes: sharded weights are gathered by all of them together
     for place in range(rank, -(-len(batches) // ranks) * ranks, ranks):
@@ -50,23 +53,23 @@ def heldout_losses(
             # in front of the model's passes: the teacher's rows are longer, and it selects targets in the same head
             teacher = None if ask_teacher is None else ask_teacher(prompts)
             with target_logits_only(model, labels):
-                outputs = model(**inputs)
-                values = [float(target_loss(outputs, labels))]
+                values = [token_losses(outputs := model(**inputs), labels)]
                 if teacher is not None:
                     bare = model(**leave_out(inputs))
-                    values += [
-                        float(target_loss(said, labels, teacher=teacher, weight=1.0, ce_weight=0.0))
-                        for said in (outputs, bare)
-                    ]
+                    values += [token_losses(said, labels, teacher) for said in (outputs, bare)]
         if place < len(batches):
-            tokens = int((labels[:, 1:] != IGNORED).sum())
-            sums, count = [total + value * tokens for total, value in zip(sums, values, strict=True)], count + tokens
-    *sums, count = distributed.summed(*sums, count)
-    loss, *divergences = (total / count for total in sums)
-    if not divergences:
-        return {"eval_loss": loss}
-    kl, none = divergences
-    return {"eval_loss": loss, "eval_kl": kl, "eval_kl_none": none, "eval_closed": 1 - kl / max(none, 1e-9)}
+            rows = (labels[:, 1:] != IGNORED).nonzero()[:, 0].cpu() + starts[place]
+            for column, value in enumerate([torch.ones(len(rows)), *values]):
+                found[:, column].index_add_(0, rows, value.double().cpu())
+    found = torch.tensor(distributed.summed(*found.flatten().tolist()), dtype=torch.float64).view_as(found)
+    count, loss, kl, none = found.sum(0).tolist()
+    record = {"eval_loss": loss / count}
+    if ask_teacher is None:
+        return record
+    least = found[:, 3].clamp_min(1e-9)
+    low, high = bootstrap((found[:, 2] / least).tolist(), least.tolist())
+    closed = {"eval_closed": 1 - kl / max(none, 1e-9), "eval_closed_low": 1 - high, "eval_closed_high": 1 - low}
+    return record | {"eval_kl": kl / count, "eval_kl_none": none / count} | closed
 
 
 def heldout_answers(model: Any, tokenizer: Any, examples: Sequence[Example], config: Config) -> dict[str, float]:

@@ -86,6 +86,15 @@ def target_loss(
     return loss / num_items_in_batch
 
 
+def token_losses(outputs: Any, labels: Tensor, teacher: Teacher | None = None) -> Tensor:
+    """Cross-entropy, or with a teacher `divergence`, at every target token [N]; as for `target_loss`."""
+    targets, counted = _targets(labels)
+    logits = _target_logits(outputs.logits, labels).float()
+    if teacher is not None:
+        return divergence(logits, teacher)
+    return nn.functional.cross_entropy(logits, targets[counted], reduction="none")
+
+
 def divergence(logits: Tensor, teacher: Teacher) -> Tensor:
     """KL(teacher || student) [N] in nats, over the teacher's k classes and one more for all others together.
 

@@ -12,13 +12,16 @@ from transformers import set_seed
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
-from comb_training.config import Config
+from comb.evaluation.record import check_writable
+from comb.hub.push import PUBLISHED, read_card
+from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
 from comb_training.models.loading import set_threads
 from comb_training.trainer.accelerator import check_tools
+from comb_training.trainer.run_log import LOG
 
 
 @dataclass
@@ -50,10 +53,11 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
         resume: the checkpoint that the run goes on from; it has what was measured before.
 
     Raises:
-        ValueError: for a tool that isn't installed, options that make no sense, data that is missing, malformed or
-            empty, or a backbone without a tokenizer it fits.
+        ValueError: for a tool that isn't installed, folders that can't be written to, options that make no sense, data
+            that is missing, malformed or empty, or a backbone without a tokenizer it fits.
     """
     check_tools(config.train)  # before hours of answers
+    check_folders(config.train)
     set_threads(config)
     set_seed(config.train.seed)
     method = training_method(config.train.method)
@@ -71,6 +75,21 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     model = method.fitted(model, config, examples, resume)
     sets = statistics_by_set(examples) if config.data.mixture else {}
     return PreparedRun(config, model, tokenizer, builder, examples, counts, TokenStatistics.of(examples), sets)
+
+
+def check_folders(train: TrainConfig) -> None:
+    """Raises ValueError for a folder that what the run ends with can't be written into."""
+    answers = train.answers_dir or str(Path(train.output_dir) / "answers")
+    for name, folder, files in (
+        ("train.output_dir", train.output_dir, (*PUBLISHED, LOG)),
+        *([("train.answers_dir", answers, ())] if train.answers == "on_policy" else []),
+    ):
+        try:
+            check_writable(folder, *files)
+            if files and training_method(train.method).adapter is not None:
+                read_card(Path(folder))  # which the adapter's own is written into
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 def tokenized(

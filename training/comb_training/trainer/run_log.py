@@ -24,6 +24,18 @@ logger = logging.getLogger(__name__)
 
 LOG = "log.jsonl"
 """File in the run's folder that holds every record of its log."""
+LENGTHS = ("steps", "epochs", "max_seconds")
+"""Keys of `train` that a run ends by."""
+
+
+def how_it_ended(folder: Path) -> dict[str, Any] | None:
+    """The log's last line, with `LENGTHS`, if the run in this folder has nothing left to train; else None."""
+    try:
+        *_, last = (folder / LOG).read_text(encoding="utf-8").splitlines()
+        record: dict[str, Any] = json.loads(last)
+    except (OSError, ValueError):
+        return None
+    return record if "ended_by" in record else None
 
 
 class RunLog:
@@ -61,7 +73,7 @@ class RunLog:
                 init_kwargs={"wandb": {"name": self.config.run_name or self.config.output_dir}},
             )
         self._bar = tqdm(
-            total=1000, initial=int(1000 * self.schedule.progress(step)), smoothing=0, desc="training",
+            total=1.0, initial=self.schedule.progress(step), smoothing=0, desc="training",
             bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}, {remaining} left",
             disable=not (self._progress and distributed.is_main()),
         )  # fmt: skip
@@ -90,27 +102,26 @@ class RunLog:
         return rate
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What takes its time inside is no training: `tokens_per_second` is without it."""
+    def paused(self, what: str) -> Iterator[None]:
+        """What takes its time inside is no training: `tokens_per_second` is without it, and the bar says `what`."""
         start = time.monotonic()
+        self._bar.set_description_str(what)
         yield
+        self._bar.set_description_str("training")
+        if self._since == math.inf:  # in front of the first step: the time that is left is reckoned from here
+            self._bar.unpause()
         self._since += time.monotonic() - start
 
     def advance(self, step: int) -> None:
         """Moves the bar: over the steps or over the seconds, whichever is nearer to the end."""
-        self._bar.update(int(1000 * self.schedule.progress(step)) - self._bar.n)
+        self._bar.update(self.schedule.progress(step) - self._bar.n)
 
     def write(self, step: int, record: dict[str, float]) -> None:
         """Adds a record, everywhere; on the terminal one without a loss is a line of its own, which stays."""
         self.history.append({**record, "step": step})
         if not distributed.is_main():
             return
-        line = json.dumps({"step": step, "time": datetime.now(UTC).isoformat(), **record})
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-        except OSError as error:  # a full disk is the checkpoint's to report, with what is safe
-            logger.warning("%s: a record is lost (%s)", self.path, error)
+        self._add({"step": step, **record})
         if "loss" in record:
             self._bar.set_postfix_str(self._summary(step, record))
         elif self._progress:
@@ -126,8 +137,24 @@ class RunLog:
             parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
         return ", ".join(parts)
 
+    def end(self, step: int, by: str) -> None:
+        """The last line of the file, as `how_it_ended` finds it: nothing is left to train."""
+        if distributed.is_main():
+            self._add({"step": step, "ended_by": by} | {name: getattr(self.config, name) for name in LENGTHS})
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps({"step": record["step"], "time": datetime.now(UTC).isoformat(), **record})
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:  # a full disk is the checkpoint's to report, with what is safe
+            logger.warning("%s: a record is lost (%s)", self.path, error)
+
     def close(self) -> None:
         """Ends the bar and the trackers."""
         self._bar.close()
         for tracker in self.accelerator.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:  # each tracker has its own; what was trained is still to be written
+                logger.warning("train.report_to: %s could not be ended (%s)", tracker.name, error)

@@ -19,6 +19,7 @@ from comb_training.models import training_method
 from comb_training.models.loading import shaping_options
 from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import changed_keys, checkpoints
+from comb_training.trainer.run_log import LENGTHS, how_it_ended
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ TRAINING_JSON = "training.json"
 """What a stage has ended with: its record."""
 FOLDER = "stages"
 AUTO = "auto"
-CURVES = ("losses", "heldout_losses", "heldout_closed", "heldout_em", "heldout_f1")
+CURVES = ("losses", "heldout_losses", "heldout_kl", "heldout_closed", "heldout_em", "heldout_f1")
 """Values of a record that are (step, value)."""
 
 
@@ -99,7 +100,8 @@ def starting_point(stages: Sequence[RunStage], resume: str | Path | None) -> Sta
         resume: a ``checkpoint-N`` folder, ``auto`` for the newest one of the stage that was not finished, or None.
 
     Raises:
-        ValueError: for a folder that isn't there, or isn't a checkpoint of any stage.
+        ValueError: for a folder that isn't there, or isn't a checkpoint of any stage, and for ``auto`` where nothing is
+            left to train.
     """
     if resume is None:
         if not stages[-1].name and (found := checkpoints(stages[-1].folder)):
@@ -130,6 +132,16 @@ def starting_point(stages: Sequence[RunStage], resume: str | Path | None) -> Sta
         records.append(_record(stage))
     stage = stages[len(records)]
     found = checkpoints(stage.folder)
+    if (ended := how_it_ended(stage.folder)) is not None:
+        given = {name: getattr(stage.config.train, name) for name in LENGTHS}
+        if not found or given == {name: ended[name] for name in LENGTHS}:
+            longer = "max_seconds" if ended["ended_by"] == "clock" else "steps" if given["steps"] else "epochs"
+            more = f"raise train.{longer}" if found else "it would need a checkpoint (train.save_steps), and left none"
+            raise ValueError(
+                f"--resume auto: the run in {stage.folder} is finished, after {ended['step']} steps. To go on with it "
+                f"{more}; or train its adapter further in another folder: model.init_from={stage.folder} "
+                "train.output_dir=..."
+            )
     if not found:
         where = f"the run starts with stage {stage.name}" if records else "the run starts from the beginning"
         logger.warning("--resume auto: no checkpoint-N in %s, %s", stage.folder, where)
@@ -167,7 +179,7 @@ def joined(config: Config, stages: Sequence[RunStage], records: Sequence[Mapping
         losses = [loss for _, loss in record["losses"]]
         parts.append({"name": stage.name, "first_step": first, "losses": losses[:1] + losses[-1:], **own})
         for name, curve in curves.items():
-            curve += [(first + step, value) for step, value in record[name]]
+            curve += [(first + step, value) for step, value in record.get(name, ())]
         first += record["steps"]
     counted = ("seconds", "answer_seconds", "bad_batches")
     sums = {name: round(sum(record[name] for record in records), 2) for name in counted}

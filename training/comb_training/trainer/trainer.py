@@ -41,7 +41,7 @@ from comb_training.trainer.optimizer import adamw
 from comb_training.trainer.run_log import RunLog
 from comb_training.trainer.sampler import batch_sampler
 from comb_training.trainer.schedule import LearningRateSchedule, total_steps
-from comb_training.trainer.termination import sigterm_asked
+from comb_training.trainer.termination import asked_to_stop
 from comb_training.trainer.weights import load_engine, published_weights, settle_engine, trained_weights
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class CombTrainer:
     Args:
         model: as `TrainingMethod.load` gives it: a `CombForCausalLM`, a `BlockAttentionModel`, ...
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
-        heldout: examples whose loss is logged every `eval_steps`.
-        answer: scores that are logged with it.
+        heldout: examples whose loss is logged before the first step, behind the last, and every `eval_steps`.
+        answer: scores that are logged with it, where there are `eval_steps`.
         settings: the run's whole configuration, for trackers, and to tell what a resumed run changes.
 
     Raises:
@@ -116,11 +116,16 @@ class CombTrainer:
         self.log = RunLog(config, self.schedule, self.accelerator, settings=self.settings, progress=progress)
         self.step = 0
         """Optimizer steps done."""
-        self.terminated = False
-        """Whether a signal ended the run before its time; there is a checkpoint to go on from."""
+        self.terminated = ""
+        """The signal that ended the run before its time, SIGTERM or SIGINT; there is a checkpoint to go on from."""
         self._answer = answer
         self._wrapped: Any = model  # as DDP or DeepSpeed call it, from `train` on
         self._loss = torch.zeros((), device=self.accelerator.device)  # this rank's share since the last record
+
+    @property
+    def ended_by(self) -> str:
+        """steps, clock, or the signal that came."""
+        return self.terminated or ("steps" if self.step >= self.schedule.steps else "clock")
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -142,11 +147,8 @@ class CombTrainer:
         """
         if checkpoint is not None:
             self._read_state(Path(checkpoint))
-            if self.step >= self.schedule.steps:
-                logger.warning(
-                    "%s is of step %d and the run has %d: nothing is left to train", checkpoint, self.step,
-                    self.schedule.steps,
-                )  # fmt: skip
+            if self.schedule.over(self.step):
+                logger.warning("%s is of step %d, the run's last: nothing is left to train", checkpoint, self.step)
                 load_trainable(self.model, checkpoint)
                 return
         set_seed(self.config.seed)
@@ -156,24 +158,26 @@ class CombTrainer:
         self._set_learning_rates()
         self.log.start(self.step)
         try:
-            with sigterm_asked() as asked:
+            with asked_to_stop() as asked:
                 self._run(asked)
         finally:
             self.log.close()
 
-    def _run(self, asked_to_stop: Callable[[], bool]) -> None:
+    def _run(self, asked: Callable[[], str]) -> None:
         config, over = self.config, False
         logged_at = self.step
         batches = self._batches()
+        if self.step == 0:
+            with self.log.paused("held-out, untrained"):
+                self.evaluate()
         self._wrapped.train()
         self.schedule.start()
         while not over:
             rate = self.optimizer.param_groups[0]["lr"]
             norm = self._train_step(list(islice(batches, config.gradient_accumulation_steps)), rate)
             self.log.advance(self.step)
-            self.terminated = asked_to_stop()
-            last = self.step >= self.schedule.steps
-            over = self.terminated or self.schedule.over(self.step)
+            self.terminated = asked()
+            over = bool(self.terminated) or self.schedule.over(self.step)
             if over or self.step == 1 or self.step % config.logging_steps == 0:  # the last steps count too
                 [loss] = distributed.summed(float(self._loss))
                 record = {"loss": loss / (self.step - logged_at), "learning_rate": rate}
@@ -181,11 +185,20 @@ class CombTrainer:
                 record["epoch"] = self.step / self.sampler.steps_per_epoch
                 self.log.write(self.step, record | self.log.tokens_per_second())
                 self._loss, logged_at = torch.zeros_like(self._loss), self.step
-            with self.log.paused():
-                if config.eval_steps is not None and (last or self.step % config.eval_steps == 0):
+            if self.terminated:  # saved first: who sent the signal may not wait for the evaluation
+                self._save()
+            if over or self._due(config.eval_steps):
+                with self.log.paused("held-out"):
                     self.evaluate()
-                if self.terminated or (config.save_steps is not None and (last or self.step % config.save_steps == 0)):
-                    self.save_checkpoint()
+            if not self.terminated and config.save_steps and (over or self._due(config.save_steps)):
+                self._save()
+
+    def _save(self) -> None:
+        with self.log.paused("saving"):
+            self.save_checkpoint()
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """This rank's batches from the step on that comes next, epoch after epoch without end."""
@@ -229,7 +242,9 @@ class CombTrainer:
             group["lr"] = peak * factor
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss per target token of the held-out examples, over all ranks, and what `answer` says; logged."""
+        """`heldout_losses` of the held-out examples, if there are any, and what `answer` says; logged. Collective."""
+        if not self.heldout:
+            return {}
         batches = batch_sampler(self.heldout, self.config, ranks=1, accumulation=1).batches(0)
         was_training = self.model.training
         self.model.eval()

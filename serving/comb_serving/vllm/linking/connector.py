@@ -81,7 +81,7 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Everything in front of the query comes from elsewhere; with seams, only after steps of their own."""
         link = self.links.get(request.request_id)
-        if link is None or (link.method is not None and request.skip_reading_prefix_cache):
+        if link is None:
             return 0, False
         left = link.plan.behind(num_computed_tokens)
         self._matched[request.request_id] = num_computed_tokens, left

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from comb_serving.linking.layout import LinkingLayout
@@ -52,16 +54,24 @@ class RequestLink:
             return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
         return self.layout.plan(self.method, self.length, self.spans)
 
-    def hash_extra(self, start: int, end: int) -> tuple[Any, ...]:
-        """What belongs to the hash of tokens [start, end): how its documents are linked; nothing where there are none.
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [load.end for load in self.plan.loads]
 
-        Which documents these are, their tokens say, which are in the hash anyway; it is chained, so that all behind a
-        document is apart from what plain prompts have.
+    def hash_extra(self, start: int, end: int) -> tuple[Any, ...]:
+        """What belongs to the hash of tokens [start, end): which of them are loaded; nothing where none is.
+
+        Which documents these are, their tokens say, which are in the hash anyway; it is chained, so that all behind
+        something loaded is apart from what plain prompts have. What is computed in front of it is a plain prompt's.
         """
         if self.method is None:
             return ()
-        touched = [(begin - start, tokens) for begin, tokens in self.spans if begin < end and begin + tokens > start]
-        return ("comb", self.method.compiled, self.method.seam_tokens, *touched) if touched else ()
+        behind = self.plan.loads[bisect_right(self._ends, start) :]
+        touched = [
+            (max(load.start, start) - start, min(load.end, end) - start, load.offset + max(0, start - load.start))
+            for load in takewhile(lambda load: load.start < end, behind)
+        ]
+        return ("comb", self.method.compiled, *touched) if touched else ()
 
 
 def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> RequestLink | None:
@@ -74,11 +84,15 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
         ValueError: if its documents don't fit its prompt, its method or the pool.
     """
     token = token_of(request)
-    if token is None or request.lora_request is not None:
-        return None  # documents are compiled without a LoRA; with one, the prompt is computed whole
+    if token is None:
+        return None
     capability, prompt = capability_of(token), request.prompt_token_ids
     if not capability.method:
         return None
+    if request.lora_request is not None:
+        raise ValueError("its documents were compiled without a LoRA")
+    if request.skip_reading_prefix_cache:  # for log-probabilities of the prompt: vLLM would compute what is linked
+        raise ValueError("it has documents linked and all of its prompt computed")
     spans = capability.spans_in(prompt)
     room = {"num_blocks": layout.num_blocks, "block_size": layout.block_size, "more": layout.state_rows}
     handles = unpack(capability.documents, **room)

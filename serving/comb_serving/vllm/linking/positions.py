@@ -20,12 +20,13 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
+from comb.backbones.rotary import embedding_of
+from comb.linking.positions import positions_near
 from comb.linking.rotation import Rerotation, Rotation
 from comb_serving.vllm.linking.cache_access import token_shape
 from comb_serving.vllm.linking.scans import is_linear
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the largest key
-_STEADY = ("default", "linear", "llama3", "yarn")  # transformers' kinds that don't depend on the length of a prompt
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,10 @@ class KeyPositions:
 
     def rerotation(self, compiled: Tensor, linked: Tensor) -> Rerotation:
         """What takes keys [T, heads, dim] from positions [T] to positions [T], in every table."""
-        return Rerotation(tuple(_between(cos, sin, compiled, linked) for cos, sin in self.tables))
-
-
-def _between(cos: Tensor, sin: Tensor, compiled: Tensor, linked: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, 1, m] of the angles between positions; a factor on both (YaRN's) falls out."""
-    (c, s), (c2, s2) = ((cos[at, None].double(), sin[at, None].double()) for at in (compiled, linked))
-    size = c * c + s * s
-    return ((c * c2 + s * s2) / size).float(), ((s2 * c - c2 * s) / size).float()
+        return Rerotation.between(
+            ((cos[compiled, None], sin[compiled, None]), (cos[linked, None], sin[linked, None]))
+            for cos, sin in self.tables
+        )
 
 
 def find_positions(model: nn.Module, layers: dict[str, Any], vllm_config: Any) -> KeyPositions:
@@ -60,7 +57,8 @@ def find_positions(model: nn.Module, layers: dict[str, Any], vllm_config: Any) -
     """
     last = vllm_config.model_config.max_model_len - 1
     device = next(model.parameters()).device
-    positions = torch.tensor(sorted({0, 1, min(2, last), last // 3, last}), device=device)
+    near = {position for position in positions_near(vllm_config.model_config.hf_text_config) if position < last}
+    positions = torch.tensor(sorted({0, 1, min(2, last), last // 3, *near, last}), device=device)
     keys = _keys(model, layers, positions, vllm_config)
     found = (_table(module, last + 1, device) for module in model.modules())
     tables = tuple(table for table in found if table is not None)
@@ -129,7 +127,7 @@ def _rotation(name: str, keys: Tensor, positions: Tensor, tables: Sequence[tuple
     pairs = [(a, b) for a in range(len(positions)) for b in range(len(positions)) if a != b]
     sources, targets = (torch.tensor(side, device=keys.device) for side in zip(*pairs, strict=True))
     for source, table in enumerate(tables):
-        turn = Rerotation((_between(*table, positions[sources], positions[targets]),))
+        turn = KeyPositions((table,), {}).rerotation(positions[sources], positions[targets])
         for start in sorted({0, keys.shape[-1] - 2 * table[0].shape[1]}):
             for interleaved in (False, True) if start >= 0 else ():
                 rotation = Rotation(0, start, interleaved)
@@ -149,17 +147,29 @@ def _table(module: nn.Module, count: int, device: torch.device) -> tuple[Tensor,
             return None
         # in float32 where its own are rounded to the model's dtype
         compute = getattr(module, "_compute_cos_sin_cache", None)
-        exact = rounded if compute is None or rounded.dtype == torch.float32 else compute()
-        cos, sin = (exact if exact.shape == rounded.shape else rounded).to(device, torch.float32).chunk(2, dim=-1)
+        exact = rounded if compute is None or rounded.dtype == torch.float32 else compute().to(device)
+        same = exact.shape == rounded.shape and (exact - rounded.to(device)).abs().max() <= 1e-2 * exact.abs().max()
+        cos, sin = (exact if same else rounded).to(device, torch.float32).chunk(2, dim=-1)
         return cos.contiguous(), sin.contiguous()
-    if not isinstance(getattr(module, "inv_freq", None), Tensor) or getattr(module, "rope_type", "") not in _STEADY:
+    width, size = getattr(module, "rotary_dim", None), getattr(module, "head_size", None)
+    if isinstance(width, int) and isinstance(size, int):  # one that keeps another table (LongRoPE) is asked
+        return _turned(module, torch.arange(count, device=device), width // 2, size)
+    if not isinstance(getattr(module, "inv_freq", None), Tensor):
         return None
+    # transformers', which may be asked about requests of any lengths at once
+    embedding = embedding_of(module, count)
+    if embedding is None or (embedding.limit is not None and embedding.limit < count):
+        return None
+    cos, sin = embedding.ask(torch.arange(count, device=device))
+    return cos.contiguous(), sin.contiguous()
+
+
+def _turned(module: nn.Module, positions: Tensor, m: int, size: int) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines as a rotary module of vLLM's turns keys [T, size] whose first halves of m pairs are ones."""
+    key = torch.zeros(len(positions), size, device=positions.device)
+    key[:, :m] = 1
     try:
-        found = module(torch.zeros(1, device=device), torch.arange(count, device=device)[None])
-        cos, sin = (part[0].float() for part in found)
-    except (TypeError, ValueError, KeyError, AttributeError):  # with arguments of its own: nothing known here
-        return None
-    half = cos.shape[-1] // 2
-    if torch.equal(cos[:, :half], cos[:, half:]):
-        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
-    return cos[:, ::2].contiguous(), sin[:, ::2].contiguous()
+        turned = module(positions, key.clone(), key.clone())[1].reshape(key.shape)
+    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None  # with arguments of its own: nothing known here
+    return turned[:, :m].contiguous(), turned[:, m : 2 * m].contiguous()

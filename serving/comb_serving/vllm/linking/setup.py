@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from comb.backbones.discovery import position_count
 from comb.backbones.fingerprint import same_embedding
 from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
 from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
 from comb_serving.linking.methods import LinkMethod
+from comb_serving.vllm.fixed_weights import check_no_transfer
 from comb_serving.vllm.versions import TESTED, is_tested
 
 CONNECTOR = "LinkingConnector"
@@ -58,7 +60,10 @@ def primer_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | No
     if link_tokens is not None:
         config = load_config(link_tokens, LinkTokensConfig)
         return [config.placeholder_id] * config.num_link_tokens
-    return primer_ids(True, load_tokenizer(checkpoint)) if method.primed else []
+    if not method.primed:
+        return []
+    positions = position_count(load_config(checkpoint).get_text_config(decoder=True))
+    return primer_ids(True, load_tokenizer(checkpoint), None if positions is None else positions // 2)
 
 
 def method_of(vllm_config: Any) -> LinkMethod:
@@ -104,6 +109,7 @@ def check_engine(vllm_config: Any) -> None:
         raise ValueError("documents are linked without LoRA: each document would have other keys under each of them")
     if model.enable_sleep_mode:
         raise ValueError("documents are linked without sleep mode: the pool would not sleep with the cache")
+    check_no_transfer(vllm_config)
 
 
 def check_backbone(model: Any, config: LinkTokensConfig) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from comb.cache.picache import PICache, register_kind
@@ -66,14 +67,21 @@ class KeptDocuments:
         assert store is not None
         self._store = store
         self._flushes = disk_path is not None
-        self._queue: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[tuple[str, Tensor, Any] | None] = queue.Queue(_WAITING)
+        self._stream: Any = None  # of a GPU, for the copies
         self._thread = threading.Thread(target=self._work, name="comb-kept-documents", daemon=True)
         self._thread.start()
 
     def keep(self, key: str, rows: Tensor) -> None:
-        """Takes a document [tokens, width], which nobody changes afterwards; never waits."""
+        """Takes a document [tokens, width], which nobody changes afterwards; never waits, neither for a GPU that is
+        still gathering it."""
+        gathered = None
+        if rows.device.type != "cpu":
+            device = torch.get_device_module(rows.device)
+            gathered = device.Event()
+            gathered.record(device.current_stream(rows.device))
         try:
-            self._queue.put_nowait((key, rows))
+            self._queue.put_nowait((key, rows, gathered))
         except queue.Full:
             logger.warning("document %s is not kept: %d wait already", key[:12], _WAITING)
 
@@ -113,9 +121,19 @@ class KeptDocuments:
         if self._flushes:
             self._try("", self._store.flush)
 
-    def _admit(self, key: str, rows: Tensor) -> None:
-        picache = PoolRowsPICache(key, rows.to("cpu", copy=True))
+    def _admit(self, key: str, rows: Tensor, gathered: Any) -> None:
+        picache = PoolRowsPICache(key, rows.clone() if gathered is None else self._to_host(rows, gathered))
         self._store.acquire([key], lambda _: [picache]).release()
+
+    def _to_host(self, rows: Tensor, gathered: Any) -> Tensor:
+        """A copy behind `gathered`: streams are a thread's own, and this one's knows nothing of the engine's."""
+        device = torch.get_device_module(rows.device)
+        if self._stream is None:
+            self._stream = device.Stream(rows.device)
+        self._stream.wait_event(gathered)
+        rows.record_stream(self._stream)
+        with device.stream(self._stream):
+            return rows.to("cpu")
 
     def _try(self, key: str, work: Callable[[], object]) -> None:
         try:

@@ -16,6 +16,7 @@ from comb.linktokens.published import published_front
 from comb_serving.config.options import DISK_BYTES, DISK_PATH, HOST_BYTES, POOL_BLOCK, POOL_BYTES, instance_dir
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.pool.handles import PoolHandle
+from comb_serving.vllm.fixed_weights import FixedWeights
 from comb_serving.vllm.linking.connector import LinkingConnector
 from comb_serving.vllm.linking.pool import DocumentPool
 from comb_serving.vllm.linking.setup import (
@@ -31,7 +32,7 @@ from comb_serving.vllm.linking.tiers import kept_documents
 from comb_serving.vllm.pool import total_bytes
 
 
-class PoolWorker:
+class PoolWorker(FixedWeights):
     """The part that doesn't depend on the platform; comes first among the bases."""
 
     model_runner: Any

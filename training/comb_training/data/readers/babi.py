@@ -17,6 +17,7 @@ from typing import Literal
 
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import Split
+from comb_training.data.records import read_text
 from comb_training.data.side import DatasetSide, reader
 
 _LINE = re.compile(r"^(\d+) (.+)$")
@@ -92,7 +93,7 @@ def _files(path: Path, split: Split) -> tuple[list[Path], Split]:
 
 def _parse(path: Path, side: DatasetSide) -> list[BabiStory]:
     counts, stories = side.counts, list[BabiStory]()
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_text(path, side.name).splitlines():
         if not line.strip():
             continue
         match = _LINE.match(line.strip())
@@ -109,8 +110,8 @@ def _parse(path: Path, side: DatasetSide) -> list[BabiStory]:
             continue
         counts.read += 1
         question, answer = (part.strip() for part in text.split("\t")[:2])
-        if not answer or not story.statements:
-            counts.drop("question without an answer or a statement before it")
+        if not question or not answer or not story.statements:
+            counts.drop("no question, answer, or statement before it")
             continue
         story.questions.append((tuple(story.statements), question, answer))
     return stories

@@ -8,6 +8,7 @@ document: a paragraph's sentences joined, its title as title; query: ``question`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from comb.documents.document import Example
@@ -24,11 +25,13 @@ def read_hotpotqa(record: DatasetRow, *, num_documents: int | None = None) -> Ex
     """
     documents = record.documents(_paragraphs(record), num_documents)
     question, answer = record.text("question"), record.text("answer")
-    return record.example(documents, question, [answer], id=record.row.get("_id"), group=question)
+    return record.example(documents, question, [answer], id=record.label("_id"), group=question)
 
 
-def _paragraphs(record: DatasetRow) -> list[tuple[str, str]]:
+def _paragraphs(record: DatasetRow) -> list[tuple[str | None, str]]:
     context: Any = record.row.get("context")
+    if context is None and "context" in record.row:
+        return []
     try:
         rows = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
         pairs = [(title, sentences) for title, sentences in rows]
@@ -37,9 +40,8 @@ def _paragraphs(record: DatasetRow) -> list[tuple[str, str]]:
         raise ValueError(f"{record.where}: 'context' is a list of [title, [sentence, ...]], got {got!r}") from error
     found = []
     for title, sentences in pairs:
-        if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
-            raise ValueError(f"{record.where}: a paragraph holds a list of sentences, got {str(sentences)[:80]!r}")
+        paragraph = replace(record, row={"title": title, "sentences": sentences})
         # official sentences mostly bring the space before them, but not all do
-        stripped = (sentence.strip() for sentence in sentences)
-        found.append((record.check_text(title, "title"), " ".join(sentence for sentence in stripped if sentence)))
+        stripped = (sentence.strip() for sentence in paragraph.items("sentences", str))
+        found.append((paragraph.title(), " ".join(sentence for sentence in stripped if sentence)))
     return found

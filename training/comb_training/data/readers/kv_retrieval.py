@@ -20,9 +20,12 @@ def read_kv_retrieval(record: DatasetRow, *, records_per_document: int = 15) -> 
     if records_per_document < 1:
         raise ValueError(f"records_per_document must be at least 1, not {records_per_document}")
     pairs = record.items("ordered_kv_records", list)
-    if not all(len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs):
+    if not all(len(pair) == 2 for pair in pairs):
         raise ValueError(f"{record.where}: 'ordered_kv_records' is a list of [key, value] texts")
+    pairs = [[record.check_text(part, "ordered_kv_records") for part in pair] for pair in pairs]
     key, value = record.text("key"), record.text("value")
+    if not key.strip():
+        return "empty query"
     if not pairs:
         return "no documents"
     if {held for name, held in pairs if name == key} != {value}:

@@ -71,7 +71,7 @@ def _files(path: str | Path, task: str | None) -> Sequence[str | Path]:
     if on_hub(path) or not Path(path).is_dir():
         return [path]
     pattern = f"{task or '*'}.jsonl"
-    files = sorted(Path(path).glob(pattern))
+    files = sorted(file for name in (pattern, f"{pattern}.gz") for file in Path(path).glob(name))
     if not files:
         raise ValueError(f"dataset 'longbench': there is no {pattern} in {path}")
     return files
@@ -98,7 +98,7 @@ def _example(
     group = content_group(context)
     # a summary's row has no input of its own, and its prompt no place for one
     query = asked if bare and asked.strip() else kind.query.replace("{input}", asked)
-    return record.example(documents, query, answers, id=record.row.get("_id"), group=group)
+    return record.example(documents, query, answers, id=record.label("_id"), group=group)
 
 
 def _split(context: str, mark: re.Pattern[str], *, marks_stay: bool) -> Iterator[str]:

@@ -21,14 +21,14 @@ def read_musique(record: DatasetRow, *, num_documents: int | None = None) -> Exa
     Args:
         num_documents: keep only the first so many documents (counted); None keeps all of them.
     """
-    official = "paragraphs" in record.row
-    if official and record.row.get("answerable") is False:
+    official = record.row.get("paragraphs") is not None
+    if official and record.flag("answerable") is False:
         return "unanswerable question"
-    parts = [record.part(item) for item in record.items("paragraphs" if official else "ctxs", dict)]
+    parts = record.parts("paragraphs" if official else "ctxs")
     pairs = ((part.title(), part.text("paragraph_text" if official else "text")) for part in parts)
     documents = record.documents(pairs, num_documents)
     if official:
-        aliases = record.items("answer_aliases", str) if record.row.get("answer_aliases") is not None else []
+        aliases = record.items("answer_aliases", str) if "answer_aliases" in record.row else []
         answers = [record.text("answer"), *aliases]
     else:
         answers = record.items("answers", str)

@@ -15,8 +15,9 @@ Source of the set-up: COMB sec. 5.2 trains on both sets.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -97,18 +98,14 @@ def read_natural_instructions(
         for number, (record, group) in enumerate(zip(task.instances, groups[task.name], strict=True)):
             if group not in here:
                 continue
-            side.counts.read += 1
             given = _input(record)
             among_others = len(documents) > 1 + len(shown)
             query = QUERY_AMONG_OTHERS.format(task=task.title, input=given) if among_others and given else given
-            id = record.row.get("id") or f"{task.name}-{number}"
+            id = record.label("id") or f"{task.name}-{number}"
             example = record.example(documents, query, _outputs(record), id=id, group=group)
             if given in shown:
                 example = "instance that is one of its task's worked examples"
-            if isinstance(example, str):
-                side.counts.drop(example)
-            else:
-                found.append(example)
+            found += side.counted(example, record)
         if max_instances_per_task is not None and len(found) > max_instances_per_task:
             side.counts.drop("over max_instances_per_task", len(found) - max_instances_per_task)
             found = side.rng("instances", task.name).sample(found, max_instances_per_task)
@@ -166,7 +163,8 @@ def _tasks(side: DatasetSide) -> list[InstructionTask]:
             raise ValueError(f"dataset {side.name!r} is read from its task files, not from the Hub ({side.path})")
         return _hub_tasks(str(side.path), side.name)
     path, pattern = Path(side.path), "subtask*.json" if v1 else "task*.json"
-    files = sorted(path.glob(pattern)) if path.is_dir() else [path]
+    patterns = (pattern, f"{pattern}.gz")
+    files = sorted(file for name in patterns for file in path.glob(name)) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"dataset {side.name!r}: there is no {pattern} in {path}")
     return [_task(read_object(file, side.name), v1=v1) for file in files]
@@ -196,12 +194,15 @@ def _instruction(record: DatasetRow, texts: Iterable[str]) -> str:
 def _parts(record: DatasetRow, name: str) -> list[DatasetRow]:
     if record.row.get(name) == "-":  # v1's empty field
         return []
-    return [DatasetRow(item, f"{record.where}: {name}[{index}]") for index, item in enumerate(record.items(name, dict))]
+    # each counts what is left out of it alone
+    return [replace(part, left_out=Counter()) for part in record.parts(name)]
 
 
 def _hub_tasks(path: str, dataset: str) -> list[InstructionTask]:
     tasks: dict[str, InstructionTask] = {}
     for record in read_records(path, dataset):
-        name, instruction = record.text("task_name"), _instruction(record, [record.text("definition").strip()])
+        name, instruction = record.label("task_name"), _instruction(record, [record.text("definition").strip()])
+        if name is None:
+            raise ValueError(f"{record.where}: the task has no name")
         tasks.setdefault(name, InstructionTask(name, instruction, (), [])).instances.append(record)
     return list(tasks.values())

@@ -54,8 +54,8 @@ def _distractors(row: Example, pool: list[tuple[Document, str | None, str]], tot
 
 
 def _row(record: DatasetRow) -> Example | str:
-    passages = record.items("ctxs", dict)
-    gold = next((record.part(item) for item in passages if item.get("isgold")), None)
+    passages = record.parts("ctxs")
+    gold = next((passage for passage in passages if passage.flag("isgold")), None)
     answers = record.items("answers", str)
     if gold is None:
         return "no gold passage"

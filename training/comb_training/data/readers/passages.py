@@ -53,7 +53,7 @@ def read_passages(
         if len(split) < words + answer_words:
             side.counts.noted[f"texts of fewer than {words + answer_words} words, left out"] += 1
         else:
-            group = str(record.row.get("id") or record.row.get("title") or record.number)
+            group = record.label("id", "title") or str(record.number)
             texts.setdefault(group, []).append(split)
     if not texts:
         raise ValueError(f"{side.path} has no text of at least {words + answer_words} words")

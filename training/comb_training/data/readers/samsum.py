@@ -56,6 +56,4 @@ def _row(record: DatasetRow) -> Example | str:
     shot = Document(SHOT.format(dialogue=dialogue, summary=summaries[0]))
     query = QUERY.format(dialogue=dialogue)
     # grouped by the dialogue, not the id: the Hub's DialogSum test set has each three times
-    return record.example(
-        (shot,), query, summaries, id=record.row.get("id", record.row.get("fname")), group=content_group(dialogue)
-    )
+    return record.example((shot,), query, summaries, id=record.label("id", "fname"), group=content_group(dialogue))

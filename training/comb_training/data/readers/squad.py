@@ -9,20 +9,24 @@ so that a training batch encodes them once.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from comb.documents.document import Document, Example
-from comb_training.data.grouping import pick_distractors
+from comb_training.data.grouping import content_group, pick_distractors
 from comb_training.data.hub import on_hub
-from comb_training.data.records import DatasetRow, read_records
+from comb_training.data.records import DatasetRow, read_object, read_records
 from comb_training.data.side import DatasetSide, reader
 
 UNANSWERABLE = "unanswerable"
 """The answer to a question that has none in its paragraph."""
+
+Article = tuple[str, list[tuple[Document | None, list[DatasetRow]]]]
+"""Its title, or what stands for one, and its paragraphs with their questions; None: a blank paragraph."""
 
 
 @reader(
@@ -46,33 +50,34 @@ def read_squad(
     """
     if unanswerable not in ("drop", "keep"):
         raise ValueError(f"unanswerable is 'drop' or 'keep', not {unanswerable!r}")
-    articles = _from_rows(read_records(side.path, "squad")) if on_hub(side.path) else _load(Path(side.path))
-    here = side.groups(article["title"] for article in articles)
-    articles = [article for article in articles if article["title"] in here]
+    articles = (
+        _articles(read_records(side.path, "squad"))
+        if on_hub(side.path)
+        else [_article(article) for article in read_object(Path(side.path), "squad").parts("data")]
+    )
+    here = side.groups(name for name, _ in articles)
+    articles = [(name, parts) for name, parts in articles if name in here]
     paragraphs: dict[str, list[Document]] = {}  # articles may share a title
-    for article in articles:
-        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
-        own = [Document(text, title=article["title"]) for text in texts if text.strip()]
-        paragraphs.setdefault(article["title"], []).extend(own)
+    for name, parts in articles:
+        paragraphs.setdefault(name, []).extend(right for right, _ in parts if right is not None)
     everything = list(chain.from_iterable(paragraphs.values()))
 
     blocks: list[list[Example]] = []  # one per paragraph
-    for article in articles:
-        title = article["title"]
-        for number, paragraph in enumerate(article["paragraphs"]):
-            questions = paragraph["qas"]
-            side.counts.read += len(questions)
-            if not paragraph["context"].strip():
+    for name, parts in articles:
+        for number, (right, questions) in enumerate(parts):
+            if right is None:
+                side.counts.read += len(questions)
                 side.counts.drop("empty paragraph", len(questions))
                 continue
-            right = Document(paragraph["context"], title=title)
-            rng = side.rng(title, number)
-            pools = [(paragraphs[title], same_article), (everything, num_documents)]
+            rng = side.rng(name, number)
+            pools = [(paragraphs[name], same_article), (everything, num_documents)]
             documents = [right, *pick_distractors(rng, pools, exclude=[right], total=num_documents - 1)]
             rng.shuffle(documents)
-            asked = [question for question in questions if unanswerable == "keep" or _is_answered(question)]
-            side.counts.drop("unanswerable question", len(questions) - len(asked))
-            block = [_example(question, tuple(documents), title) for question in asked]
+            block = []
+            for place, question in enumerate(questions):
+                found = _example(question, tuple(documents), name, keep=unanswerable == "keep")
+                made = side.counted(found, question)
+                block += [replace(example, id=example.id or f"{name}-{number}-{place}") for example in made]
             if len(documents) < num_documents:
                 side.counts.truncate("fewer documents in the file than num_documents", len(block))
             blocks.append(block)
@@ -81,42 +86,39 @@ def read_squad(
     return side.first(list(chain.from_iterable(blocks)))
 
 
-def _example(row: dict[str, Any], documents: tuple[Document, ...], title: str) -> Example:
-    texts = [answer["text"] for answer in row["answers"]] if _is_answered(row) else [UNANSWERABLE]
-    answers = tuple(dict.fromkeys(texts))
-    return Example(documents, row["question"].strip(), answers[0], answers, id=row.get("id"), group=title)
+def _example(record: DatasetRow, documents: tuple[Document, ...], name: str, *, keep: bool) -> Example | str:
+    """The example of a question; `keep` says whether it may be an unanswerable one."""
+    answers: list[str] = []
+    given, impossible = record.row.get("answers"), record.flag("is_impossible")
+    if isinstance(given, Mapping):
+        answers = record.inside("answers", "text").items("text", str)
+    elif given is not None:
+        answers = [answer.text("text") for answer in record.parts("answers")]
+    # the Hub's rows have no other mark
+    if impossible or (impossible is None and given is not None and not answers):
+        if not keep:
+            return "unanswerable question"
+        answers = [UNANSWERABLE]
+    return record.example(documents, record.text("question").strip(), answers, group=name)
 
 
-def _is_answered(row: dict[str, Any]) -> bool:
-    return bool(row.get("answers")) and not row.get("is_impossible")
+def _article(record: DatasetRow) -> Article:
+    """An article of the official JSON."""
+    title = record.title()
+    contexts = [(part.text("context"), part.parts("qas")) for part in record.parts("paragraphs")]
+    parts = [(_document(text, title), [replace(row, left_out=Counter()) for row in rows]) for text, rows in contexts]
+    return title or content_group(*(text for text, _ in contexts)), parts
 
 
-def _load(path: Path) -> list[dict[str, Any]]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        articles: list[dict[str, Any]] = content["data"]
-        for article in articles:
-            for paragraph in article["paragraphs"]:
-                _ = article["title"], paragraph["context"].strip()
-                for question in paragraph["qas"]:
-                    _ = question["question"].strip(), [answer["text"].strip() for answer in question.get("answers", ())]
-    except (AttributeError, json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is not SQuAD JSON ({type(error).__name__}: {error}); expected "
-            "{data: [{title, paragraphs: [{context, qas: [{question, answers}]}]}]}"
-        ) from error
-    return articles
-
-
-def _from_rows(records: list[DatasetRow]) -> list[dict[str, Any]]:
-    """The official form of the Hub's rows, one for each question."""
-    articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
+def _articles(records: Iterable[DatasetRow]) -> list[Article]:
+    """The articles of the Hub's rows, one for each question."""
+    articles: dict[str, dict[Document | None, list[DatasetRow]]] = {}
     for record in records:
-        title, context, question = (record.text(name) for name in ("title", "context", "question"))
-        texts = [{"text": text} for text in record.inside("answers", "text").items("text", str)]
-        row = {"id": record.row.get("id"), "question": question, "answers": texts}
-        articles.setdefault(title, {}).setdefault(context, []).append(row)
-    return [
-        {"title": title, "paragraphs": [{"context": text, "qas": rows} for text, rows in paragraphs.items()]}
-        for title, paragraphs in articles.items()
-    ]
+        title, context = record.title(), record.text("context")
+        article = articles.setdefault(title or content_group(context), {})
+        article.setdefault(_document(context, title), []).append(record)
+    return [(name, list(parts.items())) for name, parts in articles.items()]
+
+
+def _document(context: str, title: str | None) -> Document | None:
+    return Document(context, title=title) if context.strip() else None

@@ -1,0 +1,354 @@
+"""Rotary embeddings as a model computes them: cosines and sines are asked of the modules that return them.
+
+Buffers don't say what a module does with them: LongRoPE has other frequencies and magnitudes beyond a length, dynamic
+NTK others at every length, and some modules compute their own in every pass.
+
+Shapes: T tokens, m rotated pairs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from comb.backbones.discovery import position_count
+from comb.backbones.exclusive import exclusive
+from comb.backbones.forward import decoder_of, takes_positions
+from comb.backbones.identity import modules_now
+from comb.waits import on_device
+
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines [T, m], multiplied by the embedding's magnitude (YaRN's attention factor)."""
+
+_FEW = (0, 1, 2)
+_found: WeakKeyDictionary[Any, tuple[RotaryEmbedding, ...]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryEmbedding:
+    """What one rotary embedding of a model gives tokens for their positions.
+
+    Args:
+        ask: the turns of a pass over tokens at positions [T], in float32 or more.
+        limit: positions of a pass up to which their number changes nothing; None where it never does.
+        module: that is asked; None for a formula.
+        counts: whether it goes by the number of tokens in a pass, whatever their positions are.
+    """
+
+    ask: Callable[[Tensor], Turns]
+    limit: int | None = None
+    module: nn.Module | None = None
+    counts: bool = False
+
+    def turns(self, positions: Tensor, length: int) -> Turns:
+        """Of tokens at `positions` [T], in a pass that ends at position `length` - 1."""
+        if self.limit is None:
+            return self.ask(positions)
+        self.settle(length)
+        cos, sin = self.ask(torch.cat([positions, positions.new_tensor([length - 1])]))
+        return cos[:-1], sin[:-1]
+
+    def settle(self, length: int) -> None:
+        """Puts an embedding that keeps the longest pass in mind to where one over `length` tokens leaves a new one."""
+        if self.limit is not None:
+            for last in (0, length - 1):
+                self.ask(torch.tensor([last]))
+
+
+def rotary_embeddings(model: Any) -> tuple[RotaryEmbedding, ...]:
+    """What the modules return that `model` calls with positions, found by one pass as long as they are its own.
+
+    Empty where no module does: attention that has its own table of sines, positions that aren't rotary, none at all.
+    """
+    found = _found.get(model)
+    if found is None or not {id(each.module) for each in found} <= {id(module) for module in modules_now(model)}:
+        found = _found[model] = tuple(_returned(model))
+    return found
+
+
+def length_limit(model: Any) -> int | None:
+    """Positions of a pass up to which their number changes no key; None where it never does."""
+    return min((each.limit for each in rotary_embeddings(model) if each.limit is not None), default=None)
+
+
+def prompt_limit(model: Any) -> int | None:
+    """Tokens that a prompt may have; None when the model's configuration names no limit."""
+    config = model.config.get_text_config(decoder=True)
+    limit, rope = position_count(config), getattr(config, "rope_parameters", None) or {}
+    if limit is None:
+        return None
+    # dynamic NTK keeps the trained length there and stretches beyond it
+    return int(limit * rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else limit
+
+
+def compile_limit(model: Any) -> int | None:
+    """Positions that a segment is compiled in, with what stands in front of it; None where any number is right."""
+    return min((limit for limit in (prompt_limit(model), length_limit(model)) if limit is not None), default=None)
+
+
+def primer_limit(model: Any) -> int | None:
+    """Tokens of a primer that leave its half of those positions to segments."""
+    limit = compile_limit(model)
+    return None if limit is None else limit // 2
+
+
+def settle(model: Any, length: int) -> None:
+    """Before a prompt of `length` tokens: another may have left an embedding with its own, longer reach."""
+    for embedding in rotary_embeddings(model):
+        embedding.settle(length)
+
+
+def drops_cache(model: Any, tokens: int, covered: int) -> bool:
+    """Whether `generate` gives up a cache of `covered` tokens before a pass that brings the sequence to `tokens`."""
+    cache, held = DynamicCache(), torch.zeros(1).expand(1, 1, covered, 1)
+    cache.update(held, held, 0)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    inputs = model.prepare_inputs_for_generation(
+        ids, past_key_values=cache, attention_mask=torch.ones_like(ids), next_sequence_length=tokens - covered
+    )
+    return inputs.get("past_key_values") is None
+
+
+def why_length_dependent(model: Any) -> str:
+    """Says so if a model's rotary embedding changes all keys with the length of the prompt; empty if not."""
+    if (limit := length_limit(model)) is None:
+        return ""
+    return f"its rotary embedding changes all keys with the length of the prompt, beyond {limit} tokens"
+
+
+def tabulated_embeddings(model: Any) -> list[RotaryEmbedding]:
+    """Guesses for attention that turns keys by itself: inverse frequencies in buffers, or as GPT-J computes them."""
+    buffers = [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and buffer.ndim == 1
+    ]
+    distinct: list[Tensor] = []
+    for frequencies in [buffer.detach().double() for buffer in buffers] or list(_by_formula(model)):
+        if not any(torch.equal(frequencies, other) for other in distinct):
+            distinct.append(frequencies)
+    return [RotaryEmbedding(partial(_by_frequency, frequencies)) for frequencies in distinct]
+
+
+def embedding_of(module: nn.Module, longest: int) -> RotaryEmbedding | None:
+    """Of a module that is called as transformers calls its own, over `longest` positions; None for any other."""
+    try:
+        return _Call(module, (_Hidden(1, 1, torch.float32), _Positions((1,))), {}).embedding(longest)
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+@torch.no_grad()
+def _returned(model: Any) -> Iterator[RotaryEmbedding]:
+    if not takes_positions(model) or any(parameter.is_meta for parameter in model.parameters()):
+        return
+    where = torch.tensor([_FEW], device=model.get_input_embeddings().weight.device)
+    calls: list[_Call] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        turns = _pair(output, where.shape[1])
+        if turns is not None and _turn(*turns) and any(_is(where, each) for each in (*args, *kwargs.values())):
+            like = {name: _like(each, where) for name, each in kwargs.items()}
+            calls.append(_Call(module, tuple(_like(each, where) for each in args), like))
+
+    with exclusive(model):
+        handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
+        try:
+            decoder_of(model)(input_ids=torch.ones_like(where), position_ids=where, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        longest = position_count(model.config.get_text_config(decoder=True)) or 2**17
+        distinct: list[tuple[int | None, Turns]] = []
+        for call in calls:
+            embedding = call.embedding(longest)
+            # the same in every layer of some models
+            seen = embedding.limit, embedding.turns(torch.tensor(_FEW), (embedding.limit or 2) + 1)
+            if not any(seen[0] == limit and _same(seen[1], turns) for limit, turns in distinct):
+                distinct.append(seen)
+                yield embedding
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """An argument that is the positions of a pass, once or for every axis of an image: [*leading, T]."""
+
+    leading: tuple[int, ...]
+
+    def of(self, positions: Tensor) -> Tensor:
+        return positions.expand(*self.leading, len(positions))
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """Hidden states [*leading, T, width], of which a module reads dtype and device."""
+
+    axes: int
+    width: int
+    dtype: torch.dtype
+
+    def of(self, positions: Tensor) -> Tensor:
+        zero = torch.zeros(1, dtype=self.dtype, device=positions.device)
+        return zero.expand(*(1,) * self.axes, len(positions), self.width)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of a module, to be made with other positions.
+
+    Args:
+        each: the channels in which the turns of all pairs are, each once.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    each: slice = field(default_factory=lambda: slice(None))
+
+    def __call__(self, positions: Tensor) -> Turns:
+        tensors = (*self.module.buffers(), *self.module.parameters())
+        positions = on_device(positions, next((tensor.device for tensor in tensors), positions.device))
+
+        def give(value: Any) -> Any:
+            return value.of(positions) if isinstance(value, _Positions | _Hidden) else value
+
+        args, kwargs = map(give, self.args), {name: give(value) for name, value in self.kwargs.items()}
+        found = _pair(self.module(*args, **kwargs), len(positions))
+        assert found is not None
+        return found[0][:, self.each], found[1][:, self.each]
+
+    def embedding(self, longest: int) -> RotaryEmbedding:
+        """What the module is, for a model of so many positions."""
+        cos, sin = self(torch.tensor(_FEW))
+        half = cos.shape[-1] // 2
+        # a module gives each pair one angle, or each channel of the pair: by halves (Llama) or by neighbours (Cohere)
+        for first, second in ((slice(half), slice(half, None)), (slice(None, None, 2), slice(1, None, 2))):
+            if torch.equal(cos[:, first], cos[:, second]) and torch.equal(sin[:, first], sin[:, second]):
+                each = first
+                break
+        else:
+            each = slice(None)
+        call = replace(self, each=each)
+        # of a copy, since positions that a table doesn't have end a process on a GPU
+        twin = replace(call, module=copy.deepcopy(self.module).to("cpu"))
+        try:
+            twin(torch.tensor(_FEW))
+        except RuntimeError:  # accelerate's hooks send its arguments to another device
+            twin = call
+        return RotaryEmbedding(call, _limit(twin, 2 * longest), self.module, _counts(twin, min(2 * longest, 2**16)))
+
+
+def _limit(ask: Callable[[Tensor], Turns], most: int) -> int | None:
+    """The number of positions, up to `most`, beyond which the first few get other turns."""
+
+    def first(length: int) -> Turns | None:
+        try:
+            ask(torch.tensor([0]))  # modules that keep the longest pass in mind forget it
+            cos, sin = ask(torch.tensor([*_FEW, length - 1]))
+        except (IndexError, RuntimeError, ValueError, AssertionError):
+            return None  # longer than its table
+        return cos[:-1], sin[:-1]
+
+    same, other = len(_FEW) + 1, None
+    if (short := first(same)) is None:
+        return None
+    for exponent in range(3, most.bit_length() + 1):
+        if (turns := first(2**exponent)) is None:
+            return None
+        if not _same(turns, short):
+            other = 2**exponent
+            break
+        same = 2**exponent
+    if other is None:
+        return None
+    while other - same > 1:
+        middle = (same + other) // 2
+        turns = first(middle)
+        if turns is not None and _same(turns, short):
+            same = middle
+        else:
+            other = middle
+    return same
+
+
+def _counts(ask: Callable[[Tensor], Turns], length: int) -> bool:
+    """Whether the first few of so many tokens get other turns than they do beside the last one alone."""
+    found = []
+    for positions in (torch.arange(length), torch.tensor([*_FEW, length - 1])):
+        try:
+            ask(torch.tensor([0]))
+            cos, sin = ask(positions)
+        except (IndexError, RuntimeError, ValueError, AssertionError):
+            return False  # longer than its table
+        found.append((cos[: len(_FEW)], sin[: len(_FEW)]))
+    return not all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*found, strict=True))
+
+
+def _pair(output: Any, tokens: int) -> Turns | None:
+    """Cosines and sines [tokens, .] in what a module returned: two tensors, or a complex one; None where it isn't."""
+    if isinstance(output, Tensor) and output.is_complex():
+        output = output.real, output.imag
+    if not isinstance(output, tuple | list) or len(output) != 2:
+        return None
+    if not all(isinstance(part, Tensor) and part.is_floating_point() and part.ndim >= 2 for part in output):
+        return None
+    width = output[0].shape[-1]
+    if output[0].shape != output[1].shape or not width or output[0].numel() % (tokens * width):
+        return None
+    cos, sin = (part.detach().reshape(-1, tokens, width)[0] for part in output)
+    return cos, sin
+
+
+def _turn(cos: Tensor, sin: Tensor) -> bool:
+    """Whether these are of angles that begin at zero, up to 16-bit rounding."""
+    size = (cos.float().square() + sin.float().square()).sqrt()
+    least = 2e-2 * float(size.max())
+    return least > 0 and float((size - size[:1]).abs().max()) <= least and float(sin[0].abs().max()) <= least
+
+
+def _is(where: Tensor, given: Any) -> bool:
+    """Whether an argument is the positions `where` [1, T], once or once for every axis of an image."""
+    if not isinstance(given, Tensor) or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        return False
+    fits = given.ndim >= 1 and given.shape[-1] == where.shape[1]
+    return fits and bool((given.to(where.device) == where).all())
+
+
+def _like(given: Any, where: Tensor) -> Any:
+    """What stands for the argument of a pass over `where` [1, T] in a pass over other positions."""
+    if isinstance(given, Tensor) and _is(where, given):
+        return _Positions(given.shape[:-1])
+    if isinstance(given, Tensor) and given.is_floating_point():
+        # in float32 what is returned isn't rounded to 16 bits
+        return _Hidden(max(given.ndim - 2, 0), given.shape[-1], torch.promote_types(given.dtype, torch.float32))
+    return given
+
+
+def _same(one: Turns, other: Turns) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _by_frequency(frequencies: Tensor, positions: Tensor) -> Turns:
+    angles = positions.double()[:, None] * frequencies.to(positions.device)
+    return angles.cos(), angles.sin()
+
+
+def _by_formula(model: Any) -> Iterator[Tensor]:
+    """Models that keep a table of sines (GPT-J, CodeGen): base 10000 over their rotary width."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    widths = {getattr(config, "rotary_dim", None), getattr(config, "head_dim", None)}
+    if heads and getattr(config, "hidden_size", None):
+        widths.add(config.hidden_size // heads)
+    for width in sorted(width for width in widths if isinstance(width, int) and width > 1):
+        exponents = torch.arange(0, width, 2, dtype=torch.int64) / width
+        yield (1.0 / 10_000**exponents).double()

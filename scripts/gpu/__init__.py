@@ -1,0 +1,1 @@
+"""What `scripts/bench-gpu` measures beside `comb bench`, and what it concludes."""

@@ -1,0 +1,154 @@
+"""Models that go their own ways: linked rightly or refused in a line; and models with few positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from comb import CombForCausalLM, PICEngine, methods
+from comb.cli.doctor import check_methods, run_checks
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+DOCUMENTS, QUERY, HEAD = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15]], [20, 21, 22], [3, 4]
+PROMPT = torch.tensor([[*HEAD, *DOCUMENTS[0], *DOCUMENTS[1], *QUERY]])
+
+
+def made(model: str, config: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    found = getattr(tf, model)(getattr(tf, config)(**changes)).eval()
+    for parameter in found.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return found
+
+
+def modernbert() -> Any:
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return made(
+        "ModernBertDecoderForCausalLM", "ModernBertDecoderConfig", **SMALL, max_position_embeddings=128, **special
+    )
+
+
+def doge() -> Any:
+    return made("DogeForCausalLM", "DogeConfig", **SMALL, num_key_value_heads=2, max_position_embeddings=128)
+
+
+def cpmant() -> Any:
+    sizes = {"dim_head": 8, "dim_ff": 48, "prompt_types": 2, "prompt_length": 4, "position_bias_num_buckets": 16}
+    return made("CpmAntForCausalLM", "CpmAntConfig", **SMALL, **sizes)
+
+
+def prophetnet() -> Any:
+    sizes = {"decoder_ffn_dim": 48, "num_decoder_layers": 2, "num_decoder_attention_heads": 4}
+    sizes |= {"vocab_size": 96, "hidden_size": 32, "num_encoder_layers": 1, "max_position_embeddings": 128}
+    return made("ProphetNetForCausalLM", "ProphetNetConfig", **sizes, is_decoder=True, is_encoder_decoder=False)
+
+
+def whisper() -> Any:
+    sizes = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+    }
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return made("WhisperForCausalLM", "WhisperConfig", max_target_positions=64, **sizes, **special)
+
+
+def moshi() -> Any:
+    """Its cache has a window that its attention doesn't have."""
+    return made(
+        "MoshiForCausalLM", "MoshiConfig", **SMALL, num_key_value_heads=4, head_dim=8, sliding_window=8, ffn_dim=64
+    )
+
+
+def mpt(positions: int = 64) -> Any:
+    sizes = {"vocab_size": 260, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": positions}
+    torch.manual_seed(0)
+    return tf.MptForCausalLM(tf.MptConfig(**sizes, eos_token_id=256)).eval()
+
+
+@pytest.mark.parametrize("make", [modernbert, doge])
+@pytest.mark.parametrize("spec", ["prefix", "legolink:99", "cacheblend:1.0"])
+def test_everything_recomputed_is_the_models_own_pass(make: Any, spec: str) -> None:
+    model = make()
+    method = methods.create(spec, model)
+    with torch.no_grad():
+        own = model(input_ids=PROMPT).logits[0, -1]
+    state = method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+    assert float((state.logits[0] - own).abs().max() / own.abs().max()) < 1e-4
+    state.release()
+
+
+def test_what_a_question_looks_at_is_seen_under_a_mask_for_each_head() -> None:
+    model = doge()
+    method = methods.create("focus:0.3", model)
+    assert method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD).recomputed_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "spec", "reason"),
+    [
+        (cpmant, "naive", "more tokens into its cache|doesn't go on from a cache"),
+        (cpmant, "prefix", "more tokens into its cache|doesn't go on from a cache"),
+        (prophetnet, "prefix", "doesn't go on from a cache"),
+        (moshi, "prefix", "doesn't go on from a cache"),
+        (moshi, "naive", "doesn't go on from a cache"),
+        (whisper, "naive", "no rotary embedding explains"),
+    ],
+)
+def test_what_does_not_work_is_refused_in_a_line(make: Any, spec: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as refusal:
+        methods.create(spec, make())
+    assert "\n" not in str(refusal.value)
+
+
+# --- few positions ---------------------------------------------------------------------------------------------------
+
+
+def passes_of(engine: Any) -> list[int]:
+    """A list that gets an entry for every pass from now on."""
+    passes: list[int] = []
+    engine.method.backbone.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
+    return passes
+
+
+@pytest.mark.parametrize("positions", [64, 512, 1024])
+@pytest.mark.parametrize("window", [None, 16])
+def test_documents_stand_behind_a_passage_that_leaves_them_half(positions: int, window: int | None) -> None:
+    sizes = {**SMALL, "vocab_size": 260, "max_position_embeddings": positions, "num_key_value_heads": 4}
+    model = tf.MistralForCausalLM(tf.MistralConfig(**sizes, sliding_window=window)).eval()
+    engine = PICEngine(model, byte_tokenizer(), method="primed")
+    assert len(engine.method.primer) == positions // 2  # of 519 bytes
+    assert engine.ask("Who?", ["Ida lives in Rome."], max_new_tokens=2).report.documents[0].state == "compiled"
+    shorter = methods.create("primed", model, primer=engine.method.primer[:-1])
+    assert shorter.fingerprint != engine.method.fingerprint
+
+
+@pytest.mark.parametrize("spec", ["primed", "naive", "prefix", "full"])
+@pytest.mark.parametrize("make", [lambda: byte_llama(max_position_embeddings=64), mpt])
+def test_what_does_not_fit_is_refused_before_anything_is_computed(make: Any, spec: str) -> None:
+    engine = PICEngine(make(), byte_tokenizer(), method=spec)
+    passes = passes_of(engine)
+    for question, documents in (("Who? " * 12, ["Ida lives in Rome."]), ("Who?", ["Ida lives in Rome. " * 4])):
+        with pytest.raises(ValueError, match=r"64 positions|at most \d+ at once"):
+            engine.ask(question, documents)
+    assert passes == []
+
+
+@pytest.mark.parametrize("positions", [64, 512])
+def test_the_doctor_passes_a_backbone_of_few_positions(positions: int, tmp_path: Path) -> None:
+    byte_llama(max_position_embeddings=positions).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    model = CombForCausalLM.from_backbone(tmp_path)
+    assert len(model.encoder.config.primer) == model.max_document_tokens == positions // 2
+    assert [check.name for check in run_checks(model) if not check.passed] == []
+    assert [each.method for each in check_methods(model, ["primed", "naive", "legolink-0"]) if not each.passed] == []
+    with pytest.raises(ValueError, match=rf"leaves documents {positions // 2} of the backbone's {positions} positions"):
+        CombForCausalLM.from_backbone(tmp_path, max_document_tokens=positions)

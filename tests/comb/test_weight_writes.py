@@ -1,0 +1,347 @@
+"""Weights that are written where torch doesn't count: what was computed before answers no question behind it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comb import LinkTokensForCausalLM, PICacheStore, PICEngine
+from comb.locks import lock_of
+from tests.helpers.byte_text import byte_tokenizer
+from tests.helpers.families import tiny
+from tests.helpers.tiny_engine import (
+    BOOK,
+    CITY,
+    LAKE,
+    NEW,
+    QUESTION,
+    TEMPLATE,
+    make_backbone,
+    make_comb,
+    make_tokenizer,
+    states,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DOCUMENTS = [LAKE, CITY]
+Write = Callable[[Tensor, Tensor], None]
+
+
+def other_weights(model: Any) -> Any:
+    """The same model, trained a little further."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(5)
+    for tensor in other.parameters():
+        tensor.data.add_(torch.randn_like(tensor) * 0.3)
+    return other
+
+
+def average(old: Tensor, new: Tensor) -> None:
+    old.data.mul_(0.25).add_(new.data, alpha=0.75)
+
+
+def as_numpy(old: Tensor, new: Tensor) -> None:
+    old.detach().numpy()[...] = new.detach().numpy()
+
+
+def storage(old: Tensor, new: Tensor) -> None:
+    old.untyped_storage().copy_(new.untyped_storage())
+
+
+def other_memory(old: Tensor, new: Tensor) -> None:
+    with torch.no_grad():
+        old.set_(new.clone())
+
+
+def several_at_once(old: Tensor, new: Tensor) -> None:
+    torch._foreach_copy_([old.data], [new.data])
+
+
+WRITES: list[Write] = [average, as_numpy, storage, other_memory, several_at_once]
+
+
+def write(model: Any, source: Any, how: Write = several_at_once) -> None:
+    for old, new in zip(model.parameters(), source.parameters(), strict=True):
+        how(old, new)
+
+
+def ask(model: Any, method: str | None = "naive", documents: list[str] = DOCUMENTS, **options: Any) -> Any:
+    engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method=method, **options)
+    return engine.ask(QUESTION, documents, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_every_way_to_write_all_weights_is_noticed(how: Write, tmp_path: Path) -> None:
+    model, before = make_backbone(), make_backbone()
+    source, store = other_weights(model), PICacheStore(disk_path=tmp_path)
+    engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method="naive", store=store)
+    first = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    write(model, source, how)
+    answer = engine.ask(QUESTION, [*DOCUMENTS, BOOK], max_new_tokens=NEW)
+    assert answer.token_ids == ask(copy.deepcopy(model), documents=[*DOCUMENTS, BOOK]).token_ids
+    assert states(answer) == ["compiled"] * 3
+    # nothing of it lies on the disk under the name of the weights before
+    store.flush()
+    again = ask(before, documents=[*DOCUMENTS, BOOK], store=PICacheStore(disk_path=tmp_path))
+    assert states(again) == ["hit", "hit", "compiled"]
+    assert again.token_ids == ask(make_backbone(), documents=[*DOCUMENTS, BOOK]).token_ids
+    assert first.token_ids != answer.token_ids
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "comb": make_comb,
+    "comb over shared layers": lambda: make_comb(shared_layers=True),
+    "linktokens": lambda: LinkTokensForCausalLM.from_backbone(make_backbone(), token_ids=[40, 41, 42]),
+    "prefix": make_backbone,
+    "full": make_backbone,
+    "legolink:2": make_backbone,
+    "primed": make_backbone,
+    "naive:quantize=int8": make_backbone,
+}
+
+
+PARTS = [(name, part) for name in MODELS for part in ("all", "embedding")]
+PARTS += [(name, "adapter") for name in MODELS if name.startswith(("comb", "linktokens"))]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_whatever_was_computed_before_is_computed_again(name: str, part: str) -> None:
+    """Documents and what they are compiled behind, the head, an encoder, what a conversation goes on from."""
+    model = MODELS[name]()
+    method = None if name.startswith(("comb", "linktokens")) else name
+    source = other_weights(model)
+    written = {
+        each: tensor for each, tensor in model.named_parameters()
+        if part == "all" or ("embed" in each if part == "embedding" else not each.startswith("backbone."))
+    }  # fmt: skip
+    options: dict[str, Any] = {"method": method}
+    if name == "primed":
+        options["primer"] = list(range(60, 90))
+    engine = PICEngine(model, make_tokenizer(template=TEMPLATE), **options)
+    chat = engine.conversation(DOCUMENTS, messages=[{"role": "system", "content": "Answer."}])
+    chat.ask(QUESTION, max_new_tokens=NEW)
+    engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    for each, tensor in source.named_parameters():
+        if each in written:
+            several_at_once(written[each], tensor)
+    fresh = PICEngine(copy.deepcopy(model), make_tokenizer(template=TEMPLATE), **options)
+    assert fresh.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW).token_ids == (
+        engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW).token_ids
+    )
+    turn = chat.ask("And?", max_new_tokens=NEW)
+    assert "have changed" in turn.report.relinked
+    assert not turn.report.continued_tokens
+
+
+def test_one_part_of_a_model_is_enough() -> None:
+    """Each tensor of it alone, however small."""
+    model = make_backbone()
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    for name, tensor in model.named_parameters():
+        engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+        tensor.data.mul_(1.5)
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"], name
+
+
+def test_one_row_of_the_table_that_an_encoder_reads_is_enough() -> None:
+    """Counted by torch; the backbone goes by another few of its rows."""
+    model = make_comb(make_backbone(vocab_size=1000))
+    engine = PICEngine(model, make_tokenizer())
+    engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)
+    for row in make_tokenizer()("lake").input_ids:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[row] += 1.0
+        assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["compiled", "compiled"]
+
+
+def test_a_conversation_does_not_go_on_from_what_other_cross_blocks_computed() -> None:
+    model = make_comb()
+    chat = PICEngine(model, make_tokenizer(template=TEMPLATE)).conversation(DOCUMENTS)
+    chat.ask(QUESTION, max_new_tokens=1)
+    with torch.no_grad():
+        model.cross_blocks[0].attention_gate.fill_(0.25)
+    turn = chat.ask("And?", max_new_tokens=1)
+    assert "weights have changed" in turn.report.relinked
+    assert states(turn) == ["hit", "hit"]  # what the encoder made of them is the same
+
+
+def test_one_expert_is_enough() -> None:
+    """Of matrices that lie in one tensor; larger than what is read of it."""
+    model = tiny("qwen3_moe", vocab_size=260, num_hidden_layers=1, moe_intermediate_size=128, num_experts=16)
+    engine = PICEngine(model, byte_tokenizer(), method="naive")
+    experts = [tensor for tensor in model.parameters() if tensor.ndim == 3]
+    assert experts
+    for tensor in experts:
+        for index in range(len(tensor)):
+            engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+            tensor.data[index] += 0.01
+            assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"], index
+
+
+def test_a_share_of_a_matrix_is_enough() -> None:
+    """Blocks of rows and columns, as heads are, and few elements here and there, as small steps are in 16 bits."""
+    model = make_backbone(hidden_size=576, head_dim=64, num_attention_heads=9, num_key_value_heads=3).bfloat16()
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    queries, out = model.model.layers[0].self_attn.q_proj.weight, model.model.layers[1].self_attn.o_proj.weight
+    few = torch.rand(queries.shape, generator=torch.Generator().manual_seed(1)) < 0.02
+    heads = [slice(64 * head, 64 * (head + 1)) for head in (0, 5, 8)]
+    changes = [*((queries, (head,)) for head in heads), *((out, (slice(None), head)) for head in heads)]
+    for tensor, where in [*changes, (queries, (few,))]:
+        engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+        tensor.data[where] = tensor.data[where] * 2
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"], where
+
+
+def test_what_no_sample_shows_can_be_said(tmp_path: Path) -> None:
+    model = make_backbone(vocab_size=5000)
+    engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method="naive")
+    chat = engine.conversation(DOCUMENTS)
+    chat.ask(QUESTION, max_new_tokens=1)
+    engine.model_changed()  # nothing has: documents are good, what else was found out isn't relied upon
+    turn = chat.ask("And?", max_new_tokens=1)
+    assert (states(turn), bool(turn.report.relinked)) == (["hit", "hit"], True)
+    table = model.get_input_embeddings().weight
+    table.data[ord("z")] += 1.0
+    engine.model_changed()
+    assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["compiled", "compiled"]
+
+
+def test_the_same_bytes_read_otherwise_are_other_weights() -> None:
+    model = make_backbone()
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+    answer = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    assert states(answer) == ["compiled", "compiled"]
+    same = copy.deepcopy(model)
+    assert answer.token_ids == PICEngine(same, make_tokenizer(), method="naive").ask(
+        QUESTION, DOCUMENTS, max_new_tokens=NEW
+    ).token_ids  # fmt: skip
+
+
+def test_states_of_a_hybrid_are_computed_again() -> None:
+    model = tiny("qwen3_next", vocab_size=260)
+    engine = PICEngine(model, byte_tokenizer(), method="hypic:4")
+    engine.ask(QUESTION, DOCUMENTS, max_new_tokens=2)
+    write(model, other_weights(model), average)
+    answer = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    assert states(answer) == ["compiled", "compiled"]
+    fresh = PICEngine(copy.deepcopy(model), byte_tokenizer(), method="hypic:4")
+    assert answer.token_ids == fresh.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW).token_ids
+
+
+@pytest.mark.parametrize("when", ["while it waits", "while it compiles"])
+def test_weights_that_change_during_a_call_end_it(when: str) -> None:
+    model, errors = make_backbone(), []
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+    documents = [LAKE] if when == "while it waits" else [LAKE, CITY]
+
+    def question() -> None:
+        try:
+            engine.ask(QUESTION, documents, max_new_tokens=1)
+        except ValueError as error:
+            errors.append(str(error))
+
+    if when == "while it waits":
+        lock, began = lock_of(model), threading.Event()
+        acquire = engine.store.acquire
+        engine.store.acquire = lambda *args, **more: (began.set(), acquire(*args, **more))[1]  # type: ignore[method-assign]
+        with lock:  # somebody else's answer
+            asking = threading.Thread(target=question)
+            asking.start()
+            began.wait(5)
+            while not engine.store.stats().in_use:
+                pass
+            write(model, other_weights(model))
+        asking.join()
+    else:
+        compile = engine.method.compile
+        engine.method.compile = lambda segments: (compile(segments), write(model, other_weights(model)))[0]  # type: ignore[method-assign]
+        question()
+        engine.method.compile = compile  # type: ignore[method-assign]
+    assert ["have changed" in error and "ask again" in error for error in errors] == [True]
+    answer = engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW)
+    assert states(answer) == ["compiled", "compiled"]
+    fresh = PICEngine(copy.deepcopy(model), make_tokenizer(), method="naive")
+    assert answer.token_ids == fresh.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids
+
+
+# ---- peft's and transformers' own exchange of adapters ----
+
+
+def lora(seed: int, folder: Path, **options: Any) -> Path:
+    peft = pytest.importorskip("peft")
+    backbone = make_backbone()
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["k_proj", "v_proj", "up_proj"], **options}
+    torch.manual_seed(seed)
+    made = peft.get_peft_model(backbone, peft.LoraConfig(**settings, init_lora_weights=False, task_type="CAUSAL_LM"))
+    made.save_pretrained(folder / str(seed))
+    return folder / str(seed)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("other", [{}, {"lora_alpha": 24}, {"r": 2}])
+def test_an_adapter_that_peft_exchanges_is_another(prepared: bool, other: dict[str, int], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
+
+    first, second = lora(1, tmp_path), lora(2, tmp_path, **other)
+    model = peft.PeftModel.from_pretrained(make_backbone(), first).eval()
+    if prepared:
+        prepare_model_for_compiled_hotswap(model, target_rank=4)
+    engine = PICEngine(model, make_tokenizer(), method="naive", store=PICacheStore(disk_path=tmp_path / "disk"))
+    answers = []
+    for folder in (first, second, first):
+        hotswap_adapter(model, folder, "default")
+        answers.append(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW))
+        loaded = peft.PeftModel.from_pretrained(make_backbone(), folder).eval()
+        plain = PICEngine(loaded, make_tokenizer(), method="naive").ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+        assert answers[-1].token_ids == plain.token_ids
+    assert answers[0].token_ids != answers[1].token_ids
+    assert states(answers[1]) == ["compiled", "compiled"]
+    assert states(answers[2]) == ["hit", "hit"]  # it is known who was here before
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_adapter_that_is_only_stronger_is_another(prepared: bool, tmp_path: Path) -> None:
+    """The same numbers under another alpha: nothing but a scale changes, which may be a tensor that peft fills."""
+    peft = pytest.importorskip("peft")
+    from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
+
+    folders = [lora(1, tmp_path / str(alpha), lora_alpha=alpha) for alpha in (8, 24)]
+    model = peft.PeftModel.from_pretrained(make_backbone(), folders[0]).eval()
+    if prepared:
+        prepare_model_for_compiled_hotswap(model)
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    hotswap_adapter(model, folders[1], "default")
+    answer = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    assert states(answer) == ["compiled", "compiled"]
+
+
+def test_an_adapter_that_transformers_exchanges_is_another(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folders = [lora(seed, tmp_path) for seed in (1, 2, 3)]
+    model = make_backbone()
+    model.enable_peft_hotswap(target_rank=4)
+    model.load_adapter(str(folders[0]), "default")
+    chat = PICEngine(model, make_tokenizer(template=TEMPLATE), method="naive").conversation(DOCUMENTS)
+    store, answers = PICacheStore(), []
+    for folder in folders:
+        model.load_adapter(str(folder), "default", hotswap=True)
+        loaded = make_backbone()
+        loaded.load_adapter(str(folder), "default")
+        answers.append(ask(model, store=store).token_ids)
+        assert answers[-1] == ask(loaded).token_ids
+        assert "weights have changed" in chat.ask(QUESTION, max_new_tokens=1).report.relinked or len(answers) == 1
+    assert len(set(answers)) == len(answers)

@@ -1,0 +1,1 @@
+"""Kernels under Triton's interpreter: in a process of their own, as triton decides at its import."""

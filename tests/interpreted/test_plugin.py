@@ -1,0 +1,43 @@
+"""Answers of a real engine whose attention over documents is Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.engines import JOINT, checkpoint, served
+
+pytestmark = pytest.mark.usefixtures("plugin")
+STEPS: list[int] = []
+
+
+@pytest.mark.parametrize(("stored", "shape"), [("auto", {}), ("fp8", {}), ("auto", JOINT)])
+def test_the_kernels_answer_as_the_library_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, shape: dict[str, Any]
+) -> None:
+    from comb.kernels.paged import kernel as paged
+
+    def counted(query: Any, layer: Any, batch: Any, **options: Any) -> Any:
+        STEPS.append(batch.num_tokens)
+        return run(query, layer, batch, **options)
+
+    def plain(*_: Any) -> None:
+        raise AssertionError("the plain way was taken")
+
+    run = paged.attend_paged
+    monkeypatch.setattr(paged, "attend_paged", counted)
+    monkeypatch.setattr("comb.kernels.paged.attention.attend_plain", plain)
+    monkeypatch.setenv("COMB_POOL_DTYPE", stored)
+    prompts = [list(range(5, 5 + length)) for length in (9, 40)]
+    asked = [(prompt, names) for names in ("A", "", "CAB", "B") for prompt in prompts]
+    with served(tmp_path, checkpoint(tmp_path, "nano", **shape)) as found:
+        for (prompt, names), (ids, logs) in zip(asked, found.ask(asked, tokens=3), strict=True):
+            wanted = found.reference(prompt, names, tokens=3)
+            exact = stored == "auto" or not names
+            assert not exact or ids == wanted[0]
+            torch.testing.assert_close(logs[0], wanted[1][0], atol=1e-5 if exact else 0.1, rtol=0)
+    assert max(STEPS) > 49  # several rows in one step
+    assert min(STEPS) == 6  # decoding

@@ -1,0 +1,242 @@
+"""The messages that the template gets are those that vLLM's renderer hands to it, and its prompt is vLLM's."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comb import PICEngine, PromptBuilder
+from comb.documents.document import Prompt
+from comb_serving.api.choice import MethodChoice
+from comb_serving.api.conversion import renders_alike
+from comb_serving.api.errors import RequestError
+from comb_serving.api.preprocessor import Preprocessor
+from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from comb_serving.config.options import ServeOptions
+from tests.helpers.byte_text import byte_tokenizer
+from tests.helpers.chat_templates import MADE_UP, REFUSED, shipped
+
+pytestmark = pytest.mark.vllm
+
+CONFIG = SimpleNamespace(
+    tokenizer_revision=None, code_revision=None, tokenizer="", model="", trust_remote_code=False, revision=None,
+    hf_config=SimpleNamespace(model_type="llama"), multimodal_config=None, enable_prompt_embeds=False,
+)  # fmt: skip
+DOCUMENT = "The <|end|> lake is 12 m deep."
+TEMPLATES = {**MADE_UP, **shipped()}
+words = st.lists(st.sampled_from(["Hi", " ", "\n", "</think>", "/no_think", '"', "<|end|>", "/"]), max_size=5).map(
+    "".join
+)
+
+
+def by_vllm(tokenizer: Any, path: str, body: dict[str, Any]) -> list[int] | None:
+    """Token ids of vLLM's renderer, without documents; None where the template refuses the messages."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.chat_utils import parse_chat_messages
+    from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
+
+    request: Any
+    tools = None
+    if path == RESPONSES:
+        request = ResponsesRequest.model_validate(body)
+        messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
+        tools = construct_tool_dicts(request.tools, request.tool_choice)
+    else:
+        if path == MESSAGES:
+            first = AnthropicServingMessages._detect_merge_inline_system(tokenizer.chat_template)
+            given = AnthropicMessagesRequest.model_validate(body)
+            request = AnthropicServingMessages.to_chat_completion_request(given, merge_inline_system=first)
+        else:
+            request = ChatCompletionRequest.model_validate(body)
+        messages = request.messages if path == MESSAGES else body["messages"]
+        tools = [tool.model_dump() for tool in request.tools] if request.tools else None
+    form = resolve_chat_template_content_format(tokenizer.chat_template, tools, "auto", tokenizer, model_config=CONFIG)
+    found, _, _ = parse_chat_messages(messages, CONFIG, form)
+    arguments = request.build_chat_params(None, "auto").chat_template_kwargs
+    try:
+        text = safe_apply_chat_template(
+            CONFIG, tokenizer, found, chat_template=tokenizer.chat_template, tools=tools, tokenize=False, **arguments
+        )
+    except VLLMValidationError:
+        return None
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+async def over_http(tokenizer: Any, path: str, body: dict[str, Any]) -> Prompt:
+    """The prompt that the front builds for a request with one document."""
+    built: list[Prompt] = []
+
+    class Kept(PromptBuilder):
+        def build(self, *arguments: Any, **options: Any) -> Prompt:
+            built.append(super().build(*arguments, **options))
+            return built[-1]
+
+        def complete(self, *arguments: Any, **options: Any) -> Prompt:
+            built.append(super().complete(*arguments, **options))
+            return built[-1]
+
+    options = ServeOptions("nano", method="full")
+    await Preprocessor(Kept(tokenizer), None, MethodChoice(options)).preprocess(
+        path, {**body, "documents": [DOCUMENT]}, ""
+    )
+    return built[-1]
+
+
+def bodies(chat: list[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same messages in each way to ask."""
+    messages = [{"role": role, "content": content} for role, content in chat]
+    typed = [
+        {**each, "content": [{**part, "type": "input_text"} for part in content]}
+        if isinstance(content := each["content"], list)
+        else each
+        for each in messages
+    ]
+    return {
+        CHAT: {"model": "m", "messages": messages},
+        RESPONSES: {"model": "m", "input": typed},
+        MESSAGES: {"model": "m", "messages": messages, "max_tokens": 3},
+    }
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=15, deadline=None)
+@given(texts=st.lists(words, min_size=2, max_size=4), system=st.none() | words, parts=st.booleans())
+async def test_a_chat_with_documents_is_vllms_chat_around_them(
+    name: str, texts: list[str], system: str | None, parts: bool
+) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES[name], bos_token="<|bos|>")
+    contents: list[Any] = [f"Hi{text}" for text in texts]
+    if parts:
+        contents = [[{"type": "text", "text": text}, {"type": "text", "text": "?"}] for text in contents]
+    roles = ["assistant" if place % 2 else "user" for place in range(len(texts))]
+    chat = list(zip(roles, contents, strict=True))
+    if system is not None:
+        chat = [("system", f"S{system}"), *chat]
+    for path, body in bodies(chat).items():
+        if path == MESSAGES and system is not None and name == "plain":
+            body = {**body, "messages": body["messages"][1:], "system": f"S{system}"}
+        expected = by_vllm(tokenizer, path, body)
+        try:
+            prompt = await over_http(tokenizer, path, body)
+        except RequestError:
+            if expected is not None and name not in REFUSED:
+                raise
+            continue
+        assert list(prompt.query) == expected
+        assert len(prompt.segments) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "parts or texts", "dates, tools, JSON, trimmed", "an empty text is no message"]
+)
+async def test_what_vllm_does_with_messages_is_done(name: str) -> None:
+    tokenizer = byte_tokenizer(MADE_UP[name])
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    told = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": 'a "b"'}]}]  # fmt: skip
+    chats: list[dict[str, Any]] = [
+        {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+        {"messages": [{"role": "system", "content": "A"}, {"role": "user", "content": "Hi"},
+                      {"role": "developer", "content": [{"type": "text", "text": text} for text in "BC"]}]},
+        {"messages": [{"role": "user", "content": "Hi", "name": "ann", "custom": "x"}]},
+        {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 3\nBe brief."}, *told[:1]]},
+        {"messages": [*told[:1], {"role": "assistant", "content": "Ho", "reasoning": "I think."}, *told[:1]]},
+        {"messages": [*told, {"role": "user", "content": [{"type": "text", "text": " So?"}]}], "tools": [tool]},
+        {"messages": told[:1], "reasoning_effort": "low", "chat_template_kwargs": {"other": 3}},
+    ]  # fmt: skip
+    for body in chats:
+        assert list((await over_http(tokenizer, CHAT, body)).query) == by_vllm(tokenizer, CHAT, {"model": "m", **body})
+    turns = [{"role": role, "content": "Hi"} for role in ("user", "system", "user")]
+    inline = {"model": "m", "max_tokens": 3, "system": "A", "messages": turns}
+    assert list((await over_http(tokenizer, MESSAGES, inline)).query) == by_vllm(tokenizer, MESSAGES, inline)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "same"), [("hf", "llama", True), ("hf", "gpt_oss", False), ("deepseek_v32", "llama", False)]
+)
+async def test_chats_that_vllm_renders_in_a_way_of_its_own_are_refused(
+    mode: str, kind: str, same: bool, tmp_path: Path
+) -> None:
+    tokenizer = byte_tokenizer(MADE_UP["plain"])
+    tokenizer.save_pretrained(tmp_path)
+    config = SimpleNamespace(
+        tokenizer=str(tmp_path), runner_type="generate", tokenizer_mode=mode, tokenizer_revision=None,
+        trust_remote_code=False, hf_config=SimpleNamespace(model_type=kind),
+    )  # fmt: skip
+    assert renders_alike(config, tokenizer) == same
+    preprocessor = Preprocessor(PromptBuilder(tokenizer), None, MethodChoice(ServeOptions("nano", method="full")))
+    preprocessor.chats = same
+    asked = [(CHAT, {"messages": [{"role": "user", "content": "Hi"}]}, same), (COMPLETIONS, {"prompt": "Hi"}, True)]
+    for path, body, answered in asked:
+        with nullcontext() if answered else pytest.raises(RequestError, match="a way of its own"):
+            await preprocessor.preprocess(path, {**body, "documents": [DOCUMENT]}, "")
+
+
+async def test_what_documents_cannot_stand_beside_is_refused() -> None:
+    tokenizer = byte_tokenizer(MADE_UP["plain"])
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    ask = [{"role": "user", "content": "Hi"}]
+    for body, words in (
+        ({"messages": [*ask, {"role": "tool", "content": [image]}]}, "image_url"),
+        ({"messages": ask, "add_special_tokens": True}, "add_special_tokens"),
+    ):
+        with pytest.raises(RequestError, match=words) as error:
+            await over_http(tokenizer, CHAT, body)
+        assert error.value.status == 400
+
+
+async def test_raw_prompts_keep_what_vllm_puts_around_them() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer(bos_token="<|bos|>")
+    bos = ("<|bos|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[bos])
+    text = "<|user|>Hi<|end|>"
+    for special in (True, False):
+        prompt = await over_http(tokenizer, COMPLETIONS, {"prompt": text, "add_special_tokens": special})
+        assert list(prompt.query) == tokenizer.encode(text, add_special_tokens=special)
+
+
+def test_a_model_with_mistrals_own_tokenizer_answers(tmp_path: Path) -> None:
+    import mistral_common
+    from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
+
+    data = Path(str(mistral_common.__path__[0])) / "data"
+    shutil.copy(next(data.glob("tekken_240911.json")), tmp_path / "tekken.json")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    config = MistralConfig(vocab_size=131072, num_key_value_heads=1, sliding_window=None, **sizes)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(tokenizer).__name__ == "MistralCommonBackend"
+    builder = PromptBuilder(tokenizer)
+    segment = builder.segment("The [INST] lake</s> is 12 m deep.")
+    assert not set(tokenizer.all_special_ids).intersection(segment)
+    raw = builder.complete("How [INST]", [segment])
+    assert (list(raw.query), raw.head) == (tokenizer.encode("How [INST]"), (tokenizer.bos_token_id,))
+    for chat in (
+        [{"role": "user", "content": "How déep? \u2603"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+         {"role": "assistant", "content": "a [INST]"}, {"role": "user", "content": " So? </s>"}],
+        [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]}],
+    ):  # fmt: skip
+        whole = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        assert list(builder.build(chat).flat) == whole
+        assert list(builder.build(chat, [segment]).query) == whole
+    engine = PICEngine.from_pretrained(tmp_path, method="naive")
+    answer = engine.ask("How deep?", ["The lake is 12 m deep."], max_new_tokens=2)
+    assert answer.report.prompt_tokens == len(
+        builder.build("How deep?", [builder.segment("The lake is 12 m deep.")]).flat
+    )

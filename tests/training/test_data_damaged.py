@@ -1,0 +1,230 @@
+"""Damaged rows and files: whatever is wrong is dropped and counted, or refused by file and row, in every reader."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comb.documents.datasets import Dataset, read_dataset
+from comb.documents.document import Example
+from tests.helpers.rows import WriteRows
+
+HALF = "half \udc00 of one"
+DAMAGES: tuple[Any, ...] = (" \n", None, HALF, 3, float("nan"), True, [], ["x", None], {"text": None})
+
+Row = dict[str, Any]
+
+
+def asked(number: int) -> Row:
+    """A question of the official SQuAD."""
+    answers = [{"text": "Ann", "answer_start": 0}, {"text": "Ann B", "answer_start": 0}]
+    return {"id": f"q{number}", "question": f"Who is {number}?", "answers": answers, "is_impossible": False}
+
+
+def article(number: int) -> Row:
+    paragraph = {"context": f"Text of {number}.", "qas": [asked(2 * number), asked(2 * number + 1)]}
+    return {"title": f"T{number}", "paragraphs": [paragraph]}
+
+
+def passages(number: int, name: str) -> list[Row]:
+    return [{"title": f"{name}{number}", name: f"Text {number}.", "isgold": True}, {"title": None, name: "Other."}]
+
+
+def pairs(number: int) -> list[list[str]]:
+    return [[f"k{number}", f"v{number}"], ["other", "thing"]]
+
+
+def instances(number: int) -> list[Row]:
+    return [{"id": f"i{number}", "input": f"in {number}", "output": ["out", "other"]}]
+
+
+ROWS: dict[str, Callable[[int], Row]] = {
+    "jsonl": lambda n: {
+        "documents": [{"text": f"Text {n}.", "title": "T", "id": f"d{n}"}, "More."], "query": f"q{n}?",
+        "answer": "a", "answers": ["b"], "id": n, "group": f"g{n}",
+    },
+    "hotpotqa": lambda n: {"_id": n, "question": f"q{n}?", "answer": "x", "context": [["T", ["One.", "Two."]]]},
+    "musique": lambda n: {"id": n, "question": f"q{n}?", "answers": ["x", "y"], "ctxs": passages(n, "text")},
+    "musique, official": lambda n: {
+        "id": n, "question": f"q{n}?", "answer": "x", "answer_aliases": ["y"], "answerable": True,
+        "paragraphs": passages(n, "paragraph_text"),
+    },
+    "wikihop": lambda n: {"id": n, "query": f"part_of s{n}", "answer": "x", "supports": ["one", "two"]},
+    "nq_open": lambda n: {"question": f"q{n}?", "answers": ["x", "y"], "ctxs": passages(n, "text")},
+    "kv_retrieval": lambda n: {"key": f"k{n}", "value": f"v{n}", "ordered_kv_records": pairs(n)},
+    "samsum": lambda n: {"id": n, "dialogue": f"A: {n}", "summary": f"It is {n}.", "summary2": "Two."},
+    "xsum": lambda n: {"id": n, "document": f"Article {n}.", "summary": f"News {n}."},
+    "multi_news": lambda n: {"document": f"one {n} ||||| two", "summary": f"Both {n}."},
+    "longbench": lambda n: {
+        "_id": n, "dataset": "hotpotqa", "context": f"Passage 1:\na {n}\nPassage 2:\nb", "input": "q?", "answers": ["x"]
+    },
+}  # fmt: skip
+OTHERS: dict[str, Callable[[int], Row]] = {
+    "squad": article,
+    "natural_instructions": lambda n: {
+        "Definition": [f"Do {n}."], "Positive Examples": instances(n + 9), "Instances": instances(n),
+    },
+    "natural_instructions_v1": lambda n: {
+        "Prompt": f"Do {n}.", "Definition": "-", "Examples": {"Positive Examples": instances(n + 9)},
+        "Instances": instances(n),
+    },
+}  # fmt: skip
+HUB: dict[str, Callable[[int], Row]] = {
+    **ROWS,
+    "squad": lambda n: {
+        "id": n, "title": f"T{n}", "context": f"Text {n}.", "question": f"{n}?", "answers": {"text": ["Ann", "Bo"]}
+    },
+    "hotpotqa": lambda n: {
+        "id": n, "question": f"q{n}?", "answer": "x", "context": {"title": ["T"], "sentences": [["One.", "Two."]]}
+    },
+    "natural_instructions": lambda n: {
+        "task_name": f"task{n}_do", "id": n, "definition": f"Do {n}.", "inputs": f"in {n}", "targets": "out"
+    },
+}  # fmt: skip
+
+
+def damaged(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What was put where, and the value with it there, for each place in a value and each damage."""
+    children: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        for put, changed in [*((damage, damage) for damage in DAMAGES), *damaged(child)]:
+            copy = deepcopy(value)
+            copy[key] = changed
+            yield (key, put), copy
+    if isinstance(value, dict):
+        for key in value:
+            yield (key, "missing"), {name: child for name, child in value.items() if name != key}
+
+
+def is_whole(example: Example) -> bool:
+    texts = [example.query, example.answer, *example.references, *(str(each.text) for each in example.documents)]
+    labels = [example.id, example.group, *(text for d in example.documents for text in (d.title, d.id) if text)]
+    for text in (*texts, *labels):
+        str(text).encode()  # half a character can't be written
+    named = {label in (None, "", "None", "nan", "True", "[]", "{}") for label in labels}
+    return bool(example.documents) and all(text.strip() for text in texts) and named == {False}
+
+
+def outcome(read: Callable[..., Dataset]) -> Dataset | str:
+    try:
+        return read()
+    except ValueError as error:
+        return str(error)
+
+
+def check(read: Callable[[Any], Dataset], rows: list[Row], where: str, *, per_row: int = 1) -> None:
+    """Reads the rows with each damage to the first one."""
+    whole = read(rows)
+    assert len(whole) == whole.counts.read == per_row * len(rows)
+    assert not whole.counts.dropped
+    outcomes = set()
+    for what, row in damaged(rows[0]):
+        found = outcome(lambda row=row: read([row, *rows[1:]]))
+        outcomes.add(type(found))
+        if isinstance(found, str):
+            assert where in found, what
+            assert "\n" not in found
+        else:
+            assert all(map(is_whole, found)), (what, [example for example in found if not is_whole(example)])
+            assert len(found) == found.counts.kept, what
+    assert outcomes == {str, Dataset}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_a_file(name: str, tmp_path: Path) -> None:
+    def read(rows: list[Row]) -> Dataset:
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return read_dataset(name.partition(",")[0], path)
+
+    path = tmp_path / "rows.jsonl"
+    check(read, [ROWS[name](n) for n in range(4)], "rows.jsonl:1")
+
+
+def test_texts_that_passages_are_cut_from(write_rows: WriteRows) -> None:
+    whole = {"id": 1, "title": "T", "text": " ".join(f"word{n}" for n in range(160))}
+    for what, row in damaged({**whole, "id": 2}):
+        path = write_rows(row, whole)
+        found = outcome(lambda path=path: read_dataset("passages", path, words=40, answer_words=8, passages=4))
+        assert "rows.jsonl:1" in found if isinstance(found, str) else all(map(is_whole, found)), what
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_rows_of_official_files(name: str, tmp_path: Path) -> None:
+    def read(rows: list[Row]) -> Dataset:
+        if name == "squad":
+            (tmp_path / "s.json").write_text(json.dumps({"data": rows}))
+            return read_dataset(name, tmp_path / "s.json", num_documents=2)
+        for number, row in enumerate(rows):
+            prefix = "subtask" if name.endswith("v1") else "task"
+            (tmp_path / f"{prefix}{number}_kind.json").write_text(json.dumps(row))
+        return read_dataset(name, tmp_path)
+
+    where = "s.json: data[0]" if name == "squad" else "task0_kind.json"
+    check(read, [OTHERS[name](n) for n in range(3)], where, per_row=2 if name == "squad" else 1)
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_rows_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+
+    def read(rows: list[Row]) -> Dataset:
+        monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
+        return read_dataset(name.partition(",")[0], "hf://org/name")
+
+    check(read, [HUB[name](n) for n in range(4)], "hf://org/name[0]")
+
+
+def test_what_is_null_is_dropped_alike_in_files_and_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+    for name in ("jsonl", "hotpotqa", "xsum", "wikihop"):
+        rows = [ROWS[name](n) for n in range(6)]
+        for number, field in enumerate(field for field in rows[0] if field not in ("answers",)):
+            rows[number % 5][field] = None
+        monkeypatch.setattr(datasets, "load_dataset", lambda *a, rows=rows, **k: rows)
+        (tmp_path / "rows.json").write_text(json.dumps(rows))
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        local = read_dataset(name, tmp_path / f"rows.json{'l' * (name == 'jsonl')}")
+        hub = read_dataset(name, "hf://org/name")
+        assert [e.documents for e in local] == [e.documents for e in hub]
+        assert local.counts == hub.counts
+        assert local.counts.dropped
+
+
+def test_files_with_a_mark_in_front_packed_or_of_another_system(tmp_path: Path) -> None:
+    squad = json.dumps({"data": [article(n) for n in range(3)]})
+    story = "1 Mary went to the hall.\r\n2 Where is Mary? \thall\t1\r\n3 Where is Mary?\t \t1\r\n4  \thall\t1\r\n"
+    for name, file, text, count in (
+        ("squad", "s.json", squad, 6),
+        ("jsonl", "own.jsonl", "\r\n".join(json.dumps(ROWS["jsonl"](n)) for n in range(3)) + "\r\n", 3),
+        ("xsum", "rows.json", json.dumps([ROWS["xsum"](n) for n in range(3)], indent=1), 3),
+        ("babi", "qa1_train.txt", story, 1),
+    ):
+        for packed in (False, True):
+            data = ("\ufeff" + text).encode()
+            path = tmp_path / f"{file}{'.gz' * packed}"
+            path.write_bytes(gzip.compress(data) if packed else data)
+            dataset = read_dataset(name, path, num_documents=1)
+            assert len(dataset) == count
+            assert all(map(is_whole, dataset))
+
+
+@pytest.mark.parametrize("name", ["squad", "jsonl", "xsum", "babi", "natural_instructions", "longbench", "passages"])
+def test_files_that_hold_no_rows(name: str, tmp_path: Path) -> None:
+    row = json.dumps(ROWS["jsonl"](0))
+    for file, content in (
+        ("empty.jsonl", b""), ("blank.json", b" \n"), ("none.json", b"[]"), ("utf16.json", row.encode("utf-16")),
+        ("list.jsonl", f"[{row}, {row}]".encode()), ("nul.json", b"\0" * 9), ("deep.json", b"[" * 100_000),
+        ("big.json", b"1" * 10_000), ("packed.json.gz", row.encode()), ("binary.json", gzip.compress(row.encode())),
+        ("twice.jsonl", b'{"answer": "a", "answer": "b"}'), ("folder.jsonl", None), ("folder.json", None),
+    ):  # fmt: skip
+        path = tmp_path / file
+        path.mkdir() if content is None else path.write_bytes(content)
+        with pytest.raises(ValueError, match=file.replace(".", r"\.") + r"|gives no example") as found:
+            read_dataset(name, path)
+        assert "\n" not in str(found.value)

@@ -1,0 +1,177 @@
+"""A run ends with a result whatever ends it: scored before the first step and behind the last, saved, and told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tests.helpers.training import TOKENIZER, backbone, invoke
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone and rows."""
+    found = tmp_path_factory.mktemp("inputs")
+    backbone().save_pretrained(found)
+    TOKENIZER.save_pretrained(found)
+    content = [{"documents": [f"Bin {n} is {n % 3}."], "query": f"Bin {n}?", "answer": f"{n % 3}"} for n in range(30)]
+    (found / "rows.jsonl").write_text("\n".join(map(json.dumps, content)))
+    return found
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> Callable[..., Any]:
+    """`comb train` of a small recipe that distils; its folder is tmp_path/out."""
+    recipe = tmp_path / "recipe.yaml"
+    train = {"steps": 4, "batch_size": 4, "answers": "gold", "ce_weight": 0, "kl_weight": 1, "logging_steps": 1}
+    content = {
+        "model": {"backbone": str(folder), "num_encoder_layers": 1, "cross_attention_layers": [1], "device": "cpu"},
+        "data": {"dataset": "jsonl", "path": f"{folder}/rows.jsonl"},
+        "train": {**train, "output_dir": str(tmp_path / "out")},
+        "eval": {"methods": ["comb"], "max_new_tokens": 2, "timing_examples": 0},
+    }
+    recipe.write_text(yaml.safe_dump(content))
+
+    def train_it(*more: str) -> Any:
+        return invoke("train", str(recipe), *more)
+
+    return train_it
+
+
+@pytest.fixture
+def at_step() -> Iterator[Callable[[int, Callable[[], None]], None]]:
+    """Does something once so many optimizer steps were made."""
+    handles = []
+
+    def do_at(step: int, what: Callable[[], None]) -> None:
+        made = 0
+
+        def count(*_: Any) -> None:
+            nonlocal made
+            made += 1
+            if made == step:
+                what()
+
+        handles.append(register_optimizer_step_post_hook(count))
+
+    yield do_at
+    for handle in handles:
+        handle.remove()
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def scored(out: Path) -> list[int]:
+    return [row["step"] for row in logged(out) if "eval_closed" in row]
+
+
+def test_ctrl_c_once_saves_scores_and_says_how_to_go_on(
+    run: Callable[..., Any], at_step: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    at_step(2, interrupt)
+    stopped = run("train.batch_size=5")
+    assert stopped.exit_code == 130, stopped.output
+    assert "Ctrl-C again ends at once" in capfd.readouterr().err
+    again = re.escape(f"comb train {tmp_path}/recipe.yaml train.batch_size=5 --resume auto")
+    assert re.search(f"stopped by SIGINT after step 2.*checkpoint-2.*to go on:\n{again}\n", stopped.output)
+    assert re.search(r"closed: -?\d+\.\d% \(.*\), untrained: -?\d+\.\d% \(", stopped.output)
+    assert scored(out) == [0, 2]
+    assert {"training.json", "loss.png", "model.safetensors"} <= {
+        path.name for path in (out / "checkpoint-2").iterdir()
+    }
+    assert not (out / "model.safetensors").exists()  # that would look like a finished run
+    asked = invoke("eval", str(out / "checkpoint-2"), "--limit", "2")
+    assert asked.exit_code == 0, asked.output
+    assert run("train.batch_size=5", "--resume", "auto", "--no-eval").exit_code == 0
+    assert scored(out) == [0, 2, 4]
+    assert json.loads((out / "training.json").read_text())["ended_by"] == "steps"
+
+
+def test_ctrl_c_twice_ends_at_once(run: Callable[..., Any], at_step: Any, tmp_path: Path) -> None:
+    at_step(2, lambda: (interrupt(), interrupt()))  # type: ignore[arg-type,func-returns-value]
+    stopped = run()
+    assert stopped.exit_code == 130, stopped.output
+    assert "what isn't in a checkpoint-N is lost" in stopped.output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.jsonl"]
+
+
+def test_a_run_by_the_clock_ends_with_a_result(run: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = run("train.steps=null", "train.max_seconds=0.01", "train.save_steps=50", "--no-eval")
+    assert ended.exit_code == 0, ended.output
+    assert re.search(r"KL to full recompute on 3 held-out questions: .* nats per token, .* closed: ", ended.output)
+    record = json.loads((out / "training.json").read_text())
+    assert scored(out) == [0, record["steps"]]
+    assert [step for step, _ in record["heldout_closed"]] == [0, record["steps"]]
+    assert (out / f"checkpoint-{record['steps']}").is_dir()
+    for end in ("start", "end"):
+        assert {"closed", "closed_low", "closed_high", "kl", "kl_none", "loss"} <= record["heldout"][end].keys()
+    mode = stat.S_IMODE((out / "config.json").stat().st_mode)
+    assert stat.S_IMODE((out / "model.safetensors").stat().st_mode) == mode
+
+
+def test_a_finished_run_is_not_begun_again_by_resume(run: Callable[..., Any], at_step: Any, tmp_path: Path) -> None:
+    out, clock = tmp_path / "out", ("train.steps=null", "train.max_seconds=0.01", "--no-eval")
+    assert run(*clock).exit_code == 0
+    before = (out / "log.jsonl").read_text(), (out / "model.safetensors").stat().st_mtime_ns
+    for more in ((), ("train.max_seconds=60",)):
+        again = run(*clock, *more, "--resume", "auto")
+        assert re.search(r"is finished, after \d+ steps.*left none.*model.init_from=", str(again.exception))
+    assert before == ((out / "log.jsonl").read_text(), (out / "model.safetensors").stat().st_mtime_ns)
+    # begun anew in the same folder and killed: nothing is finished, whatever an older run has left there
+    at_step(1, lambda: interrupt() or interrupt())  # type: ignore[func-returns-value]
+    assert run(*clock).exit_code == 130
+    assert run(*clock, "--resume", "auto").exit_code == 0
+
+
+def test_a_finished_run_can_be_made_longer(run: Callable[..., Any], tmp_path: Path) -> None:
+    assert run("train.save_steps=2", "--no-eval").exit_code == 0
+    again = run("--no-eval", "--resume", "auto")
+    assert "is finished, after 4 steps. To go on with it raise train.steps" in str(again.exception)
+    assert run("train.steps=5", "--no-eval", "--resume", "auto").exit_code == 0
+    assert scored(tmp_path / "out") == [0, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [((0, 1), "KL to full recompute, nats"), ((1, 0), "cross-entropy, nats"), ((1, 2), "cross-entropy + KL")],
+)
+def test_the_plot_names_what_it_shows(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, weights: tuple[int, int], name: str
+) -> None:
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr("comb_training.train.plot_training", lambda *_, **options: drawn.append(options))
+    ce, kl = weights
+    ended = run(f"train.ce_weight={ce}", f"train.kl_weight={kl}", "train.steps=1", "--no-eval")
+    assert ended.exit_code == 0, ended.output
+    [plot] = drawn
+    assert plot["loss"].startswith(name)
+    assert [step for step, _ in plot["heldout"]] == [0, 1]
+
+
+def test_a_dry_run_shows_what_is_not_by_default_whole(run: Callable[..., Any], tmp_path: Path) -> None:
+    head = "Answer from the texts alone, and say so where they hold nothing of what was asked for. " * 3
+    path = tmp_path / ("a-long-name-of-a-folder-" * 6)
+    shown = run(f"data.head={json.dumps(head)}", f"train.output_dir={path}", "--dry-run").output
+    assert max(map(len, shown.partition("All other")[0].replace(str(path), "").splitlines())) <= 200
+    configuration = yaml.safe_load(shown.split("All other keys")[0])
+    assert (configuration["data"]["head"], configuration["train"]["output_dir"]) == (head, str(path))
+    assert configuration["train"]["kl_weight"] == 1.0
+    assert "learning_rate" not in configuration["train"]

@@ -1,1 +1,0 @@
-"""`comb bench train`, found by the harness of `comb.bench`."""
