@@ -185,6 +185,7 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
     (place / "bad.yaml").write_text("model: {")
     (place / "out.json").mkdir()
     (place / "file").write_text("")
+    jsonl = ["--dataset", "jsonl", "--path", "data.jsonl"]
     for words, *command in (
         ("gone.txt: No such file or directory: check the path", "ask", "model", "--doc", "gone.txt", "why?"),
         ("model: Is a directory: name a file in it", "ask", "model", "--doc", "model", "why?"),
@@ -200,6 +201,9 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
         ("there is no file or folder 'gone.jsonl'", "train", config(place), "data.path=gone.jsonl"),
         ("'model' is no COMB adapter", "serve", "model"),
         ("'modl': there is no such folder", "serve", "modl", "--method", "naive"),
+        ("out.json is a folder: name the JSON file in it", "eval", "model", *jsonl, "--out", "out.json"),
+        ("no folder that can be written to", "bench", "methods", "--model", "model", *jsonl, "--out", "file/x.json"),
+        ("no folder that can be written to", "train", config(place), "train.output_dir=file/x"),
         ("has no config.json", "convert", "out.json", "there"),
         ("has no config.json", "push", "out.json", "me/x", "--dry-run"),
     ):
@@ -223,7 +227,9 @@ def test_a_full_disk(place: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
-    assert "No space left on device" in line_of(capsys, "train", config(place), "--no-eval")
+    assert "No space left on device: free some space on that disk" in line_of(
+        capsys, "train", config(place), "--no-eval"
+    )
 
 
 def test_slips_of_our_own_are_said_to_be_ours(

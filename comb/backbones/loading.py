@@ -25,6 +25,7 @@ from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.half_precision import warn_if_slow
 from comb.backbones.unpublished import read_private
 from comb.backbones.whole import check_whole
+from comb.documents.files import read_json
 from comb.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ def load_model(name: str | Path, **options: Any) -> Any:
         OSError, ImportError: as `comb.backbones.damage.explained` says.
     """
     place = resolve_name(name)
+    if (tuned := Path(place) / "adapter_config.json").is_file():  # peft's: the report is of what it adds
+        check_weights(read_json(tuned).get("base_model_name_or_path") or place)
     with explained(place):
         # what is missing or doesn't fit is left as it was initialised, and transformers says so in its log alone
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -58,10 +58,10 @@ def own_tokenizer(model: Any) -> Any:
         ValueError: when there is none.
     """
     name = getattr(model, "name_or_path", "")
+    ways = "give its token ids, or ask through a PICEngine, which has a tokenizer"
+    if not name:
+        raise ValueError(f"a primer is text, and this model has no tokenizer beside its weights: {ways}")
     try:
         return load_tokenizer(name, model)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"a primer is text, and there is no tokenizer beside the weights of {name or 'this model'!r} that can be "
-            f"read ({error}): give its token ids, or ask through a PICEngine, which has a tokenizer"
-        ) from error
+        raise ValueError(f"a primer is text, and the tokenizer of {name!r} can't be had ({error}): {ways}") from error

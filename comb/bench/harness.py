@@ -47,7 +47,7 @@ from typer.models import CommandInfo
 from comb.backbones.unpublished import public
 from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
-from comb.evaluation.record import environment, write_json
+from comb.evaluation.record import check_writable, environment, write_json
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Row as Row
 from comb.evaluation.table import TextTable
@@ -191,6 +191,8 @@ def benchmark(
 
 def check_out(out: Path | None) -> None:
     """Raises ValueError unless `out` can take JSON, with a plot and a table beside it."""
+    if out is not None:
+        check_writable(out.parent, out.name)
     if out is not None and out.suffix != ".json":
         raise ValueError(f"--out is the JSON file, with .png and .md beside it: expected a name in .json, got {out}")
     if out is not None and out.name == "results.json" and (out.parent / "config.json").exists():

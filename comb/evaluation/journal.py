@@ -27,7 +27,12 @@ class Journal:
         if path is None:
             return
         if path.exists() and (whole := _whole_lines(path)):
-            first, *self.rows = map(json.loads, whole)
+            try:
+                first, *self.rows = map(json.loads, whole)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path} is damaged, line by line it is not JSON ({error}): choose another --out, or remove it"
+                ) from error
             differing = [name for name in {**expected, **first} if first.get(name) != expected.get(name)]
             if differing:
                 name = differing[0]

@@ -21,6 +21,7 @@ from comb.backbones import damage
 from comb.backbones.adapter import AdapterConfig, is_adapter
 from comb.backbones.loading import backbones, is_hub_id, load_config
 from comb.backbones.unpublished import public
+from comb.documents.files import read_text
 from comb.hub.card.facts import RESULTS, TRAINING
 from comb.hub.card.parts import Card, edited_last, parse_card
 from comb.hub.card.render import render
@@ -167,10 +168,7 @@ def read_weights(folder: Path, parts: Sequence[str]) -> tuple[str, int]:
 def read_card(folder: Path) -> Card | None:
     """The card in a folder, None without one. Raises ValueError if it can't be read."""
     path = folder / CARD
-    try:
-        return parse_card(path.read_text(encoding="utf-8"), str(path)) if path.exists() else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read ({error}): put it right or take it away") from error
+    return parse_card(read_text(path), str(path)) if path.exists() else None
 
 
 def _read_remote(api: HfApi, repo: str, private: bool) -> tuple[Card | None, str | None]:
