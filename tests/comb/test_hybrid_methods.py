@@ -192,7 +192,7 @@ def test_bad_parameters() -> None:
         "addition:mode=seam": "mode",
         "addition:rotate=1": "rotate is true or false",
         "hypic:compose=1": "compose is true or false",
-        "hypic:primer=true": "no tokenizer beside the weights",
+        "hypic:primer=true": "no tokenizer beside its weights",
         "hypic:quantize=int8": "can't be quantised",
     }.items():
         with pytest.raises((ValueError, TypeError), match=message):

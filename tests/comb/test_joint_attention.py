@@ -191,7 +191,7 @@ def test_documents_behind_a_primer_are_what_they_are_in_that_text(family: str) -
         ({"key_distance": 1}, "leave key_distance out"),
         ({"shared_layers": False}, "shared_layers"),
         ({"gate": 0.5}, "no gates"),
-        ({"primer": True}, "no tokenizer beside the weights"),
+        ({"primer": True}, "no tokenizer beside its weights"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> None:
