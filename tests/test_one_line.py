@@ -201,7 +201,7 @@ def test_files_that_a_command_opens(place: Path, capsys: pytest.CaptureFixture[s
         ("there is no file or folder 'gone.jsonl'", "train", config(place), "data.path=gone.jsonl"),
         ("'model' is no COMB adapter", "serve", "model"),
         ("'modl': there is no such folder", "serve", "modl", "--method", "naive"),
-        ("out.json is a folder: name the JSON file in it", "eval", "model", *jsonl, "--out", "out.json"),
+        ("out.json is a folder, where a file is to be written", "eval", "model", *jsonl, "--out", "out.json"),
         ("no folder that can be written to", "bench", "methods", "--model", "model", *jsonl, "--out", "file/x.json"),
         ("no folder that can be written to", "train", config(place), "train.output_dir=file/x"),
         ("has no config.json", "convert", "out.json", "there"),
