@@ -186,7 +186,13 @@ def test_latent_attention_caches_something_else(tmp_path: Path) -> None:
     with (
         pytest.raises(Exception, match="they can't be linked in vLLM"),
         # what vLLM prefers on a CPU with AMX refuses float32 before it comes to that
-        linked_engine(model, "linktokens", link_tokens=tmp_path / "adapter", attention_backend="CPU_MLA"),
+        linked_engine(
+            model,
+            "linktokens",
+            link_tokens=tmp_path / "adapter",
+            attention_backend="CPU_MLA",
+            compilation_config={"custom_ops": ["-rotary_embedding"]},  # its kernel for CPUs turns few keys of one head
+        ),
     ):
         pass
 

@@ -54,25 +54,18 @@ def test_a_family_is_linked_as_in_the_library(family: str, tmp_path: Path) -> No
             assert largest_difference(one, other) < 3e-5
 
 
-def test_latent_attention_is_linked_within_its_own_noise(tmp_path: Path) -> None:
-    """vLLM computes it in lower precision on a CPU: the yardstick is plain vLLM's distance from the library."""
+def test_latent_attention_is_linked_as_in_the_library(tmp_path: Path) -> None:
     values = {**BASE, **MLA, "hidden_size": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
               "v_head_dim": 128, "q_lora_rank": None}  # fmt: skip
-    model = plain_model(tmp_path, tf.DeepseekV2Config(**values), std=0.06)
-
-    def apart(one: Any, other: Any) -> float:
-        """Of the first tokens' log-probabilities; where a near tie was decided the other way, that is the distance."""
-        return float(abs(one[1][0] - other[1][0]))
-
-    # what vLLM prefers on a CPU with AMX refuses float32
-    with linked_engine(model, attention_backend="CPU_MLA") as linked:
-        plain = [linked.ask([(prompt, "full")])[0] for prompt in PROMPTS]
-        whole = [linked.ask([(prompt, "legolink:64")])[0] for prompt in PROMPTS]
-        library = [linked.reference(prompt, "full") for prompt in PROMPTS]
-        assert max(map(apart, plain, library)) < 0.05
-        assert max(map(apart, whole, plain)) < 0.05
-        for asked in ASKED:
-            assert apart(linked.ask([asked])[0], linked.reference(*asked)) < 0.05
+    model = plain_model(tmp_path, tf.DeepseekV2Config(**values))
+    # what vLLM prefers on a CPU with AMX refuses float32. Its rotary kernel for CPUs takes the keys of one head to lie
+    # close together, which these don't, and turns few of them: such an engine is refused, in torch they are turned
+    options = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    with linked_engine(model, **options) as linked:
+        for one, each in zip(linked.ask(ASKED), ASKED, strict=True):
+            assert largest_difference(one, linked.reference(*each)) < 2e-4
+        naive, full = linked.ask([(PROMPTS[0], "naive"), (PROMPTS[0], "full")])
+        assert largest_difference(naive, full) > 3e-3
 
 
 @pytest.mark.parametrize(
