@@ -29,15 +29,15 @@ ASK: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def others_are_served(seconds: float = 1.0) -> AsyncIterator[None]:
-    """While the block runs, nobody else waits for the event loop longer than that."""
-    longest = 0.0
+    """While the block runs, the event loop's thread computes no longer than that at a stretch, nor waits much longer."""
+    longest = waited = 0.0
 
     async def tick() -> None:
-        nonlocal longest
+        nonlocal longest, waited
         while True:
-            start = time.monotonic()
+            start, busy = time.monotonic(), time.thread_time()
             await asyncio.sleep(0.01)
-            longest = max(longest, time.monotonic() - start)
+            longest, waited = max(longest, time.thread_time() - busy), max(waited, time.monotonic() - start)
 
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0.02)
@@ -47,6 +47,7 @@ async def others_are_served(seconds: float = 1.0) -> AsyncIterator[None]:
     finally:
         ticking.cancel()
     assert longest < seconds
+    assert waited < 5 * seconds  # for locks; on a busy machine for others, too
 
 
 LONG = "Ada goes on and on. " * 200_000
@@ -80,12 +81,12 @@ SAID = [{"role": "user", "content": LONG}]
 )
 async def test_a_text_that_no_prompt_has_room_for_is_refused_unread(path: str, body: dict[str, Any]) -> None:
     server, data = Server(max_tokens=512), json.dumps(body).encode()
-    start = time.monotonic()
+    start = time.process_time()
     async with others_are_served():
         answer = await server.client().post(path, data)
     assert answer.status == 400, answer.body[:300]
     assert "characters" in answer.json["error"]["message"]
-    assert time.monotonic() - start < 2  # it takes seconds to tokenise
+    assert time.process_time() - start < 2  # it takes seconds to tokenise
     assert not server.echo.bodies
     server.check_idle()
 
@@ -127,7 +128,7 @@ async def test_nobody_waits_for_a_long_text_and_it_ends_with_its_client() -> Non
     assert (await long).status is None
     start = time.monotonic()  # another long one finds the thread free
     assert (await server.client("b").post(CHAT, chat(documents=["Ada. " * 21_000]))).status == 200
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("limit", ["share", "number"])

@@ -73,7 +73,7 @@ LAUNCH = f"""
 import pathlib, sys
 from comb_serving.config.options import ServeOptions
 from comb_serving.launch.launcher import launch
-sys.exit(launch(ServeOptions("adapter", drain_seconds={DRAIN}), ["--host", "127.0.0.1", "--port", sys.argv[2]],
+sys.exit(launch(ServeOptions("owner/adapter", drain_seconds={DRAIN}), ["--host", "127.0.0.1", "--port", sys.argv[2]],
     root=pathlib.Path(sys.argv[1]), server=[sys.executable, "-c", sys.argv[3]]))
 """
 SAID = [{"role": "user", "content": "Where?"}]
