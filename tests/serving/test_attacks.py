@@ -29,7 +29,7 @@ ASK: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def others_are_served(seconds: float = 1.0) -> AsyncIterator[None]:
-    """While the block runs, the event loop's thread computes no longer than that at a stretch, nor waits much longer."""
+    """While the block runs, the event loop computes no longer than that at a stretch, nor waits much longer."""
     longest = waited = 0.0
 
     async def tick() -> None:
