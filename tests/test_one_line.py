@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from comb import CombForCausalLM
 from comb.cli import main as cli
@@ -139,6 +140,20 @@ def test_damaged_adapters(place: Path, capsys: pytest.CaptureFixture[str], damag
         assert words in line_of(capsys, *command), command
 
 
+def test_an_adapter_that_lacks_weights_is_not_published(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = place / "adapter" / "model.safetensors"
+    whole = load_file(file)
+    name = max(key for key in whole if key.startswith("cross_blocks") and whole[key].ndim == 2)
+    for change in ({name: whole[name][:-1].contiguous()}, {name: None}):
+        damaged = {key: value for key, value in {**whole, **change}.items() if value is not None}
+        save_file(damaged, file, metadata={"format": "pt"})
+        assert name in line_of(capsys, "push", "adapter", "me/x", "--dry-run")
+    save_file(whole, file, metadata={"format": "pt"})
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["push", "adapter", "me/x", "--dry-run"])
+    assert stop.value.code == 0
+
+
 def test_a_backbone_that_is_damaged_is_found_before_its_adapter_is_served(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +234,8 @@ def test_a_record_that_is_damaged_is_not_read_as_none(place: Path, capsys: pytes
     for command in (["eval", "adapter"], ["bench", "methods", "--model", "adapter", *data],
                     ["push", "adapter", "me/x", "--dry-run"]):  # fmt: skip
         assert "training.json is damaged" in line_of(capsys, *command), command
+    (place / "adapter" / "training.json").write_text('{"config": "x", "parameters": 5}')
+    assert "training.json is damaged" in line_of(capsys, "push", "adapter", "me/x", "--dry-run")
 
 
 def test_a_full_disk(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

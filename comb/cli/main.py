@@ -262,6 +262,7 @@ def push(
     from comb.hub.push import plan_push
     from comb.hub.push import push as upload
 
+    _check_adapter(folder)
     try:
         plan = plan_push(folder, repo, api=HfApi(), private=private)
     except UploadFailedError as error:
@@ -280,6 +281,23 @@ def push(
         console.print(f"dry run: nothing was uploaded to {repo} ({len(plan.files)} files, {size:,d} bytes)")
         return
     console.print(upload(folder, repo, private=private), soft_wrap=True)
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raises ValueError if an adapter's weights aren't those of its configuration, by their headers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from comb.backbones.adapter import AdapterConfig
+    from comb.backbones.damage import explained, headers
+    from comb.backbones.loading import load_config
+    from comb.model.weights import check_fits
+
+    config = load_config(folder) if (folder / "config.json").is_file() else None
+    if isinstance(config, AdapterConfig) and config.backbone_config is not None and (found := headers(folder)):
+        with explained(folder), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        check_fits(model, found, folder)
 
 
 @cache

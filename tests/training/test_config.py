@@ -71,6 +71,10 @@ def test_overrides_take_lists_null_and_nested_options() -> None:
         ("data: {options: [a]}", "data.options must be a section of keys"),
         ("[1, 2]", "expected sections model, data, train and eval"),
         ("a: [", "is not YAML"),
+        (
+            "train: {steps: 1}\neval: {limit: 2}\ntrain: {epochs: 1}",
+            "(?s)run.yaml is not YAML: train stands there twice.*line 3",
+        ),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:

@@ -58,7 +58,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         if not Path(path).is_file():
             raise ValueError(f"there is no configuration file {source!r}")
         try:
-            content = yaml.safe_load(read_text(path)) or {}
+            content = yaml.load(read_text(path), _OnceEach) or {}
         except yaml.YAMLError as error:
             raise ValueError(f"{source} is not YAML: {error}") from error
         if not isinstance(content, dict):
@@ -70,6 +70,21 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         _validate(_override({}, item), COMMAND_LINE, alone=True)
         content = _override(content, item)
     return config_from_dict(content, source)
+
+
+class _OnceEach(yaml.SafeLoader):
+    """YAML in which a key stands once: of two sections of one name PyYAML keeps the last, in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[Any]()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name = self.construct_object(key, deep=True)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{name} stands there twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def config_from_dict(content: Mapping[str, Any], source: str = "configuration") -> Config:
