@@ -69,10 +69,10 @@ class Costly:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """In the process that hears of all reports: a file of which every test passed, and none was left out."""
         option = session.config.option
-        chosen = option.keyword or option.markexpr or any("::" in name for name in session.config.args)
-        if self.mode != "record" or chosen or hasattr(session.config, "workerinput"):
+        if self.mode != "record" or option.keyword or option.markexpr or hasattr(session.config, "workerinput"):
             return
-        passed = {name for name in self.costly if self.outcomes.get(name) == {"passed"}}
+        in_part = {name.partition("::")[0] for name in session.config.args if "::" in name}
+        passed = {name for name in self.costly if self.outcomes.get(name) == {"passed"}} - in_part
         with TABLE.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             known = json.load(file)
