@@ -40,7 +40,9 @@ def digest(file: str, sources: list[str]) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     costly: dict[str, dict[str, str | list[str]]] = json.loads(TABLE.read_text())
-    config.pluginmanager.register(Costly(config, costly), "costly")
+    plugin = Costly(config, costly)
+    config.pluginmanager.register(plugin, "costly")
+    config.args[:] = [name for name in config.args if name not in plugin.unchanged]  # those are never ignored
 
 
 class Costly:
