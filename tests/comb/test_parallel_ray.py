@@ -150,9 +150,16 @@ def test_an_engines_own_actors_end_with_it(cluster: Any, folder: Path, executor:
         assert engine.executor.stats.by_workers == 2
         actors = [worker.actor for worker in engine.executor.ready]
         assert len(actors) == 2
-    for actor in actors:
-        with pytest.raises(ray.exceptions.RayActorError):
+
+    def gone(actor: Any) -> bool:
+        try:
             ray.get(actor.loaded.remote(), timeout=60)
+        except ray.exceptions.RayActorError:
+            return True
+        return False  # it is told to end, and may still answer
+
+    for actor in actors:
+        wait_for(lambda actor=actor: gone(actor))
     assert engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=NEW).token_ids == first.token_ids
     new = engine.ask(QUESTION, ["The lake is cold.", "The city is old."], max_new_tokens=NEW)  # compiled here
     assert [document.state for document in new.report.documents] == ["compiled"] * 2
