@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from comb.backbones.damage import explained
+from comb.backbones.adapter import AdapterConfig
+from comb.backbones.damage import explained, headers
 from comb.documents.files import read_json
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -79,3 +81,11 @@ def check_fits(model: nn.Module, weights: Mapping[str, Tensor], source: str | Pa
                 f"adapter weight {name} has shape {tuple(value.shape)}, its configuration says {tuple(tensor.shape)}"
             )
     return own
+
+
+def check_headers(folder: Path, config: AdapterConfig) -> None:
+    """What `load_adapter` checks, but for values, by the headers of a folder's weights alone. Raises ValueError."""
+    if config.backbone_config is not None and (found := headers(folder)):
+        with explained(folder), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        check_fits(model, found, folder)

@@ -8,15 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from comb.backbones.adapter import is_adapter
-from comb.backbones.damage import DamagedError, check_files, damage_in, explained, headers, local_folder
+from comb.backbones.damage import DamagedError, check_files, damage_in, explained, local_folder
 from comb.backbones.loading import backbone_beside, check_weights, load_config, resolve_name
 from comb.linktokens.config import LinkTokensConfig
 from comb.model.config import CombConfig
-from comb.model.weights import check_fits
+from comb.model.weights import check_headers
 from comb_serving.linking.methods import FULL, TRAINED
 
 
@@ -104,11 +101,8 @@ def check_checkpoint(checkpoint: str, start: Start) -> None:
         check_weights(name)
         return
     folder, adapter = local_folder(name), load_config(name)
-    found = {} if folder is None else headers(folder)
-    if found and adapter.backbone_config is not None:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(adapter)
-        check_fits(model, found, name)
+    if folder is not None:
+        check_headers(folder, adapter)
     check_weights(start.backbone or backbone_beside(adapter.backbone_name_or_path, name))
 
 
