@@ -64,6 +64,12 @@ class Decode:
         return attend(rotated, keys[:, group], values[:, group], self.scale, inside)[0]
 
 
+def hit_keys(config: MacConfig) -> int:
+    """Most keys that a hit reads, whatever the context: sink, band, and as much again as a match lies back."""
+    reach = min(config.window, config.max_gap or config.window)
+    return config.sink + config.band + reach
+
+
 def step_in_order(
     state: MacState,
     unrotated: Tensor,

@@ -105,11 +105,6 @@ class MacConfig:
         """Squared distance below which queries of `width` channels match: 2 d (1 - tau)^2."""
         return 2 * width * (1 - self.tau) ** 2
 
-    def hit_keys(self) -> int:
-        """Most keys that a hit reads, whatever the context: sink, band, and as much again as a match lies back."""
-        reach = min(self.window, self.max_gap or self.window)
-        return self.sink + self.band + reach
-
 
 def _value(name: str, kind: str, text: str) -> Any:
     if "None" in kind and text.lower() == "none":
