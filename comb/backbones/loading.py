@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -61,7 +59,7 @@ def resolve_name(name: str | Path) -> str:
     named = is_hub_id(text)
     if named and not Path(text).parent.is_dir() and Path(text).suffix != SUFFIX:
         return text
-    if re.fullmatch(r"[\w./-]+", text) and isinstance(_in_cache(text), str):
+    if re.fullmatch(r"[\w./-]+", text) and local_folder(text) is not None:
         return text
     if named:
         raise OSError(
@@ -69,13 +67,6 @@ def resolve_name(name: str | Path) -> str:
             "looked for on the Hub (run it from another folder for that)"
         )
     raise OSError(f"no model {text!r}: there is no such folder, and a Hub id is owner/name")
-
-
-def _in_cache(name: str) -> Any:
-    try:
-        return try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
 
 
 def backbone_beside(backbone_name: str, adapter: str | Path) -> str:
