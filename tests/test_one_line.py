@@ -234,8 +234,9 @@ def test_a_record_that_is_damaged_is_not_read_as_none(place: Path, capsys: pytes
     for command in (["eval", "adapter"], ["bench", "methods", "--model", "adapter", *data],
                     ["push", "adapter", "me/x", "--dry-run"]):  # fmt: skip
         assert "training.json is damaged" in line_of(capsys, *command), command
-    (place / "adapter" / "training.json").write_text('{"config": "x", "parameters": 5}')
-    assert "training.json is damaged" in line_of(capsys, "push", "adapter", "me/x", "--dry-run")
+    for record in ('{"config": "x", "parameters": 5}', '{"config": {"train": "x", "data": "y"}}', '{"seconds": null}'):
+        (place / "adapter" / "training.json").write_text(record)
+        assert "training.json is damaged" in line_of(capsys, "push", "adapter", "me/x", "--dry-run")
 
 
 def test_a_full_disk(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

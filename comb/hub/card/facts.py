@@ -27,9 +27,6 @@ def read_training(folder: Path) -> dict[str, Any] | None:
     record = _read(folder / TRAINING)
     if record is None:
         return None
-    for name in ("config", "parameters"):
-        if not isinstance(record.get(name) or {}, dict):
-            raise ValueError(f"{folder / TRAINING} is damaged, its {name} is no object: remove it, or train again")
     config, counts, frozen = record.get("config") or {}, record.get("parameters") or {}, None
     if {"all", "trainable"} <= counts.keys() and (config.get("train") or {}).get("lora_rank") is None:
         # with LoRA the encoder's own weights are frozen too, and belong to the adapter all the same

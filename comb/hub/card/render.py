@@ -8,11 +8,12 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
+from jinja2 import UndefinedError
 
 from comb.backbones.fingerprint import fingerprint_name
 from comb.backbones.loading import backbone_beside, backbones, is_hub_id, resolve_name
 from comb.backbones.unpublished import public
-from comb.hub.card.facts import eval_results, read_evaluations, read_training
+from comb.hub.card.facts import RESULTS, TRAINING, eval_results, read_evaluations, read_training
 from comb.hub.card.parts import BEGIN, END, LICENCE, TAGS, Card, parse_card, with_own
 from comb.hub.errors import HUB_ERRORS, reason
 
@@ -34,30 +35,37 @@ def render(
     Raises:
         ValueError: if a record in `folder` is damaged.
     """
-    training, evaluations = read_training(folder), read_evaluations(folder)
-    backbone = config.backbone_name
-    dtype, linked = str(weights[0]).removeprefix("torch."), is_hub_id(backbone)
-    results, title = eval_results(evaluations), repo.split("/")[-1]
-    datasets = dict.fromkeys(found for _, found in (training["datasets"] if training else ()) if found is not None)
-    licence, why = _licence(config, folder, person, api)
-    card: ModelCard = ModelCard.from_template(
-        ModelCardData(
-            library_name="comb", pipeline_tag="text-generation", tags=TAGS,
-            # the Hub links an adapter to its backbone by this field, which must be a Hub id
-            base_model=backbone if linked else None, base_model_relation="adapter" if linked else None,
-            datasets=list(datasets) or None, metrics=list(dict.fromkeys(r.metric_type for r in results)) or None,
-            model_name=title if results else None, eval_results=results or None, **licence,
-        ),
-        template_str=TEMPLATE.read_text(encoding="utf-8"),
-        begin=BEGIN, end=f"{END} -->", title=title, repo=repo, backbone=backbone, linked=linked,
-        fingerprint=None if linked or backbone in backbones else fingerprint_name(config.backbone_fingerprint),
-        bundled=backbone in backbones, revision=config.backbone_revision, licence_why=why,
-        model_type=config.get_text_config().model_type, method=config.method, config=config, dtype=dtype,
-        parameters=weights[1], bytes_per_value={"float64": 8, "float32": 4}.get(dtype, 2),
-        training=training, evaluations=evaluations,
-        # whether this installation has `comb serve`
-        serves=any(entry.name == "serving" for entry in metadata.entry_points(group="comb.commands")),
-    )  # fmt: skip
+    try:
+        training, evaluations = read_training(folder), read_evaluations(folder)
+        backbone = config.backbone_name
+        dtype, linked = str(weights[0]).removeprefix("torch."), is_hub_id(backbone)
+        results, title = eval_results(evaluations), repo.split("/")[-1]
+        datasets = dict.fromkeys(found for _, found in (training["datasets"] if training else ()) if found is not None)
+        licence, why = _licence(config, folder, person, api)
+        card: ModelCard = ModelCard.from_template(
+            ModelCardData(
+                library_name="comb", pipeline_tag="text-generation", tags=TAGS,
+                # the Hub links an adapter to its backbone by this field, which must be a Hub id
+                base_model=backbone if linked else None, base_model_relation="adapter" if linked else None,
+                datasets=list(datasets) or None, metrics=list(dict.fromkeys(r.metric_type for r in results)) or None,
+                model_name=title if results else None, eval_results=results or None, **licence,
+            ),
+            template_str=TEMPLATE.read_text(encoding="utf-8"),
+            begin=BEGIN, end=f"{END} -->", title=title, repo=repo, backbone=backbone, linked=linked,
+            fingerprint=None if linked or backbone in backbones else fingerprint_name(config.backbone_fingerprint),
+            bundled=backbone in backbones, revision=config.backbone_revision, licence_why=why,
+            model_type=config.get_text_config().model_type, method=config.method, config=config, dtype=dtype,
+            parameters=weights[1], bytes_per_value={"float64": 8, "float32": 4}.get(dtype, 2),
+            training=training, evaluations=evaluations,
+            # whether this installation has `comb serve`
+            serves=any(entry.name == "serving" for entry in metadata.entry_points(group="comb.commands")),
+        )  # fmt: skip
+    except (AttributeError, KeyError, TypeError, UndefinedError) as error:
+        records = [path.name for pattern in (TRAINING, RESULTS) for path in sorted(folder.glob(pattern))]
+        if not records:
+            raise
+        what = f"{' or '.join(records)} is damaged, as comb doesn't write it"
+        raise ValueError(f"{folder}: {what} ({type(error).__name__}: {error}): remove it, or make it again") from error
     return with_own(parse_card(card.content, str(TEMPLATE)), person, pushing=pushing)
 
 
