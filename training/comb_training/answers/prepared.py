@@ -158,7 +158,8 @@ def _targets(run: PreparedRun, asked: _Asked, answered: Answered, limit: int, fo
             continue
         examples.append(example.with_target(target))
         texts.append(answer.text)
-    scores = score(texts, [example.references for example in examples]) if texts else None
+    known = [(text, e.references) for text, e in zip(texts, examples, strict=True) if e.references]
+    scores = score(*map(list, zip(*known, strict=True))) if known else None
     return Targets(examples, texts, scores, answered, folder, share, pending=len(answered.answers) - len(within))
 
 

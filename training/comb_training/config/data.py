@@ -137,8 +137,8 @@ class DataConfig:
     query_template: str = "{query}"
     """How a question is written; {query} is replaced."""
     questions_per_row: AtLeastOne = 1
-    """Questions over the same documents that a row of training asks one after the other, at most: the later ones and
-    their answers are learned from like the first answer. Above 1 it needs `head` and train.answers=gold."""
+    """Questions over the same documents that a row of training asks one after the other, at most; the answers of all of
+    them are learned. Above 1 it needs `head`."""
     head: str | None = None
     """Plain text in front of the documents, examples say, for a model that answers best so; there is no chat template
     then. As in a file of evaluation sets (configs/evaluation.yaml)."""

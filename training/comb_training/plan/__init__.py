@@ -13,6 +13,7 @@ from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts, MissingDataError
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
+from comb_training.data.batches import join_questions
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
@@ -129,6 +130,8 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
         return
     result.statistics = TokenStatistics.of(examples)
     result.sets = statistics_by_set(examples) if config.data.mixture else {}
+    if config.data.questions_per_row > 1:
+        examples = join_questions(examples, config.data.questions_per_row, builder)
     sampler = batch_sampler(examples, config.train, ranks=result.ranks)
     result.steps = total_steps(config.train, sampler.steps_per_epoch)
     result.size = PassSize.of_data(sampler, examples)
