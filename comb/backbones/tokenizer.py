@@ -65,13 +65,16 @@ def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
         if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
             raise ValueError(f"chat_template_kwargs: the model's chat template knows no {name!r}")
         if not name.isidentifier() or name in ("messages", "tools", "documents", "add_generation_prompt"):
-            raise ValueError(f"chat_template_kwargs can't set {name!r}, which the messages and whoever renders them say")
+            raise ValueError(
+                f"chat_template_kwargs can't set {name!r}, which the messages and whoever renders them say"
+            )
         if not isinstance(value, str | bool | int | float):
             raise ValueError(f"chat_template_kwargs: {name!r} is a text, a number, true or false, not {value!r}")
         default = f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
         # the newline behind a block is not printed: a template that begins with one has to keep it
         named = {
-            key: text if default in text else default + "\n" * text.startswith("\n") + text for key, text in named.items()
+            key: text if default in text else default + "\n" * text.startswith("\n") + text
+            for key, text in named.items()
         }
     tokenizer.chat_template = named if isinstance(template, dict) else named[""]
 
@@ -83,7 +86,7 @@ def template_arguments(text: str, option: str = "--chat-template-kwargs") -> dic
     except ValueError as error:
         raise ValueError(f"{option} {text!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{option} is a JSON object such as {{\"enable_thinking\": false}}, not {text!r}")
+        raise ValueError(f'{option} is a JSON object such as {{"enable_thinking": false}}, not {text!r}')
     return found
 
 
