@@ -180,7 +180,6 @@ def test_what_a_stage_has_of_its_own() -> None:
         ({"stages": [{"name": "a/b"}]}, "letters, digits"),
         ({"stages": [{"name": "a"}, {"name": "a"}]}, "two stages have the same name"),
         ({"stages": [{"name": "a", "train": {"output_dir": "x"}}]}, "holds for all stages"),
-        ({"stages": [{"name": "a"}], "method": "block"}, "train.method=block makes none"),
     ],
 )
 def test_refused_stages(train: dict[str, Any], message: str) -> None:

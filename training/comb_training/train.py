@@ -200,7 +200,7 @@ def _run_stage(
         trainer.save_model(folder)
         if model is not None:
             unload(model)
-            result.model = training_method(config.train.method).answering(model)
+            result.model = model
         if distributed.is_main():
             _write_record(config, record, folder)
         trainer.log.end(trainer.step, trainer.ended_by)
@@ -275,19 +275,16 @@ def _heldout(run: PreparedRun) -> dict[str, Any]:
     asked, _ = read_examples(
         config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers
     )
-    model = training_method(config.train.method).answering(run.model)
-    _rehearse(model, run, config, asked, [config.train.method])
-    return {"heldout": examples, "answer": partial(heldout_answers, model, run.tokenizer, asked, config)}
+    _rehearse(run, config, asked, [config.train.method])
+    return {"heldout": examples, "answer": partial(heldout_answers, run.model, run.tokenizer, asked, config)}
 
 
-def _rehearse(
-    model: Any, run: PreparedRun, config: Config, examples: Sequence[Example], methods: Sequence[str]
-) -> None:
+def _rehearse(run: PreparedRun, config: Config, examples: Sequence[Example], methods: Sequence[str]) -> None:
     if config.train.deepspeed is not None:  # which may have the weights in parts
         return
     run.model.eval()
     builder, longest = prompt_builder(config.data, run.tokenizer), config.eval.max_new_tokens
-    rehearse((model, run.tokenizer), examples, methods, max_new_tokens=longest, builder=builder)
+    rehearse((run.model, run.tokenizer), examples, methods, max_new_tokens=longest, builder=builder)
 
 
 Questions = tuple[list[Example], Counts]
@@ -307,9 +304,8 @@ def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
     Raises:
         ValueError: as `evaluate_heldout` does.
     """
-    model = training_method(config.train.method).answering(run.model)
-    questions = evaluation_questions(model, run.tokenizer, config)
-    _rehearse(model, run, config, questions[0], config.eval.methods)
+    questions = evaluation_questions(run.model, run.tokenizer, config)
+    _rehearse(run, config, questions[0], config.eval.methods)
     return questions
 
 
@@ -332,7 +328,13 @@ def evaluate_heldout(
 def trained_config(folder: str | Path) -> Config | None:
     """The configuration an adapter was trained with, from its training.json; None if there is none."""
     record = read_training(folder)
-    return None if record is None else config_from_dict(record["config"], str(Path(folder) / TRAINING_JSON))
+    if record is None:
+        return None
+    config = {section: dict(keys) for section, keys in record["config"].items()}
+    train = config.get("train", {})
+    if train.get("method") == "block":  # of an earlier version: a backbone, which is asked as any other
+        del train["method"]
+    return config_from_dict(config, str(Path(folder) / TRAINING_JSON))
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

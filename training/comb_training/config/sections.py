@@ -84,8 +84,6 @@ class Config:
 
     def __post_init__(self) -> None:
         method = self.train.method
-        if method == "block" and self.model.init_from is not None:
-            raise ValueError("model.init_from is an adapter; with train.method=block, go on from model.backbone")
         if method != "comb":
             if self.eval == EvalConfig():
                 object.__setattr__(self, "eval", EvalConfig(methods=("full", method)))

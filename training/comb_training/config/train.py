@@ -24,9 +24,9 @@ from comb_training.config.types import (
 class TrainConfig:
     """Optimisation. Training stops at the first of `steps`, `epochs` and `max_seconds` that is reached."""
 
-    method: Literal["comb", "block", "linktokens"] = "comb"
+    method: Literal["comb", "linktokens"] = "comb"
     """comb trains an encoder and cross blocks on the frozen backbone, linktokens a few vectors in front of every
-    document; block fine-tunes the backbone itself (all of it, or LoRA) to read documents that see only themselves."""
+    document."""
     steps: AboveZero | None = None
     """Optimizer steps."""
     epochs: Positive | None = None
@@ -58,8 +58,7 @@ class TrainConfig:
     kl_top_k: AtLeastOne = 64
     """Likeliest tokens of the backbone that the divergence tells apart; all others count as one."""
     lora_rank: AtLeastOne | None = None
-    """LoRA of this rank on the encoder's layers (method block: the backbone's) instead of training them in full; what
-    is published is merged."""
+    """LoRA of this rank on the encoder's layers instead of training them in full; what is published is merged."""
     lora_alpha: NotNegative = 16.0
     """LoRA's scale is lora_alpha / lora_rank."""
     lora_dropout: Share = 0.0
@@ -117,16 +116,10 @@ class TrainConfig:
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"train.stages: two stages have the same name: {', '.join(names)}")
-        if names and self.method == "block":
-            raise ValueError("train.stages go on from the adapter of the one before, and train.method=block makes none")
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             object.__setattr__(self, "epochs", 1.0)
         if self.ce_weight == self.kl_weight == 0:
             raise ValueError("train.ce_weight and train.kl_weight are both 0: there is nothing to learn")
-        if self.method == "block" and self.kl_weight > 0 and self.lora_rank is None:
-            raise ValueError(
-                "train.kl_weight needs the backbone as it was, which train.method=block keeps only with train.lora_rank"
-            )
         if self.torch_compile and self.method != "comb":
             raise ValueError(f"train.torch_compile compiles an encoder, and train.method={self.method} trains none")
         if self.teacher is not None and self.answers != "on_policy":

@@ -15,10 +15,9 @@ from comb.model.modeling import CombForCausalLM
 from comb.model.ridge import fit_to_backbone
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample
-from comb_training.models.adapter import AdapterTraining, trained_options
 from comb_training.models.loading import device_of, dtype_of, shaping_options
 from comb_training.models.lora import add_lora
-from comb_training.models.method import training_methods
+from comb_training.models.method import TrainingMethod, trained_options, training_methods
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +25,10 @@ T = TypeVar("T")
 
 
 @training_methods.register("comb")
-class CombTraining(AdapterTraining):
+class CombTraining(TrainingMethod):
     """Source: COMB sec. 5.2."""
 
     adapter = CombForCausalLM
-    published_part = "encoder"
 
     def load(self, config: Config) -> CombForCausalLM:
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""

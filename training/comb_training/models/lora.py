@@ -1,8 +1,8 @@
 """LoRA on layers that stay as they are: small matrices beside their linear maps train.
 
 In COMB these are the encoder's layers, as they came from the backbone; cross blocks and K/V heads, which the backbone
-has no counterpart of, train in full. In block attention they are the backbone's own. What is published holds the
-merged weights, so that loading and serving know nothing of it.
+has no counterpart of, train in full. What is published holds the merged weights, so that loading and serving know
+nothing of it.
 
 Source: Hu et al. 2021 (LoRA); the layers are peft's.
 """

@@ -85,7 +85,7 @@ def check_folders(train: TrainConfig) -> None:
     ):
         try:
             check_writable(folder, *files)
-            if files and training_method(train.method).adapter is not None:
+            if files:
                 read_card(Path(folder))  # which the adapter's own is written into
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
