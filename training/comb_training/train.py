@@ -325,15 +325,23 @@ def evaluate_heldout(
     )
 
 
+GONE = (("train", "torch_compile"),)
+"""Keys of records of earlier versions; none says how a model is asked."""
+
+
 def trained_config(folder: str | Path) -> Config | None:
     """The configuration an adapter was trained with, from its training.json; None if there is none."""
     record = read_training(folder)
     if record is None:
         return None
-    config = {section: dict(keys) for section, keys in record["config"].items()}
-    train = config.get("train", {})
-    if train.get("method") == "block":  # of an earlier version: a backbone, which is asked as any other
-        del train["method"]
+
+    def still_there(section: str, keys: Any) -> Any:
+        if not isinstance(keys, dict):
+            return keys
+        # an earlier version's method `block` trained a backbone, which is asked as any other
+        return {k: v for k, v in keys.items() if (section, k) not in GONE and (k, v) != ("method", "block")}
+
+    config = {section: still_there(section, keys) for section, keys in record["config"].items()}
     return config_from_dict(config, str(Path(folder) / TRAINING_JSON))
 
 

@@ -71,9 +71,6 @@ class TrainConfig:
     """Gradients are clipped to this norm; 0 turns clipping off."""
     gradient_checkpointing: StrictBool = False
     """Less memory for more time."""
-    torch_compile: StrictBool = False
-    """torch.compile of encoder layers, K/V heads, and the cross blocks' norms and MLPs; the frozen backbone stays as it
-    is. The first steps take minutes. Not under ZeRO-3."""
     bf16: StrictBool = False
     """Mixed precision (autocast to bfloat16); under DeepSpeed its own configuration decides."""
     deepspeed: str | None = None
@@ -120,7 +117,5 @@ class TrainConfig:
             object.__setattr__(self, "epochs", 1.0)
         if self.ce_weight == self.kl_weight == 0:
             raise ValueError("train.ce_weight and train.kl_weight are both 0: there is nothing to learn")
-        if self.torch_compile and self.method != "comb":
-            raise ValueError(f"train.torch_compile compiles an encoder, and train.method={self.method} trains none")
         if self.teacher is not None and self.answers != "on_policy":
             raise ValueError(f"train.teacher answers only with train.answers=on_policy, not {self.answers!r}")

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
 from comb.evaluation.placement import measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
@@ -71,16 +69,6 @@ class CombTraining(TrainingMethod):
             segments = list(dict.fromkeys(segment for example in examples for segment in example.segments))
             fit_to_backbone(model, evenly(segments, config.model.fit_passages))
         return model  # type: ignore[no-any-return]  # the one that came or a fresh one
-
-    def compiled_parts(self, model: CombForCausalLM) -> list[nn.Module]:
-        """Encoder layers and K/V heads; of cross blocks what is around their attention, which meets other numbers of
-        rows and documents in each batch."""
-        parts: list[nn.Module] = [*model.encoder.layers, *model.encoder.key_value_heads]
-        blocks: Any = model.cross_blocks
-        for block in blocks:
-            parts += [block.input_layernorm, block.cross_attn.q_norm]
-            parts += [block.post_attention_layernorm, block.mlp] if block.has_mlp else []
-        return parts
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "documents": None}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from comb.backbones.loading import resolve_name
 from comb.documents.datasets import Counts
@@ -45,10 +44,6 @@ class TrainingMethod(ABC):
     def fitted(self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None) -> Any:
         """The model as it starts training on `examples`: what is measured on them or solved for in closed form."""
         return model
-
-    def compiled_parts(self, model: Any) -> Sequence[nn.Module]:
-        """Modules that `train.torch_compile` compiles, each for itself."""
-        return ()
 
     @abstractmethod
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

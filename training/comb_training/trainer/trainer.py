@@ -105,10 +105,6 @@ class CombTrainer:
         self.sharded = plugin is not None
         """Whether DeepSpeed keeps weights or their optimizer in parts."""
         self._zero3 = plugin is not None and plugin.zero_stage == 3
-        if self._zero3 and config.torch_compile:
-            raise ValueError(
-                "train.torch_compile: ZeRO-3 gathers weights inside of what would be compiled; use stage 2"
-            )
         self.optimizer: Any = adamw(model, config)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.objective = Objective(model, config)
@@ -266,9 +262,6 @@ class CombTrainer:
 
     def _prepare(self) -> None:
         """Wraps model and optimizer as the ranks and the precision need it."""
-        if self.config.torch_compile:
-            for part in self.method.compiled_parts(self.model):
-                part.compile(dynamic=True)  # in place: names of weights stay, and batches of any size share a graph
         if self.config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self._zero3:
