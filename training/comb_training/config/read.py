@@ -18,10 +18,15 @@ from pydantic import TypeAdapter, ValidationError
 from comb.documents.files import read_text
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
-from comb_training.config.stage import StageConfig
 from comb_training.config.train import TrainConfig
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
+
+GONE = {
+    "train.stages": "a second run goes on from the adapter of the first, model.init_from=FOLDER",
+    "train.torch_compile": "leave it out",
+}
+"""Keys of earlier versions, and what to do instead. None says how an adapter is asked (`comb_training.train`)."""
 
 COMMAND_LINE = "the command line"
 
@@ -155,6 +160,8 @@ def _describe(mistake: Any) -> str:
     for part in location:
         if isinstance(part, int):
             name = name.replace(f".{part}", f"[{part}]", 1)
+    if kind == "unexpected_keyword_argument" and name in GONE:
+        return f"{name} is no key any more: {GONE[name]}"
     if kind == "unexpected_keyword_argument":
         return f"unknown key {name}; {_hint(str(location[-1]), location[:-1], name)}"
     if kind == "missing":
@@ -167,9 +174,7 @@ def _describe(mistake: Any) -> str:
 
 def _hint(key: str, section: Sequence[Any], name: str) -> str:
     """What was meant instead of `key` in `section`."""
-    inner = {"mixture": MixtureEntry, "stages": StageConfig}
-    kinds = [kind for place, kind in inner.items() if place in section]
-    kind = kinds[0] if kinds else SECTIONS[section[0]] if section else Config
+    kind = MixtureEntry if "mixture" in section else SECTIONS[section[0]] if section else Config
     known = [field.name for field in fields(kind)]
     close = [name.removesuffix(key) + match for match in difflib.get_close_matches(key, known, n=1)]
     # a right key in the wrong section is the other common slip

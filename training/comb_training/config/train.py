@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import StrictBool, StrictInt
 from pydantic.dataclasses import dataclass
 
-from comb_training.config.stage import StageConfig
 from comb_training.config.types import (
     KNOWN_KEYS,
     AboveZero,
@@ -106,13 +105,7 @@ class TrainConfig:
     run_name: str | None = None
     """Name of the run there; null is output_dir."""
 
-    stages: Items[StageConfig] = ()
-    """Several trainings one after the other, each going on from the adapter of the one before; empty: one."""
-
     def __post_init__(self) -> None:
-        names = [stage.name for stage in self.stages]
-        if len(set(names)) < len(names):
-            raise ValueError(f"train.stages: two stages have the same name: {', '.join(names)}")
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             object.__setattr__(self, "epochs", 1.0)
         if self.ce_weight == self.kl_weight == 0:

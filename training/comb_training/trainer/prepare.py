@@ -35,8 +35,6 @@ class PreparedRun:
     counts: Counts
     statistics: TokenStatistics
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
-    stage: str = ""
-    """Its name, where this is one of a run's stages."""
 
     @property
     def parameters(self) -> dict[str, int]:
