@@ -305,6 +305,7 @@ def test_evaluating_on_the_training_dataset_keeps_its_split(
 def test_what_earlier_versions_recorded_is_still_evaluated(config_for: Callable[..., Any], tmp_path: Path) -> None:
     config = config_for(answers="gold").to_dict()
     config["train"] |= {"method": "block", "torch_compile": False, "stages": []}
+    config["data"] |= {"cache": True, "cache_dir": None}
     (tmp_path / "training.json").write_text(json.dumps({"config": config}))
     found = trained_config(tmp_path)
     assert found is not None

@@ -56,7 +56,7 @@ def test_a_trained_adapter(
     out = home / "adapters" / "mine"
     config: dict[str, Any] = {
         "model": {"backbone": str(home / "models" / "tiny-llama"), "num_encoder_layers": 1, "cpu_threads": 1},
-        "data": {"dataset": "jsonl", "path": "../home/jane-doe-1234/questions.jsonl", "cache": False,
+        "data": {"dataset": "jsonl", "path": "../home/jane-doe-1234/questions.jsonl",
                  "heldout_share": 0.4},
         "train": {"steps": 1, "output_dir": str(out), "answers": "gold"},
         "eval": {"limit": 2, "timing_examples": 1, "methods": ["full", "comb"], "max_new_tokens": 2},

@@ -23,6 +23,8 @@ from comb_training.config.train import TrainConfig
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
 
 GONE = {
+    "data.cache": "rows are tokenised by each run; leave it out",
+    "data.cache_dir": "rows are tokenised by each run; leave it out",
     "train.stages": "a second run goes on from the adapter of the first, model.init_from=FOLDER",
     "train.torch_compile": "leave it out",
 }

@@ -14,22 +14,17 @@ out is trained on by the other.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Example, PromptBuilder
 from comb.documents.splitting import Splitter, create
 from comb_training.config import DataConfig
-from comb_training.data import cache_key, token_cache
 from comb_training.data.batches import TrainingExample, by_documents, fit_documents, tokenize
 from comb_training.data.shares import draw, epoch_numbers, heldout_numbers
 from comb_training.data.sources import Source, sources
-
-logger = logging.getLogger(__name__)
 
 
 def set_name(id: str | None) -> str:
@@ -63,31 +58,9 @@ class ConfiguredSide:
         return [source.written(example) for example in fitted], counts
 
     def tokens(self, source: Source) -> tuple[list[TrainingExample], Counts]:
-        """The same as tokens, from the cache where it has them."""
-
-        def build() -> token_cache.Tokenised:
-            examples, counts = self.texts(source)
-            longest = self.data.max_query_tokens
-            return tokenize(examples, self.builder, counts, max_query_tokens=longest), counts.to_dict()
-
-        name = f"{source.name or Path(source.dataset.partition('?')[0]).stem}-{self.split}"
-        if self.data.cache and source.can_change:
-            logger.info("%s: tokens of %s are not kept, since it can change; revision=COMMIT helps", name, source.file)
-        if not self.data.cache or source.can_change:
-            examples, content = build()
-            return examples, Counts.from_dict(content)
-        found, content = token_cache.cached(self.data.cache_dir, name, self.key(source), build)
-        return found, Counts.from_dict(content)
-
-    def key(self, source: Source) -> dict[str, Any]:
-        """All that decides the tokens of one set."""
-        splitter = self.splitter
-        return source.key(self.sets, self.split, self.limit) | {
-            "tokenizer": cache_key.builder_key(self.builder),
-            "max_document_tokens": self.longest,
-            "splitter": None if splitter is None else [self.data.splitter, cache_key.code_key(type(splitter))],
-            "max_query_tokens": self.data.max_query_tokens,
-        }
+        """The same as tokens."""
+        examples, counts = self.texts(source)
+        return tokenize(examples, self.builder, counts, max_query_tokens=self.data.max_query_tokens), counts
 
     def numbers(self, sizes: dict[str, int]) -> dict[str, int]:
         """How many examples each set of a mixture gives."""
@@ -121,10 +94,9 @@ def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
 def read_tokenized(
     data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
 ) -> tuple[list[TrainingExample], Counts]:
-    """One side of the configured data as tokens, from the cache where it has them, and what happened to the rows.
+    """One side of the configured data as tokens, and what happened to the rows.
 
-    Each set is cached on its own and whole, so that other weights need no tokenising. Shares hold exactly: examples
-    that are too long are dropped first.
+    Shares hold exactly: examples that are too long are dropped first.
 
     Raises:
         ValueError: as `comb.documents.datasets.read_dataset` does, and for shares that can't be had.
