@@ -61,7 +61,7 @@ def test_overrides_take_lists_null_and_nested_options() -> None:
         ("train: {logging_steps: 0}", "train.logging_steps must be at least 1, not 0"),
         ("train: {learning_rate: -1}", "train.learning_rate must be at least 0, not -1"),
         ("train: {learning_rate: .nan}", "train.learning_rate must be a finite number, not nan"),
-        ("train: {adam_beta2: 1.5}", "train.adam_beta2 must be less than 1, not 1.5"),
+        ("train: {warmup: 1.5}", "train.warmup must be less than 1, not 1.5"),
         ("train: {save_total_limit: -1}", "train.save_total_limit must be at least 0, not -1"),
         ("data: {heldout_share: 2}", "data.heldout_share must be less than 1, not 2"),
         ("data: {query_template: Why}", "query_template 'Why' has no {query}"),

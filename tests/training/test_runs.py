@@ -103,7 +103,7 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     wandb = pytest.importorskip("wandb")
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true"), ("PROJECT", "comb-test")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    run_training(config_for(answers="gold", report_to=["wandb"], run_name="a run", logging_steps=1), progress=False)
+    run_training(config_for(answers="gold", report_to=["wandb"], logging_steps=1), progress=False)
     wandb.finish()
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
@@ -304,7 +304,7 @@ def test_evaluating_on_the_training_dataset_keeps_its_split(
 
 def test_what_earlier_versions_recorded_is_still_evaluated(config_for: Callable[..., Any], tmp_path: Path) -> None:
     config = config_for(answers="gold").to_dict()
-    config["train"] |= {"method": "block", "torch_compile": False, "stages": []}
+    config["train"] |= {"method": "block", "torch_compile": False, "stages": [], "adam_beta2": 0.98}
     config["data"] |= {"cache": True, "cache_dir": None}
     (tmp_path / "training.json").write_text(json.dumps({"config": config}))
     found = trained_config(tmp_path)

@@ -47,8 +47,6 @@ class TrainConfig:
     """The gates start at zero and decide how soon the encoder is heard: they learn faster by this factor."""
     warmup: Share = 0.05
     """Share of the run in which the learning rate rises linearly."""
-    final_learning_rate: NotNegative = 0.02
-    """Where the cosine ends, as a share of the peak."""
     ce_weight: NotNegative = 1.0
     """Weight of the cross-entropy on the answers; 0 with `kl_weight` distils alone, which sharpens nothing."""
     kl_weight: NotNegative = 0.0
@@ -58,14 +56,8 @@ class TrainConfig:
     """Likeliest tokens of the backbone that the divergence tells apart; all others count as one."""
     lora_rank: AtLeastOne | None = None
     """LoRA of this rank on the encoder's layers instead of training them in full; what is published is merged."""
-    lora_alpha: NotNegative = 16.0
-    """LoRA's scale is lora_alpha / lora_rank."""
-    lora_dropout: Share = 0.0
-    """Dropout in front of LoRA's matrices."""
     weight_decay: NotNegative = 0.01
     """AdamW's, on matrices only (not on norms, biases and gates)."""
-    adam_beta2: Share = 0.98
-    """AdamW's second beta."""
     max_grad_norm: NotNegative = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
     gradient_checkpointing: StrictBool = False
@@ -101,9 +93,7 @@ class TrainConfig:
     output_dir: str = "out/comb"
     """Folder of the adapter, training.json and the loss plot."""
     report_to: Items[str] = ()
-    """tensorboard, wandb, trackio: whatever is installed."""
-    run_name: str | None = None
-    """Name of the run there; null is output_dir."""
+    """tensorboard, wandb, trackio: whatever is installed. The run is called as its output_dir."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None and self.max_seconds is None:

@@ -77,7 +77,7 @@ class CombTraining(TrainingMethod):
 def add_encoder_lora(model: CombForCausalLM, train: TrainConfig) -> None:
     """LoRA on the encoder's layers, if configured. Raises ValueError as `add_lora` does."""
     if train.lora_rank is not None:
-        add_lora(model.encoder.layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+        add_lora(model.encoder.layers, rank=train.lora_rank)
 
 
 def _with_lora(model: CombForCausalLM, config: Config) -> CombForCausalLM:

@@ -97,7 +97,7 @@ class CombTrainer:
                 "forward passes", self.sampler.left_out, distributed.world_size(), config.gradient_accumulation_steps,
             )  # fmt: skip
         steps = total_steps(config, self.sampler.steps_per_epoch)
-        self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup, config.final_learning_rate)
+        self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.collate = self.method.collator(int(pad), full_prompts=config.kl_weight > 0)
         self.accelerator = make_accelerator(config, use_cpu=use_cpu)
