@@ -23,13 +23,12 @@ from comb.documents.datasets import Counts
 from comb.documents.document import Example
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
-from comb.evaluation.record import environment, read_training, write_training
+from comb.evaluation.record import environment, write_training
 from comb.evaluation.run import MethodResult, evaluate, rehearse
-from comb.hub.card.facts import RESULTS, TRAINING
+from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
-from comb_training.config import Config, TrainConfig, config_from_dict
-from comb_training.config.read import GONE
+from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample, join_questions
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
@@ -267,22 +266,6 @@ def evaluate_heldout(
         builder=prompt_builder(config.data, tokenizer),
         progress=progress,
     )
-
-
-def trained_config(folder: str | Path) -> Config | None:
-    """The configuration an adapter was trained with, from its training.json; None if there is none."""
-    record = read_training(folder)
-    if record is None:
-        return None
-
-    def still_there(section: str, keys: Any) -> Any:
-        if not isinstance(keys, dict):
-            return keys
-        # an earlier version's method `block` trained a backbone, which is asked as any other
-        return {k: v for k, v in keys.items() if f"{section}.{k}" not in GONE and (k, v) != ("method", "block")}
-
-    config = {section: still_there(section, keys) for section, keys in record["config"].items()}
-    return config_from_dict(config, str(Path(folder) / TRAINING))
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

@@ -16,6 +16,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from comb.documents.files import read_text
+from comb.evaluation.record import read_training
+from comb.hub.card.facts import TRAINING
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
 from comb_training.config.train import TrainConfig
@@ -33,7 +35,7 @@ GONE = {
     "train.stages": "a second run goes on from the adapter of the first, model.init_from=FOLDER",
     "train.torch_compile": "leave it out",
 }
-"""Keys of earlier versions, and what to do instead. None says how an adapter is asked (`comb_training.train`)."""
+"""Keys of earlier versions, and what to do instead. None says how an adapter is asked (`trained_config`)."""
 
 COMMAND_LINE = "the command line"
 
@@ -187,3 +189,19 @@ def _hint(key: str, section: Sequence[Any], name: str) -> str:
     # a right key in the wrong section is the other common slip
     close += [f"{other}.{key}" for other, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
     return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+
+
+def trained_config(folder: str | Path) -> Config | None:
+    """The configuration an adapter was trained with, from its training.json; None if there is none."""
+    record = read_training(folder)
+    if record is None:
+        return None
+
+    def still_there(section: str, keys: Any) -> Any:
+        if not isinstance(keys, dict):
+            return keys
+        # an earlier version's method `block` trained a backbone, which is asked as any other
+        return {k: v for k, v in keys.items() if f"{section}.{k}" not in GONE and (k, v) != ("method", "block")}
+
+    config = {section: still_there(section, keys) for section, keys in record["config"].items()}
+    return config_from_dict(config, str(Path(folder) / TRAINING))
