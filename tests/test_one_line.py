@@ -51,7 +51,7 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def config(place: Path, model: str = "model", **data: Any) -> str:
     content = {
         "model": {"backbone": str(place / model), "num_encoder_layers": 1, "cpu_threads": 1},
-        "data": {"dataset": "jsonl", "path": str(place / "data.jsonl"), "cache": False, **data},
+        "data": {"dataset": "jsonl", "path": str(place / "data.jsonl"), **data},
         "train": {"steps": 1, "output_dir": str(place / "out"), "answers": "gold"},
     }
     (place / "run.yaml").write_text(yaml.safe_dump(content))

@@ -49,10 +49,8 @@ def train(
         check_methods(settings)
     if dry_run:
         from comb_training.plan import plan
-        from comb_training.trainer.stages import run_stages
 
-        for stage in run_stages(settings):
-            _show_plan(plan(stage.config), stage.name)
+        _show_plan(plan(settings))
         return
     questions: list[Questions] = []
 
@@ -73,14 +71,9 @@ def train(
     if result.teacher is not None:
         console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
     record = result.record
-    one = {**record, "name": "", "losses": [loss for _, loss in record["losses"]]}
-    for part in record.get("stages", [one]):
-        if losses := part["losses"]:
-            console.print(
-                f"{part['name']}{': ' * bool(part['name'])}loss {losses[0]:.4f} -> {losses[-1]:.4f} in {part['steps']} "
-                f"steps, {part['seconds']:.0f} s"
-            )
-        _show_heldout(part["heldout"])
+    if losses := [loss for _, loss in record["losses"]]:
+        console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {record['steps']} steps, {record['seconds']:.0f} s")
+    _show_heldout(record["heldout"])
     if result.terminated:
         again = ["comb", "train", str(config), *(overrides or []), "--resume", "auto"]
         console.print(
@@ -123,7 +116,7 @@ def _show_heldout(measured: dict[str, Any]) -> None:
     )
 
 
-def _show_plan(run: Plan, stage: str) -> None:
+def _show_plan(run: Plan) -> None:
     import yaml
     from rich.syntax import Syntax
 
@@ -132,8 +125,6 @@ def _show_plan(run: Plan, stage: str) -> None:
 
     if not distributed.is_main():
         return
-    if stage:
-        console.rule(f"stage {stage}")
     text = yaml.safe_dump(run.config.changed(), sort_keys=False, width=console.width - 20, allow_unicode=True)
     # YAML folds behind the word that is over its width; one longer still is the terminal's to wrap: all can be copied
     console.print(Syntax("", "yaml", background_color="default").highlight(text), soft_wrap=True)
@@ -146,7 +137,5 @@ def _show_data(run: PreparedRun) -> None:
     """What became of the rows, and how long the examples are."""
     from comb_training.data.token_statistics import data_table
 
-    if run.stage:
-        console.rule(f"stage {run.stage}")
     console.print(f"data: {escape(str(run.counts))}")
     console.print(data_table(run.statistics, run.sets))

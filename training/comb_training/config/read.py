@@ -16,12 +16,26 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from comb.documents.files import read_text
+from comb.evaluation.record import read_training
+from comb.hub.card.facts import TRAINING
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
-from comb_training.config.stage import StageConfig
 from comb_training.config.train import TrainConfig
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
+
+GONE = {
+    "data.cache": "rows are tokenised by each run; leave it out",
+    "data.cache_dir": "rows are tokenised by each run; leave it out",
+    "train.adam_beta2": "it is 0.98",
+    "train.final_learning_rate": "the cosine ends at 0.02 of the peak",
+    "train.lora_alpha": "it is 16: LoRA's scale is 16 / train.lora_rank",
+    "train.lora_dropout": "there is none",
+    "train.run_name": "a run is called as its train.output_dir",
+    "train.stages": "a second run goes on from the adapter of the first, model.init_from=FOLDER",
+    "train.torch_compile": "leave it out",
+}
+"""Keys of earlier versions, and what to do instead. None says how an adapter is asked (`trained_config`)."""
 
 COMMAND_LINE = "the command line"
 
@@ -155,6 +169,8 @@ def _describe(mistake: Any) -> str:
     for part in location:
         if isinstance(part, int):
             name = name.replace(f".{part}", f"[{part}]", 1)
+    if kind == "unexpected_keyword_argument" and name in GONE:
+        return f"{name} is no key any more: {GONE[name]}"
     if kind == "unexpected_keyword_argument":
         return f"unknown key {name}; {_hint(str(location[-1]), location[:-1], name)}"
     if kind == "missing":
@@ -167,11 +183,25 @@ def _describe(mistake: Any) -> str:
 
 def _hint(key: str, section: Sequence[Any], name: str) -> str:
     """What was meant instead of `key` in `section`."""
-    inner = {"mixture": MixtureEntry, "stages": StageConfig}
-    kinds = [kind for place, kind in inner.items() if place in section]
-    kind = kinds[0] if kinds else SECTIONS[section[0]] if section else Config
+    kind = MixtureEntry if "mixture" in section else SECTIONS[section[0]] if section else Config
     known = [field.name for field in fields(kind)]
     close = [name.removesuffix(key) + match for match in difflib.get_close_matches(key, known, n=1)]
     # a right key in the wrong section is the other common slip
     close += [f"{other}.{key}" for other, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
     return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+
+
+def trained_config(folder: str | Path) -> Config | None:
+    """The configuration an adapter was trained with, from its training.json; None if there is none."""
+    record = read_training(folder)
+    if record is None:
+        return None
+
+    def still_there(section: str, keys: Any) -> Any:
+        if not isinstance(keys, dict):
+            return keys
+        # an earlier version's method `block` trained a backbone, which is asked as any other
+        return {k: v for k, v in keys.items() if f"{section}.{k}" not in GONE and (k, v) != ("method", "block")}
+
+    config = {section: still_there(section, keys) for section, keys in record["config"].items()}
+    return config_from_dict(config, str(Path(folder) / TRAINING))

@@ -35,8 +35,6 @@ class PreparedRun:
     counts: Counts
     statistics: TokenStatistics
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
-    stage: str = ""
-    """Its name, where this is one of a run's stages."""
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -85,7 +83,7 @@ def check_folders(train: TrainConfig) -> None:
     ):
         try:
             check_writable(folder, *files)
-            if files and training_method(train.method).adapter is not None:
+            if files:
                 read_card(Path(folder))  # which the adapter's own is written into
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
