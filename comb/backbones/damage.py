@@ -6,14 +6,18 @@ a git-lfs pointer gives), so the files are looked at once loading has failed.
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import fnmatch
 import json
+import math
+import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -21,16 +25,29 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, __version__
 from torch import Tensor
 
-from comb.backbones.transformers_private import conversion_errors
+from comb.backbones.transformers_private import conversion_errors, why_no_template
 from comb.documents.files import read_json
 
+PEFT = "adapter_config.json"
 OWN = ("comb", "comb_training", "comb_serving")
 MODEL_FILES = ("config.json", "generation_config.json", "model*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "tekken.json",
 )  # fmt: skip
+SETTINGS = ("config.json", "generation_config.json")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                      "additional_chat_templates/*.jinja")  # fmt: skip
 _AGAIN = "download or copy it again"
+_MEND = f"mend it there, or {_AGAIN}"
+
+# where a file of one of these is, there is a vocabulary
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "tokenizer*.py", "*.tiktoken")
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+          "max_position_embeddings", "n_positions", "n_embd", "n_layer", "n_head")  # fmt: skip
+_NUMBERS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences",
+            "top_k", "no_repeat_ngram_size", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff",
+            "eta_cutoff", "repetition_penalty", "length_penalty", "max_time", "guidance_scale")  # fmt: skip
 
 
 class DamagedError(ValueError):
@@ -56,13 +73,22 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
     except Exception as error:
         # out of memory on a GPU says nothing of files; nor does an option that nobody knows
         known = type(error).__name__ == "OutOfMemoryError" or "unexpected keyword argument" in str(error)
-        if known or raised_by_us(error):
+        if known or isinstance(error, DamagedError):
+            raise
+        folder = local_folder(place)
+        # what comb's own classes say of a configuration's values is without its file
+        found = None if folder is None or Path(place).is_file() else damage_in(folder, tokenizer=tokenizer)
+        if found is None and folder is not None and not tokenizer:
+            found = _refused(folder)
+        if found is not None and not isinstance(error, ImportError):
+            raise DamagedError(found) from error
+        if raised_by_us(error):
             raise
         raise _explanation(error, str(place), tokenizer) from error
 
 
 def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
-    message = " ".join(str(error).split())
+    message = _words(error)
     what = f"the tokenizer of {place}" if tokenizer else place
     if isinstance(error, ImportError):
         install = "" if "install" in message or not error.name else f": pip install {error.name}"
@@ -70,18 +96,29 @@ def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
     if Path(place).is_file():
         why = f"({type(error).__name__}: {message}): it is damaged or cut off, or of a kind that isn't known"
         return DamagedError(damage_of(Path(place)) or f"{place} can't be read as a model {why}; {_AGAIN}")
-    folder = local_folder(place)
-    found = None if folder is None else damage_in(folder, tokenizer=tokenizer)
-    if found is not None:
-        return DamagedError(found)
     if parts := conversion_errors(error):
         name, why = next(iter(parts.items()))
         return DamagedError(f"{place} has weights that can't be put together for {len(parts)} of the model's, among "
                             f"them {name} ({why}): some are missing, or of another model; {_AGAIN}")  # fmt: skip
+    folder = local_folder(place)
     if folder is None and isinstance(error, OSError):
         return OSError(f"no model {place!r}: there is no such folder, and as a Hub id it can't be read: {message}")
-    kind = ValueError if isinstance(error, ValueError) else OSError
-    return kind(f"{what} can't be loaded ({type(error).__name__}: {message})")
+    why = f"({type(error).__name__}: {message})"
+    if folder is not None and not tokenizer and not any((folder / name).is_file() for name in ("config.json", PEFT)):
+        return DamagedError(f"{place} has no config.json, so it is no model's folder: {_AGAIN}, or name another one")
+    if folder is None:
+        return (ValueError if isinstance(error, ValueError) else OSError)(f"{what} can't be loaded {why}")
+    if tokenizer:
+        return DamagedError(
+            f"{what} can't be loaded {why}: see tokenizer_config.json and what is beside it, or {_AGAIN}"
+        )
+    if (folder / PEFT).is_file():
+        return DamagedError(f"{folder / PEFT} doesn't fit its weights or its model {why}: {_MEND}")
+    if isinstance(error, FileNotFoundError):
+        return DamagedError(f"{what} can't be loaded {why}: {_AGAIN}")
+    return DamagedError(
+        f"{what} can't be loaded {why}: see its config.json and the options that were given, or {_AGAIN}"
+    )
 
 
 def local_folder(place: str | Path) -> Path | None:
@@ -107,7 +144,29 @@ def damage_in(folder: Path, *, tokenizer: bool = False) -> str | None:
     """
     patterns = ("config.json", *TOKENIZER_FILES) if tokenizer else MODEL_FILES
     chosen = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    return next((found for path in chosen if (found := damage_of(path)) is not None), None)
+    found = next((found for path in chosen if (found := damage_of(path)) is not None), None)
+    return found or (_no_vocabulary(folder) if tokenizer else None)
+
+
+def _no_vocabulary(folder: Path) -> str | None:
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        return None
+    kind = str(read_json(settings).get("tokenizer_class"))
+    if not kind.endswith(("Fast", "TokenizersBackend")):  # bytes need no vocabulary
+        return None
+    return f"{folder} has {settings.name} and no tokenizer.json, in which its tokens are: {_AGAIN}"
+
+
+def check_settings(folder: Path, *, tokenizer: bool = False) -> None:
+    """Raises DamagedError for settings there that can't be right, of the model or its tokenizer.
+
+    transformers goes on where it can't read them, or computes with what they say: another end of an answer, or NaN.
+    """
+    for pattern in TOKENIZER_SETTINGS if tokenizer else SETTINGS:
+        for path in folder.glob(pattern):
+            if (found := damage_of(path)) is not None:
+                raise DamagedError(found)
 
 
 def check_files(place: str | Path, *, weights: bool = False) -> None:
@@ -124,24 +183,38 @@ def check_files(place: str | Path, *, weights: bool = False) -> None:
     for tokenizer in (False, True):
         if folder is not None and (found := damage_in(folder, tokenizer=tokenizer)) is not None:
             raise DamagedError(found)
+    if folder is not None and (found := _refused(folder)) is not None:
+        raise DamagedError(found)
 
 
 def headers(folder: Path) -> dict[str, Tensor]:
     """The tensors that ``from_pretrained`` would read there, without their values (on the meta device)."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if not (folder / names[0]).is_file():
-        names = sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
-    found = {}
-    for name in names:
-        with explained(folder), safe_open(folder / name, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-            found.update({key: torch.empty(part.get_shape(), device="meta") for key, part in slices.items()})
+    found: dict[str, Tensor] = {}
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        whole = (folder / name).is_file()
+        shards = [name] if whole else sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
+        for shard in shards:
+            with explained(folder):
+                found.update(_header(folder / shard))
+        if found:
+            break
     return found
+
+
+def _header(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        held = torch.load(path, map_location="meta", weights_only=True)
+        return {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    with safe_open(path, framework="pt") as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+        return {key: torch.empty(part.get_shape(), device="meta") for key, part in slices.items()}
 
 
 def damage_of(path: Path) -> str | None:
     """Why a file can't be right, and what to do; None if it looks well."""
+    if path.is_dir():
+        return f"{path} is a folder, where a file should be: {_AGAIN}"
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -161,13 +234,23 @@ def damage_of(path: Path) -> str | None:
     whole = zipfile.is_zipfile(path) if head.startswith(b"PK") else path.suffix != ".bin" or head.startswith(b"\x80")
     if not whole:
         return f"{path} is damaged or cut off, it is no file of torch.save: {_AGAIN}"
+    if path.suffix == ".jinja":
+        return _damage_in_template(path)
     return _damage_in_json(path) if path.suffix == ".json" else None
+
+
+def _damage_in_template(path: Path) -> str | None:
+    try:
+        template_error = why_no_template(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        return f"{path} is not UTF-8 text ({error}): {_AGAIN}"
+    return template_error and f"{path} is no chat template ({template_error}): {_MEND}"
 
 
 def _damage_in_json(path: Path) -> str | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{path} is damaged or cut off, it is not JSON ({error}): {_AGAIN}"
     if path.name == "tokenizer.json":
         try:
@@ -177,19 +260,195 @@ def _damage_in_json(path: Path) -> str | None:
                 f"{path} can't be read by tokenizers {__version__} ({error}): it is damaged, or of a newer version: "
                 f"{_AGAIN}, or pip install -U tokenizers transformers"
             )
+        return None
+    if not isinstance(content, dict) and (path.name in SETTINGS or path.name != "vocab.json"):
+        return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
+    wrong: str | None = None
     if path.name == "config.json":
-        if not isinstance(content, dict):
-            return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
-        if not content.get("model_type"):
+        if not isinstance(content.get("model_type"), str) or not content["model_type"]:
             return f"{path} has no model_type, so it is no model's: {_AGAIN}"
+        wrong = _wrong_in_config(content)
+    elif path.name == "generation_config.json":
+        wrong = _wrong_in_generation(content)
+    elif path.name == PEFT:
+        wrong = _wrong_in_peft(content)
+    elif path.name in ("tokenizer_config.json", "special_tokens_map.json"):
+        wrong = _wrong_in_tokenizer(content)
+    elif path.name == "added_tokens.json":
+        wrong = next(
+            (f"{name!r} is {id!r}, not a token's number" for name, id in content.items() if not _whole(id)), None
+        )
+    if wrong is not None:
+        return f"{path}: {wrong}: {_MEND}"
     if path.name.endswith(".index.json"):
-        shards = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(shards, dict):
-            return f"{path} has no weight_map: {_AGAIN}"
-        gone = sorted(name for name in {*map(str, shards.values())} if not (path.parent / name).is_file())
+        shards = content.get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            return f"{path} has no weight_map of names of files: {_AGAIN}"
+        gone = sorted(name for name in {*shards.values()} if not (path.parent / name).is_file())
         if gone:
             return f"{path} names {len(gone)} files that aren't in {path.parent}, among them {gone[0]}: {_AGAIN}"
     return None
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong_in_config(content: Mapping[str, Any]) -> str | None:
+    """Numbers with which a model can be made, and computes nothing, or NaN."""
+    for name, value in _values(content):
+        if isinstance(value, float) and math.isnan(value):
+            return f"{name} is NaN"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if name in _SIZES and value < 1:
+            return f"{name} is {value}, and has to be at least 1"
+        if "theta" in name and not 0 < value < math.inf:
+            return f"{name} is {value}, and has to be above 0"
+        if name.endswith(("_eps", "epsilon")) and not 0 <= value < math.inf:
+            return f"{name} is {value}, and has to be at least 0"
+    classes = content.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        return f"architectures is {classes!r}, not a list of names"
+    for name in ("quantization_config", "auto_map"):
+        if not isinstance(content.get(name), dict | None):
+            return f"{name} is {content[name]!r}, not an object"
+    return None
+
+
+def _values(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All values with their names, however deep."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _values(value, key)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _values(value, name)
+    else:
+        yield name, content
+
+
+def _wrong_in_generation(content: Mapping[str, Any]) -> str | None:
+    from transformers import GenerationConfig
+
+    for name in _NUMBERS:
+        value = content.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value != value):
+            return f"{name} is {value!r}, not a number"
+        if isinstance(value, float) and name in _NUMBERS[:8]:
+            return f"{name} is {value!r}, not a whole number"
+    for name in ("num_beams", "num_return_sequences", "repetition_penalty"):
+        if content.get(name) is not None and content[name] <= 0:
+            return f"{name} is {content[name]}, and has to be above 0"
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        value = content.get(name)
+        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if not all(id is None or _whole(id) for id in ids):
+            return f"{name} is {value!r}, not a token's number"
+    for name in ("do_sample", "use_cache"):
+        if not isinstance(content.get(name), bool | None):
+            return f"{name} is {content[name]!r}, not true or false"
+    stops = content.get("stop_strings")
+    if not (isinstance(stops, str | None) or (isinstance(stops, list) and all(isinstance(s, str) for s in stops))):
+        return f"stop_strings is {stops!r}, not a list of texts"
+    try:
+        GenerationConfig.from_dict(dict(content))
+    except Exception as error:  # whatever a value makes its checks do
+        return _words(error)
+    return None
+
+
+def _wrong_in_tokenizer(content: Mapping[str, Any]) -> str | None:
+    for name, value in content.items():
+        if name.endswith("_token") and not name.startswith("add_") and not isinstance(value, str | dict | bool | None):
+            return f"{name} is {value!r}, not a token"
+    length, template = content.get("model_max_length"), content.get("chat_template")
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int | float)):
+        return f"model_max_length is {length!r}, not a number"
+    if not isinstance(content.get("tokenizer_class"), str | None):
+        return f"tokenizer_class is {content['tokenizer_class']!r}, not a name"
+    templates = template if isinstance(template, list) else [{"template": template}]
+    for each in templates:
+        text = each.get("template") if isinstance(each, dict) else each
+        why = why_no_template(text) if isinstance(text, str) else "it is no text" if text is not None else None
+        if why is not None:
+            return f"its chat_template is none ({why})"
+    return None
+
+
+def _wrong_in_peft(content: Mapping[str, Any]) -> str | None:
+    try:
+        import peft
+    except ImportError:
+        return None  # said by who loads it
+    kind, base = content.get("peft_type"), content.get("base_model_name_or_path")
+    known = {str(kind.value): peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind] for kind in peft.PEFT_TYPE_TO_CONFIG_MAPPING}
+    if kind not in known:
+        return f"peft_type is {kind!r}, which peft {peft.__version__} doesn't know (pip install -U peft?)"
+    if not isinstance(base, str | None):
+        return f"base_model_name_or_path is {base!r}, not a folder or a Hub id"
+    for field in dataclasses.fields(known[kind]):
+        hint, value = str(getattr(field.type, "__name__", field.type)), content.get(field.name)
+        kinds: dict[str, Any] = {"int": int | float, "float": int | float, "bool": bool, "str": str}
+        if field.name in content and hint in kinds:
+            fits = isinstance(value, kinds[hint]) and isinstance(value, bool) == (hint == "bool")
+            if not fits:
+                return f"{field.name} is {value!r}, and has to be a value of type {hint}"
+    if not isinstance(targets := content.get("target_modules"), str | list | None):
+        return f"target_modules is {targets!r}, not a list of names"
+    return None
+
+
+def _refused(folder: Path) -> str | None:
+    """Why transformers can't make the model that a folder's config.json speaks of; None if it can.
+
+    It is made without weights. Nothing is said of models with code of their own, or of a type that isn't known.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import __version__ as version
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    kind = content.get("model_type")
+    if content.get("auto_map") or kind not in CONFIG_MAPPING:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return f"{path}: transformers {version} has no causal language model of model_type {kind!r}: take another"
+        if getattr(config, "backbone_config", config) is not None:  # an adapter may leave that to its backbone
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
+    except (ImportError, MemoryError, RecursionError):
+        return None
+    except Exception as error:  # whatever a value makes a class do
+        named = [name for name, value in _values(content) if isinstance(error, KeyError) and value == error.args[0]]
+        if named:
+            return f"{path}: {named[0]} is {error.args[0]!r}, which transformers {version} doesn't know: {_MEND}"
+        words = (
+            _words(error)
+            if raised_by_us(error) or _is_validation(error)
+            else f"{type(error).__name__}: {_words(error)}"
+        )
+        return f"{path} gives no model ({words}){'' if 'pip install' in words else f': {_MEND}'}"
+    return None
+
+
+def _is_validation(error: Exception) -> bool:
+    return type(error).__name__.startswith("StrictDataclass")
+
+
+def _words(error: Exception) -> str:
+    """What an error says, in one line; of a value of another type than it should have, without the frame around it."""
+    said = " ".join(str(error).split())
+    return (
+        re.sub(r"^(Class )?[Vv]alidation error for .*?: \w+Error: |\. Errors: .*$", "", said)
+        if _is_validation(error)
+        else said
+    )
 
 
 def raised_by_us(error: BaseException) -> bool:

@@ -5,13 +5,16 @@ A `Config` enters `plan`, a `Plan` leaves; `table.blocks` shows it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from comb.backbones.damage import check_files
+from comb.backbones.damage import DamagedError
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts, MissingDataError
 from comb.model.modeling import CombForCausalLM
+from comb.model.weights import check_checkpoint
 from comb_training.config import Config
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.sources import sources
@@ -58,6 +61,9 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
             backbone that isn't supported. What is merely not here (data, tokenizer, the backbone's configuration) is
             said in `Plan.notes`.
     """
+    name = config.model.init_from or config.model.backbone
+    with suppress(OSError):  # what isn't here is a note
+        check_checkpoint(name)  # damage is found now, not when it is loaded
     if config.train.method != "comb":
         return Plan(
             config, 1, notes=["no parameters, memory and batches: these are planned for train.method=comb only"]
@@ -68,14 +74,12 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     try:
         model, note = meta_model(config)
     except OSError as error:
-        name = config.model.init_from or config.model.backbone
         result.notes.append(
             f"no parameters, memory and batches: the configuration of {name!r} is not here and can't be fetched "
             f"({first_line(error)})"
         )
         return result
     result.notes += [note] if note else []
-    check_files(config.model.init_from or config.model.backbone)  # damage is found now, not when it is loaded
     _add_data(result, model)
     _add_memory(result, model, deepspeed)
     return result
@@ -109,9 +113,12 @@ def _add_memory(result: Plan, model: CombForCausalLM, deepspeed: dict[str, Any])
 def _add_data(result: Plan, model: CombForCausalLM) -> None:
     """Reads and tokenises the data, if it and the tokenizer are here."""
     config = result.config
+    name = config.model.init_from or config.model.backbone
     try:
-        tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
+        tokenizer = load_tokenizer(name, model)
     except (OSError, ValueError) as error:
+        if isinstance(error, DamagedError) or Path(name).is_dir():  # it won't come from anywhere
+            raise
         result.notes.append(f"no data and batches: the backbone's tokenizer is not here ({first_line(error)})")
         for source in sources(config.data):
             try:
