@@ -12,7 +12,6 @@ import fnmatch
 import json
 import math
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,6 +113,8 @@ def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
         )
     if (folder / PEFT).is_file():
         return DamagedError(f"{folder / PEFT} doesn't fit its weights or its model {why}: {_MEND}")
+    if not tokenizer and (gone := _no_weights(folder)) is not None:
+        return DamagedError(gone)
     if isinstance(error, FileNotFoundError):
         return DamagedError(f"{what} can't be loaded {why}: {_AGAIN}")
     return DamagedError(
@@ -176,15 +177,24 @@ def check_files(place: str | Path, *, weights: bool = False) -> None:
         weights: they must be there.
     """
     folder = local_folder(place)
-    if weights and Path(place).is_dir():
-        kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-        if not any(path.is_file() for kind in kinds for path in Path(place).glob(kind)):
-            raise DamagedError(f"{place} has no weights ({', '.join(kinds)}): {_AGAIN}")
+    if weights and Path(place).is_dir() and (found := _no_weights(Path(place))) is not None:
+        raise DamagedError(found)
     for tokenizer in (False, True):
         if folder is not None and (found := damage_in(folder, tokenizer=tokenizer)) is not None:
             raise DamagedError(found)
     if folder is not None and (found := _refused(folder)) is not None:
         raise DamagedError(found)
+
+
+def _no_weights(folder: Path) -> str | None:
+    kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+    if not any(path.is_file() for kind in kinds for path in folder.glob(kind)):
+        return f"{folder} has no weights ({', '.join(kinds)}): {_AGAIN}"
+    for single, parts in (("model.safetensors", "model-*.safetensors"), ("pytorch_model.bin", "pytorch_model-*.bin")):
+        whole = (folder / single).is_file() or (folder / f"{single}.index.json").is_file()
+        if not whole and any(folder.glob(parts)):
+            return f"{folder} has parts of its weights ({parts}) and no {single}.index.json: {_AGAIN}"
+    return None
 
 
 def headers(folder: Path) -> dict[str, Tensor]:
@@ -204,7 +214,7 @@ def headers(folder: Path) -> dict[str, Tensor]:
 
 def _header(path: Path) -> dict[str, Tensor]:
     if path.suffix != ".safetensors":
-        held = torch.load(path, map_location="meta", weights_only=True)
+        held: Mapping[str, Any] = torch.load(path, map_location="meta", weights_only=True)
         return {key: value for key, value in held.items() if isinstance(value, Tensor)}
     with safe_open(path, framework="pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
@@ -230,10 +240,14 @@ def damage_of(path: Path) -> str | None:
                 return None
         except Exception as error:  # safetensors' own class is no OSError or ValueError
             return f"{path} is damaged or cut off, it is no safetensors file ({error}): {_AGAIN}"
+    if path.suffix == ".gguf" and not head.startswith(b"GGUF"):
+        return f"{path} is no GGUF file, by its first bytes: {_AGAIN}"
     # torch.save's formats: a zip file, and before that a pickle
-    whole = zipfile.is_zipfile(path) if head.startswith(b"PK") else path.suffix != ".bin" or head.startswith(b"\x80")
-    if not whole:
-        return f"{path} is damaged or cut off, it is no file of torch.save: {_AGAIN}"
+    if head.startswith(b"PK") or path.suffix == ".bin":
+        try:
+            _header(path)
+        except Exception:  # its messages speak of options that nobody has here
+            return f"{path} is damaged or cut off, it is no file of weights by torch.save: {_AGAIN}"
     if path.suffix == ".jinja":
         return _damage_in_template(path)
     return _damage_in_json(path) if path.suffix == ".json" else None
@@ -282,8 +296,11 @@ def _damage_in_json(path: Path) -> str | None:
         return f"{path}: {wrong}: {_MEND}"
     if path.name.endswith(".index.json"):
         shards = content.get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            return f"{path} has no weight_map of names of files: {_AGAIN}"
+        kinds = (".safetensors", ".bin")
+        if not isinstance(shards, dict) or not shards or not all(str(name).endswith(kinds) for name in shards.values()):
+            return f"{path} has no weight_map to files of weights: {_AGAIN}"
+        if not isinstance(content.get("metadata"), dict | None):
+            return f"{path} has {content['metadata']!r} as its metadata, not an object: {_AGAIN}"
         gone = sorted(name for name in {*shards.values()} if not (path.parent / name).is_file())
         if gone:
             return f"{path} names {len(gone)} files that aren't in {path.parent}, among them {gone[0]}: {_AGAIN}"

@@ -1,4 +1,4 @@
-"""Whether a model that was loaded has all of its weights, and its checkpoint no others."""
+"""Whether a model that was loaded has all of its weights, and its checkpoint no others; and whether it computes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) 
         ValueError: naming them.
     """
     # peft reports what it adds to a model
-    settings = next((name for name in ("adapter_config.json",) if (Path(place) / name).is_file()), "config.json")
+    settings = "adapter_config.json" if (Path(place) / "adapter_config.json").is_file() else "config.json"
     missing = report["missing_keys"]
     if missing:
         raise ValueError(f"{place} lacks {_named(missing)}: the checkpoint isn't whole, download or copy it again")
@@ -62,6 +63,24 @@ def check_finite(model: nn.Module, place: str | Path) -> None:
     if broken:
         raise ValueError(f"{place} has NaN or infinity in {_named(broken)}: the file is damaged or training diverged, "
                          "download it again, or take an earlier checkpoint")  # fmt: skip
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raises ValueError for logits with NaN: whatever token is chosen by them means nothing."""
+    if bool(logits.max().isnan()):
+        raise ValueError(
+            f"the model computes NaN here ({logits.dtype} logits): its numbers overflow, or "
+            "its weights are damaged; load it in another dtype (--dtype float32 or bfloat16), or download it again"
+        )
+
+
+class CheckedLogits(LogitsProcessor):
+    """Ends ``generate`` by `check_logits`; costs a maximum for each token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores as they are."""
+        check_logits(scores)
+        return scores
 
 
 def _is_finite(weight: Tensor) -> bool:
