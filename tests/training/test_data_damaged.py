@@ -16,7 +16,8 @@ from comb.documents.document import Example
 from tests.helpers.rows import WriteRows
 
 HALF = "half \udc00 of one"
-DAMAGES: tuple[Any, ...] = (" \n", None, HALF, 3, float("nan"), True, [], ["x", None], {"text": None})
+UNSEEN = "\u200b\x00\ufeff"
+DAMAGES: tuple[Any, ...] = (" \n", UNSEEN, None, HALF, 3, float("nan"), True, [], ["x", None], {"text": None})
 
 Row = dict[str, Any]
 
@@ -107,8 +108,8 @@ def is_whole(example: Example) -> bool:
     labels = [example.id, example.group, *(text for d in example.documents for text in (d.title, d.id) if text)]
     for text in (*texts, *labels):
         str(text).encode()  # half a character can't be written
-    named = {label in (None, "", "None", "nan", "True", "[]", "{}") for label in labels}
-    return bool(example.documents) and all(text.strip() for text in texts) and named == {False}
+    named = {label in (None, "", UNSEEN, "None", "nan", "True", "[]", "{}") for label in labels}
+    return bool(example.documents) and all(text.strip(f" \n{UNSEEN}") for text in texts) and named == {False}
 
 
 def outcome(read: Callable[..., Dataset]) -> Dataset | str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from comb.backbones.damage import DamagedError
+from comb.backbones.loading import resolve_name
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts, MissingDataError
 from comb.model.modeling import CombForCausalLM
@@ -19,6 +20,7 @@ from comb_training.config import Config
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
+from comb_training.models.loading import check_options, options_named
 from comb_training.plan.activations import PassSize
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
@@ -62,8 +64,10 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
             said in `Plan.notes`.
     """
     name = config.model.init_from or config.model.backbone
-    with suppress(OSError):  # what isn't here is a note
-        check_checkpoint(name)  # damage is found now, not when it is loaded
+    for named in filter(None, (name, config.train.teacher)):
+        place = resolve_name(named)
+        with suppress(OSError):  # what isn't here is a note
+            check_checkpoint(place)  # damage is found now, not when it is loaded
     if config.train.method != "comb":
         return Plan(
             config, 1, notes=["no parameters, memory and batches: these are planned for train.method=comb only"]
@@ -72,13 +76,15 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     deepspeed = deepspeed_settings(config.train)
     result = Plan(config, ranks, size=PassSize.of_budget(config.train))
     try:
-        model, note = meta_model(config)
+        with options_named(CombForCausalLM, config.model.options):
+            model, note = meta_model(config)
     except OSError as error:
         result.notes.append(
             f"no parameters, memory and batches: the configuration of {name!r} is not here and can't be fetched "
             f"({first_line(error)})"
         )
         return result
+    check_options(CombForCausalLM, config.model.options, model.backbone.config)
     result.notes += [note] if note else []
     _add_data(result, model)
     _add_memory(result, model, deepspeed)
