@@ -6,12 +6,9 @@ a git-lfs pointer gives), so the files are looked at once loading has failed.
 
 from __future__ import annotations
 
-import dataclasses
 import dis
 import fnmatch
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +21,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, __version__
 from torch import Tensor
 
+from comb.backbones.settings import PEFT, WRONG, is_validation, values_in, words_of
 from comb.backbones.transformers_private import conversion_errors, why_no_template
 from comb.documents.files import read_json
 
-PEFT = "adapter_config.json"
 OWN = ("comb", "comb_training", "comb_serving")
 MODEL_FILES = ("config.json", "generation_config.json", "model*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
@@ -42,11 +39,6 @@ _MEND = f"mend it there, or {_AGAIN}"
 
 # where a file of one of these is, there is a vocabulary
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "tokenizer*.py", "*.tiktoken")
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-          "max_position_embeddings", "n_positions", "n_embd", "n_layer", "n_head")  # fmt: skip
-_NUMBERS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences",
-            "top_k", "no_repeat_ngram_size", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff",
-            "eta_cutoff", "repetition_penalty", "length_penalty", "max_time", "guidance_scale")  # fmt: skip
 
 
 class DamagedError(ValueError):
@@ -87,7 +79,7 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
 
 
 def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
-    message = _words(error)
+    message = words_of(error)
     what = f"the tokenizer of {place}" if tokenizer else place
     if isinstance(error, ImportError):
         install = "" if "install" in message or not error.name else f": pip install {error.name}"
@@ -277,21 +269,9 @@ def _damage_in_json(path: Path) -> str | None:
         return None
     if not isinstance(content, dict) and (path.name in SETTINGS or path.name != "vocab.json"):
         return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
-    wrong: str | None = None
-    if path.name == "config.json":
-        if not isinstance(content.get("model_type"), str) or not content["model_type"]:
-            return f"{path} has no model_type, so it is no model's: {_AGAIN}"
-        wrong = _wrong_in_config(content)
-    elif path.name == "generation_config.json":
-        wrong = _wrong_in_generation(content)
-    elif path.name == PEFT:
-        wrong = _wrong_in_peft(content)
-    elif path.name in ("tokenizer_config.json", "special_tokens_map.json"):
-        wrong = _wrong_in_tokenizer(content)
-    elif path.name == "added_tokens.json":
-        wrong = next(
-            (f"{name!r} is {id!r}, not a token's number" for name, id in content.items() if not _whole(id)), None
-        )
+    if path.name == "config.json" and not (isinstance(content.get("model_type"), str) and content["model_type"]):
+        return f"{path} has no model_type, so it is no model's: {_AGAIN}"
+    wrong = WRONG[path.name](content) if path.name in WRONG else None
     if wrong is not None:
         return f"{path}: {wrong}: {_MEND}"
     if path.name.endswith(".index.json"):
@@ -304,115 +284,6 @@ def _damage_in_json(path: Path) -> str | None:
         gone = sorted(name for name in {*shards.values()} if not (path.parent / name).is_file())
         if gone:
             return f"{path} names {len(gone)} files that aren't in {path.parent}, among them {gone[0]}: {_AGAIN}"
-    return None
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _wrong_in_config(content: Mapping[str, Any]) -> str | None:
-    """Numbers with which a model can be made, and computes nothing, or NaN."""
-    for name, value in _values(content):
-        if isinstance(value, float) and math.isnan(value):
-            return f"{name} is NaN"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if name in _SIZES and value < 1:
-            return f"{name} is {value}, and has to be at least 1"
-        if "theta" in name and not 0 < value < math.inf:
-            return f"{name} is {value}, and has to be above 0"
-        if name.endswith(("_eps", "epsilon")) and not 0 <= value < math.inf:
-            return f"{name} is {value}, and has to be at least 0"
-    classes = content.get("architectures")
-    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        return f"architectures is {classes!r}, not a list of names"
-    for name in ("quantization_config", "auto_map"):
-        if not isinstance(content.get(name), dict | None):
-            return f"{name} is {content[name]!r}, not an object"
-    return None
-
-
-def _values(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """All values with their names, however deep."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            yield from _values(value, key)
-    elif isinstance(content, list):
-        for value in content:
-            yield from _values(value, name)
-    else:
-        yield name, content
-
-
-def _wrong_in_generation(content: Mapping[str, Any]) -> str | None:
-    from transformers import GenerationConfig
-
-    for name in _NUMBERS:
-        value = content.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value != value):
-            return f"{name} is {value!r}, not a number"
-        if isinstance(value, float) and name in _NUMBERS[:8]:
-            return f"{name} is {value!r}, not a whole number"
-    for name in ("num_beams", "num_return_sequences", "repetition_penalty"):
-        if content.get(name) is not None and content[name] <= 0:
-            return f"{name} is {content[name]}, and has to be above 0"
-    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
-        value = content.get(name)
-        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
-        if not all(id is None or _whole(id) for id in ids):
-            return f"{name} is {value!r}, not a token's number"
-    for name in ("do_sample", "use_cache"):
-        if not isinstance(content.get(name), bool | None):
-            return f"{name} is {content[name]!r}, not true or false"
-    stops = content.get("stop_strings")
-    if not (isinstance(stops, str | None) or (isinstance(stops, list) and all(isinstance(s, str) for s in stops))):
-        return f"stop_strings is {stops!r}, not a list of texts"
-    try:
-        GenerationConfig.from_dict(dict(content))
-    except Exception as error:  # whatever a value makes its checks do
-        return _words(error)
-    return None
-
-
-def _wrong_in_tokenizer(content: Mapping[str, Any]) -> str | None:
-    for name, value in content.items():
-        if name.endswith("_token") and not name.startswith("add_") and not isinstance(value, str | dict | bool | None):
-            return f"{name} is {value!r}, not a token"
-    length, template = content.get("model_max_length"), content.get("chat_template")
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int | float)):
-        return f"model_max_length is {length!r}, not a number"
-    if not isinstance(content.get("tokenizer_class"), str | None):
-        return f"tokenizer_class is {content['tokenizer_class']!r}, not a name"
-    templates = template if isinstance(template, list) else [{"template": template}]
-    for each in templates:
-        text = each.get("template") if isinstance(each, dict) else each
-        why = why_no_template(text) if isinstance(text, str) else "it is no text" if text is not None else None
-        if why is not None:
-            return f"its chat_template is none ({why})"
-    return None
-
-
-def _wrong_in_peft(content: Mapping[str, Any]) -> str | None:
-    try:
-        import peft
-    except ImportError:
-        return None  # said by who loads it
-    kind, base = content.get("peft_type"), content.get("base_model_name_or_path")
-    known = {str(kind.value): peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind] for kind in peft.PEFT_TYPE_TO_CONFIG_MAPPING}
-    if kind not in known:
-        return f"peft_type is {kind!r}, which peft {peft.__version__} doesn't know (pip install -U peft?)"
-    if not isinstance(base, str | None):
-        return f"base_model_name_or_path is {base!r}, not a folder or a Hub id"
-    for field in dataclasses.fields(known[kind]):
-        hint, value = str(getattr(field.type, "__name__", field.type)), content.get(field.name)
-        kinds: dict[str, Any] = {"int": int | float, "float": int | float, "bool": bool, "str": str}
-        if field.name in content and hint in kinds:
-            fits = isinstance(value, kinds[hint]) and isinstance(value, bool) == (hint == "bool")
-            if not fits:
-                return f"{field.name} is {value!r}, and has to be a value of type {hint}"
-    if not isinstance(targets := content.get("target_modules"), str | list | None):
-        return f"target_modules is {targets!r}, not a list of names"
     return None
 
 
@@ -442,30 +313,16 @@ def _refused(folder: Path) -> str | None:
     except (ImportError, MemoryError, RecursionError):
         return None
     except Exception as error:  # whatever a value makes a class do
-        named = [name for name, value in _values(content) if isinstance(error, KeyError) and value == error.args[0]]
+        named = [name for name, value in values_in(content) if isinstance(error, KeyError) and value == error.args[0]]
         if named:
             return f"{path}: {named[0]} is {error.args[0]!r}, which transformers {version} doesn't know: {_MEND}"
         words = (
-            _words(error)
-            if raised_by_us(error) or _is_validation(error)
-            else f"{type(error).__name__}: {_words(error)}"
+            words_of(error)
+            if raised_by_us(error) or is_validation(error)
+            else f"{type(error).__name__}: {words_of(error)}"
         )
         return f"{path} gives no model ({words}){'' if 'pip install' in words else f': {_MEND}'}"
     return None
-
-
-def _is_validation(error: Exception) -> bool:
-    return type(error).__name__.startswith("StrictDataclass")
-
-
-def _words(error: Exception) -> str:
-    """What an error says, in one line; of a value of another type than it should have, without the frame around it."""
-    said = " ".join(str(error).split())
-    return (
-        re.sub(r"^(Class )?[Vv]alidation error for .*?: \w+Error: |\. Errors: .*$", "", said)
-        if _is_validation(error)
-        else said
-    )
 
 
 def raised_by_us(error: BaseException) -> bool:

@@ -125,8 +125,8 @@ def _reader(file: Path) -> Any:
     except Exception as error:  # numpy's, mostly, about arrays of another size
         said = f" ({error})" if "version" in str(error) else ""
         raise DamagedError(
-            f"{file} is cut off, damaged, or of a newer kind than the package gguf reads{said}: download or copy it "
-            "again, or pip install -U gguf"
+            f"{file} can't be read as a model{said}: it is damaged or cut off, or newer than the package gguf: "
+            "download or copy it again, or pip install -U gguf"
         ) from error
 
 

@@ -18,7 +18,6 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from comb.backbones.damage import (
-    PEFT,
     DamagedError,
     check_files,
     check_settings,
@@ -29,6 +28,7 @@ from comb.backbones.damage import (
 )
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.half_precision import warn_if_slow
+from comb.backbones.settings import PEFT
 from comb.backbones.unpublished import private_file, read_private
 from comb.backbones.whole import check_finite, check_whole
 from comb.documents.files import read_json
@@ -105,7 +105,7 @@ def backbone_of_adapter(config: Any, adapter: str | Path) -> str:
     """`backbone_beside` of what an adapter's configuration names. Raises ValueError if it names none."""
     if not config.backbone_name_or_path:
         raise ValueError(
-            f"{Path(adapter) / 'config.json'} doesn't name the adapter's backbone: say where it is (--backbone, or "
+            f"{Path(adapter) / 'config.json'} doesn't name its backbone: say where it is (--backbone, or "
             "backbone=...), or set backbone_name_or_path to its Hub id or folder"
         )
     return backbone_beside(config.backbone_name_or_path, adapter)
@@ -138,6 +138,9 @@ def load_model(name: str | Path, **options: Any) -> Any:
     place = resolve_name(name)
     if (tuned := Path(place) / PEFT).is_file():  # the report is of what it adds
         _check_base(tuned)
+    folder = local_folder(place)
+    if folder is not None:
+        check_settings(folder)
     with explained(place):
         # what is missing or doesn't fit is left as it was initialised, and transformers says so in its log alone
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -145,7 +148,7 @@ def load_model(name: str | Path, **options: Any) -> Any:
         )
     check_whole(model, report, place)
     check_finite(model, place)
-    if (folder := local_folder(place)) is not None:
+    if folder is None and (folder := local_folder(place)) is not None:  # they came from the Hub
         check_settings(folder)
     return model
 

@@ -43,7 +43,7 @@ def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) 
     if foreign:
         raise ValueError(
             f"{place} has {_named(foreign)} that {type(model).__name__} with this {settings} doesn't have: it is "
-            "another model than the configuration says; take {settings} and weights from one place"
+            f"another model than the configuration says; take {settings} and weights from one place"
         )
     if unexpected:
         logger.warning("%s has %s that %s doesn't use", place, _named(unexpected), type(model).__name__)

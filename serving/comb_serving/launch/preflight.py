@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from comb.backbones.adapter import is_adapter
-from comb.backbones.damage import PEFT, check_settings
+from comb.backbones.damage import check_settings
 from comb.backbones.loading import backbone_of_adapter, load_config, resolve_name
+from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.files import read_json
 from comb.linktokens.config import LinkTokensConfig
