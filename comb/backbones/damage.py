@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import fnmatch
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +77,19 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
         if raised_by_us(error):
             raise
         raise _explanation(error, str(place), tokenizer) from error
+
+
+@contextmanager
+def named(place: str | Path, more: str = "") -> Iterator[None]:
+    """Puts `place`, and `more`, in front of what comb's own errors say that don't name it yet."""
+    try:
+        yield
+    except DamagedError:  # it has its file
+        raise
+    except (ValueError, OSError) as error:
+        if not raised_by_us(error) or re.search(rf"(?<!\w){re.escape(str(place))}(?!\w)", str(error)):
+            raise
+        raise ValueError(f"{place}{more}: {error}") from error
 
 
 def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from comb.backbones.damage import DamagedError, raised_by_us
+from comb.backbones.damage import named
 from comb.documents.files import read_text
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
@@ -81,17 +81,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     return config_from_dict(content, source)
 
 
-@contextmanager
-def of_file(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
+def of_file(path: str | Path, overrides: Sequence[str] = ()) -> AbstractContextManager[None]:
     """For what is done as a file says: an error of comb's own about one of its values begins with its name."""
-    try:
-        yield
-    except DamagedError:  # it has its file
-        raise
-    except (ValueError, OSError) as error:
-        if not raised_by_us(error) or str(path) in str(error):
-            raise
-        raise ValueError(f"{path}{' and the command line' if overrides else ''}: {error}") from error
+    return named(path, " and the command line" if overrides else "")
 
 
 class _OnceEach(yaml.SafeLoader):
