@@ -146,8 +146,8 @@ def _read_config(source: Path) -> dict[str, Any]:
     if not matched or not known or "model_type" not in text or not whole:
         raise ValueError(
             f"{path} has model_type {release.get('model_type')!r}; `comb convert` reads the published COMB layout "
-            "(model_type 'combllama', with a list of cross_attention_layers and a text_config that names its model_type "
-            "and num_hidden_layers)"
+            "(model_type 'combllama', a list of cross_attention_layers and a text_config that names its model_type and "
+            "num_hidden_layers)"
         )
     return release
 

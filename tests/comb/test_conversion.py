@@ -213,8 +213,8 @@ def test_weights_that_are_not_the_releases_are_refused(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("file", "values", "words"),
     [
-        ("config.json", {"cross_attention_layers": "x"}, "config.json has .* list of cross_attention_layers"),
-        ("config.json", {"cross_attention_layers": None}, "config.json has .* list of cross_attention_layers"),
+        ("config.json", {"cross_attention_layers": "x"}, "config.json has .* a list of cross_attention_layers"),
+        ("config.json", {"cross_attention_layers": None}, "config.json has .* a list of cross_attention_layers"),
         ("config.json", {"text_config": 5}, "config.json has .* a text_config"),
         ("config.json", {"hidden_act": "swosh"}, "'swosh'.* see its config.json"),
         ("config.json", {"num_attention_heads": 0}, "config.json: num_attention_heads is 0"),
