@@ -79,7 +79,7 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
     return model
 
 
-def _models(source: Path, release: Mapping[str, Any], backbone_name: str | None) -> tuple[CombForCausalLM, Any]:
+def _models(source: Path, release: dict[str, Any], backbone_name: str | None) -> tuple[CombForCausalLM, Any]:
     """The converted model, and its backbone."""
     adapter, backbone_weights = split_weights(_read_weights(source))
     positions = list(release["cross_attention_layers"])
