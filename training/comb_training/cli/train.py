@@ -38,20 +38,21 @@ def train(
     evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
 ) -> None:
     """Fine-tune an encoder for a frozen backbone."""
-    from comb_training.config import load_config
+    from comb_training.config import load_config, of_file
     from comb_training.models.loading import load_checkpoint
     from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
 
     settings = load_config(config, overrides or [])
     evaluation = evaluation and settings.eval.limit > 0 and bool(settings.eval.methods)
-    if evaluation:
-        check_methods(settings)
-    if dry_run:
-        from comb_training.plan import plan
+    with of_file(config, overrides or []):
+        if evaluation:
+            check_methods(settings)
+        if dry_run:
+            from comb_training.plan import plan
 
-        _show_plan(plan(settings))
-        return
+            _show_plan(plan(settings))
+            return
     questions: list[Questions] = []
 
     def prepared(run: PreparedRun) -> None:
@@ -60,7 +61,8 @@ def train(
             questions.append(rehearse_evaluation(run, settings))
 
     try:
-        result = run_training(settings, resume=resume, prepared=prepared)
+        with of_file(config, overrides or []):
+            result = run_training(settings, resume=resume, prepared=prepared)
     except KeyboardInterrupt:
         console.print("stopped: what isn't in a checkpoint-N is lost, but for the backbone's answers")
         raise typer.Exit(_status("SIGINT")) from None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from comb.backbones.damage import named
 from comb.documents.files import read_text
 from comb.evaluation.record import read_training
 from comb.hub.card.facts import TRAINING
@@ -72,11 +74,18 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         if not Path(path).is_file():
             raise ValueError(f"there is no configuration file {source!r}")
         try:
-            content = yaml.load(read_text(path), _OnceEach) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{source} is not YAML: {error}") from error
+            content = yaml.load(read_text(path), _OnceEach)
+        except (yaml.YAMLError, RecursionError) as error:
+            said = str(error).replace('in "<unicode string>", ', "in ")
+            raise ValueError(f"{source} is not YAML: {said}") from error
+        if content is None:
+            raise ValueError(f"{source} is empty: write sections model, data, train and eval, or see configs/ for some")
         if not isinstance(content, dict):
             raise ValueError(f"{source}: expected sections model, data, train and eval, got {type(content).__name__}")
+        if empty := [name for name in SECTIONS if name in content and content[name] is None]:
+            raise ValueError(
+                f"{source}: {empty[0]} has no keys: write some below it, indented, or leave {empty[0]} out"
+            )
     if isinstance(content.get("data"), str | list):
         content["data"] = other_rows({}, content["data"])
     for item in _ordered(overrides):
@@ -84,6 +93,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         _validate(_override({}, item), COMMAND_LINE, alone=True)
         content = _override(content, item)
     return config_from_dict(content, source)
+
+
+def of_file(path: str | Path, overrides: Sequence[str] = ()) -> AbstractContextManager[None]:
+    """For what is done as a file says: an error of comb's own about one of its values begins with its name."""
+    return named(path, " and the command line" if overrides else "")
 
 
 class _OnceEach(yaml.SafeLoader):
@@ -95,6 +109,8 @@ class _OnceEach(yaml.SafeLoader):
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             name = self.construct_object(key, deep=True)
+            if not isinstance(name, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"a key is {name}, not a text", key.start_mark)
             if name in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{name} stands there twice", key.start_mark)
             seen.add(name)
