@@ -40,42 +40,20 @@ import torch
 import typer
 from rich.console import Console
 from tqdm import tqdm
-from typer.core import TyperGroup
-from typer.main import get_command_from_info
-from typer.models import CommandInfo
 
 from comb.backbones.unpublished import public
+from comb.bench.commands import benchmarks
 from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import check_writable, environment, write_json
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Row as Row
 from comb.evaluation.table import TextTable
-from comb.registry import Registry
 
-benchmarks: Registry[Callable[..., None]] = Registry("benchmark", "comb.bench")
-"""The commands below `comb bench`; an extension has its own folder walked too (`look_in`)."""
 _REFUSALS = (ValueError, MemoryError, NotImplementedError, StoreFullError, torch.OutOfMemoryError)
 K = TypeVar("K")
 T = TypeVar("T")
 _WIDTH = 110
-
-
-class _Benchmarks(TyperGroup):
-    """Looks for benchmarks when one is asked for: they import more than `comb --help` needs."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return benchmarks.names()
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        try:
-            info = CommandInfo(cmd_name, callback=benchmarks.get(cmd_name))
-        except ValueError as error:
-            ctx.fail(str(error))
-        return get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
-
-
-bench = typer.Typer(cls=_Benchmarks, help="Compare methods: quality, time, memory.", no_args_is_help=True)
 
 
 @dataclass(frozen=True)

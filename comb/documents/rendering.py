@@ -16,8 +16,6 @@ from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
-from transformers.utils import chat_template_utils
-
 from comb.documents.messages import Generated, Message, Reference, message_parts
 from comb.locks import lock_of
 
@@ -68,8 +66,10 @@ def render_chat(
     slots = [slot for message in chat for slot in message.slots]
     if not slots:
         return _render(tokenizer, [message.written([]) for message in chat], arguments)
-    if not makes_tokens(tokenizer):  # all renderings are of one moment, also around midnight
-        clock = cache(lambda form: chat_template_utils.datetime.now().strftime(form))
+    if not makes_tokens(tokenizer):
+        from transformers.utils import chat_template_utils
+
+        clock = cache(lambda form: chat_template_utils.datetime.now().strftime(form))  # one moment also at midnight
         arguments = {"strftime_now": clock, **arguments}
     return _with_slots(chat, slots, lambda written: _render(tokenizer, written, arguments))
 

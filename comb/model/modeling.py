@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     GenerationMixin,
@@ -494,5 +493,4 @@ class _ReadAtEveryStep(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-AutoConfig.register("comb", CombConfig)
-AutoModelForCausalLM.register(CombConfig, CombForCausalLM)
+AutoModelForCausalLM.register(CombConfig, CombForCausalLM)  # AutoConfig: comb/__init__.py

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from comb.backbones import smollm2
+from comb.backbones import backbones, smollm2
 from comb.backbones.gguf import gguf_file
-from comb.backbones.loading import backbones, load_backbone, resolve_name
+from comb.backbones.loading import load_backbone, resolve_name
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 from comb.hub.card.facts import read_training
-from comb_training.config import Config, config_from_dict
+from comb_training.config import Config, config_from_dict, trained_config
 from comb_training.models.loading import load_checkpoint
-from comb_training.train import run_training, trained_config
+from comb_training.train import run_training
 from comb_training.trainer.run_log import RunLog
 from comb_training.trainer.stages import run_stages, starting_point
 from tests.helpers.training import TOKENIZER, backbone, invoke

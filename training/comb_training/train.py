@@ -24,12 +24,12 @@ from comb.documents.datasets import Counts
 from comb.documents.document import Example
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
-from comb.evaluation.record import environment, read_training, write_training
+from comb.evaluation.record import environment, write_training
 from comb.evaluation.run import MethodResult, evaluate, rehearse
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
-from comb_training.config import Config, TrainConfig, config_from_dict
+from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
@@ -39,7 +39,7 @@ from comb_training.models.lora import unload
 from comb_training.trainer import distributed
 from comb_training.trainer.heldout import heldout_answers
 from comb_training.trainer.prepare import PreparedRun, check_folders, prepare, tokenized
-from comb_training.trainer.stages import TRAINING_JSON, RunStage, joined, run_stages, starting_point
+from comb_training.trainer.stages import RunStage, joined, run_stages, starting_point
 from comb_training.trainer.trainer import CombTrainer
 
 logger = logging.getLogger(__name__)
@@ -327,12 +327,6 @@ def evaluate_heldout(
         builder=prompt_builder(config.data, tokenizer),
         progress=progress,
     )
-
-
-def trained_config(folder: str | Path) -> Config | None:
-    """The configuration an adapter was trained with, from its training.json; None if there is none."""
-    record = read_training(folder)
-    return None if record is None else config_from_dict(record["config"], str(Path(folder) / TRAINING_JSON))
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

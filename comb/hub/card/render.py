@@ -10,8 +10,9 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from jinja2 import UndefinedError
 
+from comb.backbones import backbones
 from comb.backbones.fingerprint import fingerprint_name
-from comb.backbones.loading import backbone_beside, backbones, is_hub_id, resolve_name
+from comb.backbones.loading import backbone_beside, is_hub_id, resolve_name
 from comb.backbones.unpublished import public
 from comb.hub.card.facts import RESULTS, TRAINING, eval_results, read_evaluations, read_training
 from comb.hub.card.parts import BEGIN, END, LICENCE, TAGS, Card, parse_card, with_own

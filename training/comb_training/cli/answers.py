@@ -31,12 +31,16 @@ def answers(
 
     Can be stopped at any time and started again. Under torchrun each rank answers its share.
     """
-    from comb_training.answers import answer_prepared, choose_engine
     from comb_training.config import load_config, override
+
+    settings = load_config(config, overrides or [])
+    options = dict(engine_option(item) for item in vllm or [])
+
+    # takes seconds, so behind what can be wrong with the options
+    from comb_training.answers import answer_prepared, choose_engine
     from comb_training.trainer.prepare import prepare
     from comb_training.trainer.stages import run_stages
 
-    settings = load_config(config, overrides or [])
     chosen = choose_engine(engine)
     if vllm and chosen != "vllm":
         raise ValueError(f"--vllm is for vLLM, but the engine is {chosen}")
@@ -44,7 +48,6 @@ def answers(
         settings = override(settings, ["model.device=cpu"])
     if settings.train.answers == "gold":
         console.print("comb train with train.answers=gold takes the data's answers, and won't look for these")
-    options = dict(engine_option(item) for item in vllm or [])
     for stage in run_stages(settings):
         run = prepare(stage.config)
         _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)

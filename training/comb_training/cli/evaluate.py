@@ -37,13 +37,7 @@ def evaluate(
     also: Annotated[list[str] | None, typer.Option("--set", hidden=True, help="The same as KEY=VALUE.")] = None,
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
-    from comb.backbones.tokenizer import load_tokenizer
-    from comb.evaluation.record import check_writable
-    from comb.hub.push import read_card
-    from comb.methods import split_specs
-    from comb_training.config import Config, override
-    from comb_training.models.loading import load_checkpoint
-    from comb_training.train import trained_config
+    from comb_training.config import Config, override, trained_config
 
     settings = trained_config(checkpoint)
     given: list[str] = []
@@ -65,6 +59,17 @@ def evaluate(
         raise ValueError(f"{checkpoint} {why} that names its data: add data=FILE, or --dataset and --path")
     elif path is not None:
         given.append(f"data.path={json.dumps(path)}")
+    if out is not None and out.suffix == ".png":
+        raise ValueError(f"--out {out}: results are JSON, and their plot goes to {out}; name a .json file")
+    override(settings, given)
+
+    # takes seconds, so behind what can be wrong with the options
+    from comb.backbones.tokenizer import load_tokenizer
+    from comb.evaluation.record import check_writable
+    from comb.hub.push import read_card
+    from comb.methods import split_specs
+    from comb_training.models.loading import load_checkpoint
+
     if methods is not None:
         given.append(f"eval.methods={json.dumps(split_specs(methods))}")
     if limit is not None:
@@ -74,8 +79,6 @@ def evaluate(
         raise ValueError("eval.methods is empty: name at least one method to compare, for example full")
     check_methods(settings)
     if out is not None:
-        if out.suffix == ".png":
-            raise ValueError(f"--out {out}: results are JSON, and their plot goes to {out}; name a .json file")
         check_writable(out.parent, out.name, out.with_suffix(".png").name)
         read_card(out.parent)  # of an adapter, whose card will show the results
     model = load_checkpoint(checkpoint, settings)

@@ -39,11 +39,14 @@ def train(
 ) -> None:
     """Fine-tune an encoder for a frozen backbone."""
     from comb_training.config import load_config
+
+    settings = load_config(config, overrides or [])
+
+    # takes seconds, so behind what can be wrong with the options
     from comb_training.models.loading import load_checkpoint
     from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
 
-    settings = load_config(config, overrides or [])
     evaluation = evaluation and settings.eval.limit > 0 and bool(settings.eval.methods)
     if evaluation:
         check_methods(settings)

@@ -16,6 +16,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from comb.documents.files import read_text
+from comb.evaluation.record import read_training
+from comb.hub.card.facts import TRAINING
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
 from comb_training.config.stage import StageConfig
@@ -175,3 +177,9 @@ def _hint(key: str, section: Sequence[Any], name: str) -> str:
     # a right key in the wrong section is the other common slip
     close += [f"{other}.{key}" for other, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
     return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+
+
+def trained_config(folder: str | Path) -> Config | None:
+    """The configuration an adapter was trained with, from its training.json; None if there is none."""
+    record = read_training(folder)
+    return None if record is None else config_from_dict(record["config"], str(Path(folder) / TRAINING))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from comb import documents
-from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.documents.document import PromptBuilder
 
 FORMAT = 4
@@ -23,6 +22,8 @@ def builder_key(builder: PromptBuilder) -> dict[str, Any]:
     The probe is for what no setting shows: a chat template may write today's date.
     """
     tokenizer = builder.tokenizer
+    from comb.backbones.tokenizer import tokenizer_fingerprint
+
     backend = getattr(tokenizer, "backend_tokenizer", None)
     probe = builder.build("Where is it?", [builder.segment("A document.")])
     return {
