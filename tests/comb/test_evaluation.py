@@ -20,7 +20,7 @@ from comb.evaluation.metrics import agreement
 from comb.evaluation.plot import Lines, plot_results, plot_training
 from comb.evaluation.record import environment, write_results
 from comb.evaluation.run import MethodResult, Setting, Timing, evaluate
-from comb.evaluation.table import result_table, text_table
+from comb.evaluation.table import FittedTable, result_table
 from tests.helpers.training import TOKENIZER, backbone, comb_model
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "progress": False}
@@ -163,7 +163,7 @@ def test_tables_show_percent_and_milliseconds() -> None:
 
 def test_a_crowded_table_keeps_its_first_heading_whole() -> None:
     console = Console(width=74, file=io.StringIO())
-    console.print(text_table(("method", *"abcdefg"), [("full", *(["12345678"] * 7))]))
+    console.print(FittedTable(("method", *"abcdefg"), [("full", *(["12345678"] * 7))]))
     assert "method" in console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
 
 
