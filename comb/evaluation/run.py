@@ -69,8 +69,8 @@ class MethodResult:
         note: anything else a reader has to know.
         intervals: 95% bootstrap intervals of em, f1 and rouge_l over the questions.
         same, rouge_l_full: share of answers that are `full`'s, and ROUGE-L with those; None where it wasn't asked.
-        kl, closed: nats per token from `full` at its answers, and 1 - KL over that of "none"; None where they weren't
-            measured (`summary.with_divergence`).
+        kl, closed: nats per token from `full` at its answers, and 1 - KL over that of "none", of `kl_questions`; None
+            where they weren't measured (`summary.with_divergence`).
     """
 
     method: str
@@ -92,6 +92,7 @@ class MethodResult:
     rouge_l_full: float | None = None
     kl: float | None = None
     closed: float | None = None
+    kl_questions: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, for tables and JSON."""

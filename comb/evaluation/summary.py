@@ -103,10 +103,10 @@ def with_divergence(
         row = found[result.method]
         ends = {key: row["intervals"][key] for key in ("kl", "closed") if key in row.get("intervals", {})}
         why = f"No KL of {result.method}: {row['refused']}." if row["refused"] else ""
-        values = {"kl": row.get("kl"), "closed": row.get("closed"), "intervals": result.intervals | ends}
+        values = {name: row[name] for name in ("kl", "closed", "kl_questions") if name in row}
+        values["intervals"] = result.intervals | ends
         measured.append(replace(result, note=_joined(result.note, why), **values))
-    said = f"KL over {found['full'].get('kl_questions', 0)} of them."
-    return [replace(measured[0], note=_joined(measured[0].note, said)), *measured[1:]]
+    return measured
 
 
 def _joined(*texts: str) -> str:

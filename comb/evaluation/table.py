@@ -196,20 +196,19 @@ _QUALITY = (
 
 def result_table(results: Sequence[MethodResult], title: str = "") -> TextTable:
     """EM, F1 and ROUGE-L in percent, times with quartiles."""
-    remarks = [f"{results[0].n} questions; times one request at a time."]
+    asked = max(result.kl_questions for result in results)
+    kl = f"; KL over {asked if asked < results[0].n else 'all'} of them" if asked else ""
+    remarks = [f"{results[0].n} questions{kl}; times one request at a time."]
     said = ", ".join("{} {}-{}".format(r.method, *map(percent, r.intervals["em"])) for r in results if r.intervals)
     if said:
         remarks.append(f"EM, 95% intervals (bootstrap over questions): {said}.")
-    # two columns more would not fit a terminal
     alike = [(r.method, r.same, r.rouge_l_full) for r in results if r.method != "full"]
     agreed = [f"{name} {percent(a)} ({percent(b)})" for name, a, b in alike if a is not None and b is not None]
     if agreed:
         remarks.append(f"The same answer as full recompute's, % (ROUGE-L with it): {', '.join(agreed)}.")
     remarks += [result.note for result in results if result.note]
     rows = [result.to_dict() for result in results]
-    columns = [
-        column for column in _QUALITY if not column.name.startswith("KL") or any(row["kl"] is not None for row in rows)
-    ]
+    columns = [column for column in _QUALITY if asked or not column.name.startswith("KL")]
     return TextTable(title, columns, rows, remarks)
 
 

@@ -65,7 +65,7 @@ def evaluate(
 
     # takes seconds, so behind what can be wrong with the options
     from comb.backbones.tokenizer import load_tokenizer
-    from comb.evaluation.record import check_writable
+    from comb.evaluation.record import check_writable, read_training
     from comb.hub.push import read_card
     from comb.methods import split_specs
     from comb_training.models.loading import load_checkpoint
@@ -83,6 +83,7 @@ def evaluate(
         read_card(out.parent)  # of an adapter, whose card will show the results
     model = load_checkpoint(checkpoint, settings)
     show_evaluation(model, load_tokenizer(checkpoint, model), settings, out, split=split)
+    show_heldout((read_training(checkpoint) or {}).get("heldout") or {})
 
 
 def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None) -> tuple[Config, bool]:
@@ -148,3 +149,22 @@ def show_evaluation(
         except ImportError:
             console.print("no plot: matplotlib is not installed (pip install 'comb-pic\\[demo]')")
     console.print(escape(f"written: {', '.join(written)}"))
+
+
+def show_heldout(measured: dict[str, Any]) -> None:
+    """What the training has gained on its held-out examples."""
+    if not measured:
+        return
+    start, end, where = measured["start"], measured["end"], f"on {measured['examples']} held-out questions"
+    if "closed" not in end:
+        console.print(f"loss {where}: {start['loss']:.4f} -> {end['loss']:.4f}")
+        return
+    before, after = (
+        f"{100 * at['closed']:.1f}% ({100 * at['closed_low']:.1f} to {100 * at['closed_high']:.1f})"
+        for at in (start, end)
+    )
+    console.print(
+        f"KL to full recompute {where}: {start['kl']:.4f} -> {end['kl']:.4f} nats per token, without documents "
+        f"{end['kl_none']:.4f}; closed: {after}, untrained: {before}",
+        soft_wrap=True,
+    )
