@@ -187,8 +187,9 @@ def ask(
     question: Annotated[str, typer.Argument(help="the question")],
     doc: Annotated[list[Path] | None, typer.Option("--doc", help="a text file to answer from; repeatable")] = None,
     method: Annotated[
-        str, typer.Option(help="comb, full, legolink:16, ...; by default the adapter's own (comb, linktokens), or full")
-    ] = "",
+        str | None,
+        typer.Option(help="comb, full, legolink:16, ...; by default the adapter's own, of a plain model primed"),
+    ] = None,
     splitter: Annotated[
         str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")
     ] = DEFAULT_SPLITTER,
@@ -216,14 +217,12 @@ def ask(
     documents = [Document(read_text(path), id=path.name) for path in doc or []]
 
     # takes seconds, so behind what can be wrong with the options
-    from comb.backbones.adapter import trained_method
     from comb.backbones.tokenizer import load_tokenizer
     from comb.cache.store import PICacheStore
     from comb.engine.engine import PICEngine
     from comb.model.source import ModelSource, load_named
 
     loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
-    method = method or trained_method(loaded) or "full"
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
     tokenizer = load_tokenizer(model, loaded)
     source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))

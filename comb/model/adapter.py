@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,16 @@ class AdapterModel(PreTrainedModel):
     _supports_attention_backend = True
 
     backbone: PreTrainedModel
+
+    def _of_the_backbone(self, *_: Any, **__: Any) -> NoReturn:
+        """What transformers' models have for PEFT's adapters, which would look for layers of theirs here."""
+        raise ValueError(
+            f"PEFT's adapters are the backbone's: call this on model.backbone. Without documents {type(self).__name__} "
+            "is the plain backbone; the engine's encoder=False makes it that with them, too"
+        )
+
+    add_adapter = load_adapter = set_adapter = delete_adapter = enable_peft_hotswap = _of_the_backbone
+    enable_adapters = disable_adapters = disable_adapter = active_adapters = get_adapter_state_dict = _of_the_backbone
 
     @classmethod
     def from_pretrained(
