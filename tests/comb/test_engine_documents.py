@@ -246,9 +246,9 @@ def test_the_default_method_is_primed_where_it_can_be(
     engine = PICEngine(wide, tokenizer)
     report = engine.ask(QUESTION, [LAKE], max_new_tokens=1).report
     assert (report.method, report.documents[0].state) == ("primed", "compiled")
-    assert PICEngine(wide, tokenizer, k=3).method.spec == MethodSpec(
-        "primed", {**engine.method.spec.parameters, "k": 3}
-    )
+    assert engine.method.spec is not None
+    more = {**engine.method.spec.parameters, "k": 3}
+    assert PICEngine(wide, tokenizer, k=3).method.spec == MethodSpec("primed", more)
     assert PICEngine(make_comb(), tokenizer).method.name == "comb"
     assert not caplog.records
     mamba = HYBRIDS["qwen3_5"]()
