@@ -29,6 +29,7 @@ With ``--out`` the JSON is written after every row; tables and plot come at the 
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,8 +87,9 @@ class BenchmarkReport:
     def __post_init__(self) -> None:
         asked = {each.name: getattr(self.options, each.name) for each in fields(self.options) if each.name != "out"}
         self._made_with = environment(benchmark=self.name, **asked)
-        # the tables need some 105 columns; on a narrower terminal lines wrap, which is better than columns that vanish
-        self.console = Console(width=max(Console().width, _WIDTH))
+        # a file has no width: there tables are whole
+        narrow = Console().is_terminal or "COLUMNS" in os.environ
+        self.console = Console() if narrow else Console(width=_WIDTH)
 
     def add(self, row: Row) -> None:
         """One more result, which is in the file at once."""

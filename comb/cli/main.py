@@ -62,6 +62,12 @@ def _options(
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler], force=True)
     if not verbose:
         when_imported("transformers.utils.logging", _quiet)
+        when_imported("deepspeed.utils.logging", _no_notice)
+
+
+def _no_notice(deepspeed_logging: Any) -> None:
+    # printed wherever accelerate asks whether a model is DeepSpeed's, in the middle of the bar
+    deepspeed_logging.logger.addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
 
 
 def _quiet(transformers_logging: Any) -> None:

@@ -165,6 +165,6 @@ def show_heldout(measured: dict[str, Any]) -> None:
     )
     console.print(
         f"KL to full recompute {where}: {start['kl']:.4f} -> {end['kl']:.4f} nats per token, without documents "
-        f"{end['kl_none']:.4f}; closed: {after}, untrained: {before}",
+        f"{end['kl_none']:.4f}; closed: {after}, untrained: {before} (at the data's answers)",
         soft_wrap=True,
     )
