@@ -68,11 +68,11 @@ def summarize(
         )
     nothing = by_method.get(NO_DOCUMENTS, {})
     for row in found:
-        own = by_method[row["method"]]
-        both = [(own[question], nothing[question]) for question in own if question in nothing and question in full]
+        mine = by_method[row["method"]]
+        both = [(mine[question], nothing[question]) for question in mine if question in nothing and question in full]
         if row.get("kl") is not None and any(none["kl"] for _, none in both):
             least = [max(none["kl"] * none["tokens"], 1e-9) for _, none in both]
-            left = [mine["kl"] * mine["tokens"] / none for (mine, _), none in zip(both, least, strict=True)]
+            left = [each["kl"] * each["tokens"] / none for (each, _), none in zip(both, least, strict=True)]
             row["closed"] = 1 - sum(share * none for share, none in zip(left, least, strict=True)) / sum(least)
             low, high = bootstrap(left, least)
             row["intervals"]["closed"] = (1 - high, 1 - low)
@@ -104,8 +104,8 @@ def with_divergence(
         ends = {key: row["intervals"][key] for key in ("kl", "closed") if key in row.get("intervals", {})}
         why = f"No KL of {result.method}: {row['refused']}." if row["refused"] else ""
         values = {name: row[name] for name in ("kl", "closed", "kl_questions") if name in row}
-        values["intervals"] = result.intervals | ends
-        measured.append(replace(result, note=_joined(result.note, why), **values))
+        note, intervals = _joined(result.note, why), result.intervals | ends
+        measured.append(replace(result, note=note, intervals=intervals, **values))
     return measured
 
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class AdapterModel(PreTrainedModel):
 
     backbone: PreTrainedModel
 
-    def _of_the_backbone(self, *_: Any, **__: Any) -> NoReturn:
+    def _of_the_backbone(self, *_: Any, **__: Any) -> Any:
         """What transformers' models have for PEFT's adapters, which would look for layers of theirs here."""
         raise ValueError(
             f"PEFT's adapters are the backbone's: call this on model.backbone. Without documents {type(self).__name__} "

@@ -323,8 +323,14 @@ def evaluate_heldout(
         "builder": prompt_builder(config.data, tokenizer),
         "progress": progress,
     }
-    sizes = {"batch_size": config.eval.batch_size, "timing_examples": config.eval.timing_examples}
-    results = evaluate((model, tokenizer), examples, config.eval.methods, **how, **sizes)
+    results = evaluate(
+        (model, tokenizer),
+        examples,
+        config.eval.methods,
+        batch_size=config.eval.batch_size,
+        timing_examples=config.eval.timing_examples,
+        **how,
+    )
     return with_divergence((model, tokenizer), examples, results, **how)
 
 
