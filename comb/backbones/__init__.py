@@ -12,5 +12,5 @@ from pathlib import Path
 
 from comb.registry import Registry
 
-backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.smollm2")
+backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.packaged")
 """Short names for backbones: a folder that comes with the package (training registers `nano`), or what fetches one."""

@@ -7,6 +7,7 @@ the two differ by more than the markers, it computes with a text that a document
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
@@ -391,3 +392,14 @@ def _spelled(tokenizer: Any, ids: Sequence[int]) -> Rendered:
         offsets.append((position - inside, position + length))
         position += length
     return Rendered(b"".join(pieces).decode(), token_ids=tuple(ids), offsets=tuple(offsets))
+
+
+def template_arguments(text: str, option: str = "--chat-template-kwargs") -> dict[str, Any]:
+    """What a command line's option says. Raises ValueError for other than a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f'{option} is a JSON object such as {{"enable_thinking": false}}, not {text!r}')
+    return found

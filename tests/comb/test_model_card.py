@@ -13,6 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig
 
 from comb import CombForCausalLM
+from comb.backbones import backbones
 from comb.documents.datasets import hub_id
 from comb.hub.card.facts import read_evaluations
 from comb.hub.card.parts import TAGS, Card, edited_last, with_own
@@ -170,6 +171,11 @@ def test_known_names_have_licences_languages_and_a_base_model(adapter: Path) -> 
     assert "| languages | of the backbone: en |" in card.text
     assert "| `squad` cc-by-sa-4.0, en; `mine.jsonl` not known here |" in card.text
     assert "shijuzhao" not in card.text
+    for name in backbones:  # whatever has a name of ours
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "backbone_name_or_path": name}))
+        refresh_card(adapter)
+        assert ModelCard.load(adapter / "README.md").data.license == "apache-2.0"
 
 
 def test_the_cards_lines_work_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

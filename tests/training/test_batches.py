@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from comb.documents.datasets import Counts
-from comb.documents.document import Document, Example, Prompt, PromptBuilder
+from comb.documents.document import Document, Example, Prompt, PromptBuilder, plain_ids
 from comb_training.data.batches import IGNORED, Collator, TrainingExample, fit_documents, join_questions, tokenize
 from tests.helpers.training import byte_tokenizer
 
@@ -46,14 +46,33 @@ def test_tokenize_drops_long_queries_and_what_has_no_documents_and_counts_them(b
 
 def test_questions_over_the_same_documents_share_a_row(builder: PromptBuilder) -> None:
     plain = replace(builder, head="H ", stop='"\n')
-    rows = [example([text], f'Q{n} "', f"a{n}", id=str(n)) for n, text in enumerate("xxxxyx")]
-    joined = join_questions(rows, 3, plain.stop)
-    assert [(row.id, row.documents[0].text) for row in joined] == [("0", "x"), ("3", "x"), ("4", "y"), ("5", "x")]
-    [first, *_] = tokenize(joined, plain, Counts())
     decode = plain.tokenizer.decode
-    assert decode(first.prompt.query) == 'H Q0 "'
-    assert decode(first.target) == 'a0"\n\nQ1 "a1"\n\nQ2 "a2"<end>'  # as a head's examples are written
-    assert join_questions(rows, 1, plain.stop) == rows
+    rows = tokenize(
+        [example([text], f'Q{n} "', f"a{n}", id=str(n)) for n, text in enumerate("xxxxyx")], plain, Counts()
+    )
+    joined = join_questions(rows, 3, plain)
+    assert [(row.id, decode(row.segments[0])) for row in joined] == [
+        ("0", "x\n"),
+        ("3", "x\n"),
+        ("4", "y\n"),
+        ("5", "x\n"),
+    ]
+    assert decode(joined[0].prompt.query) == 'H Q0 "'
+    assert decode(joined[0].target) == 'a0"\n\nQ1 "a1"\n\nQ2 "a2"<end>'  # as a head's examples are written
+    labels = Collator(0)(joined[:1])["labels"][0]
+    assert decode(labels[labels != IGNORED]) == 'a0"a1"a2"<end>'  # the questions between are given
+    assert join_questions(rows, 1, plain) == rows
+
+
+@pytest.mark.parametrize(
+    ("said", "written"), [('a"', 'a"\n\n'), ('a"\n', 'a"\n\n'), ("a\n", "a\n\n"), ("cut", 'cut"\n\n')]
+)
+def test_an_answer_is_closed_before_the_next_question(builder: PromptBuilder, said: str, written: str) -> None:
+    plain = replace(builder, head="", stop='"\n')
+    rows = tokenize([example(["x"], f"Q{n}", "?") for n in range(2)], plain, Counts())
+    own = [row.with_target(plain_ids(plain.tokenizer, said)) for row in rows]
+    [joined] = join_questions(own, 2, plain)
+    assert plain.tokenizer.decode(joined.target) == f"{written}Q1{said}"
 
 
 def test_documents_are_cut_once_and_counted(builder: PromptBuilder) -> None:

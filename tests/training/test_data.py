@@ -334,3 +334,17 @@ def test_jsonl_lines_end_at_newlines_only(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text("\ufeff" + json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
     (example,) = read_dataset("jsonl", tmp_path / "own.jsonl")
     assert example.documents[0].text == "one\u2028two\x85three"
+
+
+def test_made_questions_across_documents_are_for_training_and_have_no_answer(tmp_path: Path) -> None:
+    rows = [
+        {"_id": str(n), "question": f"q{n}?", "answer": "x", "context": [["One", ["A."]], ["Other", ["B."]]]}
+        for n in range(10)
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    train = read_dataset("hotpotqa", tmp_path / "rows.json", split="train", across=3)
+    made = [example for example in train if not example.answer]
+    assert len(made) == 3 * 8
+    assert all("One" in e.query and "Other" in e.query for e in made)
+    assert {e.documents for e in made} == {e.documents for e in train}
+    assert all(e.answer for e in read_dataset("hotpotqa", tmp_path / "rows.json", split="heldout", across=3))

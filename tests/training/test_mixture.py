@@ -263,22 +263,6 @@ def test_a_path_beside_a_mixture_is_the_folder_of_its_sets(tmp_path: Path, build
         tokenized(replace(inside, path="/elsewhere"), builder)
 
 
-def test_rows_of_several_questions_are_for_training_only_and_counted(tmp_path: Path, builder: PromptBuilder) -> None:
-    rows = [{"documents": [f"d{n // 4}"], "query": f"q{n}", "answer": f"a{n}", "group": str(n // 4)} for n in range(40)]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    data = replace(mixed(tmp_path, {"name": "a", "path": str(path)}), head="", questions_per_row=3)
-    plain = replace(builder, head="")
-    train, counts = tokenized(data, plain)
-    asked = sum(builder.tokenizer.decode(example.target).count("q") + 1 for example in train)
-    heldout, _ = tokenized(data, plain, split="heldout")
-    assert (asked + len(heldout), counts.kept) == (40, len(train))
-    assert len(train) == asked / 2  # of four questions, three in one row and one in another
-    assert all("q" not in builder.tokenizer.decode(example.target) for example in heldout)
-
-
-def test_rows_of_several_questions_need_plain_text_and_the_datas_answers() -> None:
+def test_rows_of_several_questions_need_plain_text() -> None:
     with pytest.raises(ValueError, match=r"data.questions_per_row joins questions as plain text: give data.head"):
         config_from_dict({"data": {"questions_per_row": 2}, "train": {"answers": "gold"}})
-    with pytest.raises(ValueError, match=r"data.questions_per_row .* needs train.answers=gold"):
-        config_from_dict({"data": {"questions_per_row": 2, "head": ""}})

@@ -31,7 +31,7 @@ from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, TrainConfig
-from comb_training.data.batches import TrainingExample
+from comb_training.data.batches import TrainingExample, join_questions
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
@@ -335,16 +335,24 @@ def evaluate_heldout(
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:
-    """The examples with what they shall answer; on policy, also how the backbone's answers score."""
-    train = run.config.train
-    if train.answers == "gold":
-        return run.examples, None
-    targets = answer_prepared(run, progress=progress)
-    if not targets.examples:
+    """The rows to learn with what they shall answer; on policy, also how the backbone's answers score."""
+    data, train = run.config.data, run.config.train
+    examples, scores = run.examples, None
+    if train.answers == "on_policy":
+        targets = answer_prepared(run, progress=progress)
+        examples, scores = targets.examples, targets.scores
+    else:
+        examples = [example for example in examples if example.references]
+        run.counts.drop("no answer in the data: train.answers=on_policy gives one", len(run.examples) - len(examples))
+    if not examples:
         raise ValueError(f"no example is left after answering: {run.counts}")
-    if targets.scores is not None:
-        logger.info("the answers trained on: %.1f%% exact match with the data's", 100 * targets.scores.em)
-    return targets.examples, targets.scores
+    if scores is not None:
+        logger.info("the answers trained on: %.1f%% exact match with the data's", 100 * scores.em)
+    if data.questions_per_row == 1:
+        return examples, scores
+    rows = join_questions(examples, data.questions_per_row, run.builder)
+    run.counts.note("asked behind another question, in its row", len(examples) - len(rows))
+    return training_method(train.method).fitting(rows, run.model, run.config, run.counts), scores
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SHORT_NAMES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+SHORT_NAMES = {
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+}
 """Ids of backbones with a name of comb's."""
 
 
@@ -19,6 +22,7 @@ KNOWN = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": Known("apache-2.0", ("en",)),
     "HuggingFaceTB/SmolLM2-360M-Instruct": Known("apache-2.0", ("en",)),
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": Known("apache-2.0", ("en",)),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": Known("apache-2.0", ("en",)),
     "Qwen/Qwen3-0.6B": Known("apache-2.0"),
     "Qwen/Qwen3-4B": Known("apache-2.0"),
     "Qwen/Qwen3-8B": Known("apache-2.0"),

@@ -158,7 +158,8 @@ def _targets(run: PreparedRun, asked: _Asked, answered: Answered, limit: int, fo
             continue
         examples.append(example.with_target(target))
         texts.append(answer.text)
-    scores = score(texts, [example.references for example in examples]) if texts else None
+    known = [(text, e.references) for text, e in zip(texts, examples, strict=True) if e.references]
+    scores = score(*map(list, zip(*known, strict=True))) if known else None
     return Targets(examples, texts, scores, answered, folder, share, pending=len(answered.answers) - len(within))
 
 
@@ -171,8 +172,8 @@ def _own(run: PreparedRun) -> _Asked:
 def _teacher(run: PreparedRun, name: str) -> _Asked:
     """Another model, with the same questions and documents as its own tokenizer and template write them."""
     model = load_model(name, dtype=run.model.backbone.dtype).eval()
-    tokenizer = load_tokenizer(name, model)
     data = run.config.data
+    tokenizer = load_tokenizer(name, model, chat_template_kwargs=data.chat_template_kwargs)
     source, _ = read_examples(data, run.builder, run.model.max_document_tokens, split="train", limit=data.limit)
     # by number, so that what the student's side has dropped is left out here, too
     numbered = [replace(example, id=str(number)) for number, example in enumerate(source)]

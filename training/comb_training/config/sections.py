@@ -83,8 +83,6 @@ class Config:
     eval: EvalConfig = Field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
-        if self.data.questions_per_row > 1 and self.train.answers != "gold":
-            raise ValueError("data.questions_per_row puts the data's answers in a row: it needs train.answers=gold")
         method = self.train.method
         if method == "block" and self.model.init_from is not None:
             raise ValueError("model.init_from is an adapter; with train.method=block, go on from model.backbone")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from comb.documents.datasets import Counts
-from comb.documents.document import Document, Example, Prompt, PromptBuilder
+from comb.documents.document import Document, Example, Prompt, PromptBuilder, plain_ids
 from comb.documents.splitting import Splitter, split_document
 
 IGNORED = -100  # what Hugging Face losses skip
@@ -32,13 +32,15 @@ TOGETHER = 8
 class TrainingExample:
     """Token ids of one question: its documents apart, the prompt around them, and the target to learn.
 
-    `references` are the accepted answers of the dataset, as text.
+    `references` are the accepted answers of the dataset, as text. `given`: from and up to which tokens of the target
+    nothing is learned, the questions between several answers.
     """
 
     prompt: Prompt
     target: tuple[int, ...] = ()
     id: str | None = None
     references: tuple[str, ...] = ()
+    given: tuple[tuple[int, int], ...] = ()
 
     @property
     def segments(self) -> tuple[tuple[int, ...], ...]:
@@ -97,23 +99,31 @@ def fit_documents(
     ]
 
 
-def join_questions(examples: Iterable[Example], most: int, stop: str) -> list[Example]:
+def join_questions(examples: Iterable[TrainingExample], most: int, builder: PromptBuilder) -> list[TrainingExample]:
     """Examples that follow each other over the same documents as one, up to `most` questions: the answer goes on with
     the next question and its answer, an empty line between them.
 
-    A row's documents, and a teacher's pass over them, then serve several answers. The id, group and references are the
-    first question's.
-
-    Args:
-        stop: what ends an answer (its first character), as in `PromptBuilder`.
+    A row's documents, and a teacher's pass over them, then serve several answers. The id and references are the first
+    question's.
     """
-    joined: list[Example] = []
-    for _, same in groupby(examples, lambda example: example.documents):
+    end = builder.tokenizer.eos_token_id
+    joined: list[TrainingExample] = []
+    for _, same in groupby(examples, lambda example: (example.prompt.head, example.segments, example.prompt.gaps)):
         questions = list(same)
         for start in range(0, len(questions), most):
-            first, *others = questions[start : start + most]
-            turns = [first.answer, *(f"{question.query}{question.answer}" for question in others)]
-            joined.append(replace(first, answer=f"{stop[:1]}\n\n".join(turns)))
+            first, *others = asked = questions[start : start + most]
+            target, given = list(first.target), []
+            for before, other in zip(asked, others, strict=False):
+                if target[-1] == end:
+                    target.pop()
+                answer = builder.tokenizer.decode(before.target, skip_special_tokens=True)
+                # the backbone's own answer ends with whatever token its stop is in, or is cut
+                stop = "" if set(answer) & set(builder.stop) else builder.stop[:1]
+                empty = "\n" * max(0, 2 - len(answer + stop) + len((answer + stop).rstrip("\n")))
+                between = [*plain_ids(builder.tokenizer, stop + empty), *other.prompt.tail]
+                given.append((len(target), len(target) + len(between)))
+                target += [*between, *other.target]
+            joined.append(replace(first, target=tuple(target), given=tuple(given)))
     return joined
 
 
@@ -142,7 +152,8 @@ def tokenize(
         if max_query_tokens is not None and len(prompt.query) + len(target) > max_query_tokens:
             counts.drop(f"query and answer of more than {max_query_tokens} tokens")
             continue
-        tokenized.append(TrainingExample(prompt, target, example.id, example.references))
+        references = example.references if example.answer else ()  # a made question has none
+        tokenized.append(TrainingExample(prompt, target, example.id, references))
     return tokenized
 
 
@@ -169,9 +180,9 @@ class Collator:
     def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
         """One batch. Raises ValueError for an example without a target."""
         self.check_targets(examples)
-        batch: dict[str, Any] = self.rows([(example.prompt.query, example.target) for example in examples])
+        batch: dict[str, Any] = self.rows([(example.prompt.query, example) for example in examples])
         if self.full_prompts:
-            batch["full_prompts"] = self.rows([(example.prompt.flat, example.target) for example in examples])
+            batch["full_prompts"] = self.rows([(example.prompt.flat, example) for example in examples])
         tensors: dict[tuple[int, ...], Tensor] = {}
         for example in examples:
             for segment in example.segments:
@@ -188,15 +199,17 @@ class Collator:
         if empty is not None:
             raise ValueError(f"example {empty.id} has no target tokens: its loss would be NaN")
 
-    def rows(self, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Tensor]:
-        """Prompts and their targets, padded."""
-        shape = (len(parts), max(len(prompt) + len(target) for prompt, target in parts))
+    def rows(self, parts: Sequence[tuple[Sequence[int], TrainingExample]]) -> dict[str, Tensor]:
+        """Prompts and the targets of their examples, padded."""
+        shape = (len(parts), max(len(prompt) + len(example.target) for prompt, example in parts))
         input_ids = torch.full(shape, self.pad_token_id)
         attention_mask = torch.zeros(shape, dtype=torch.long)
         labels = torch.full(shape, IGNORED)
-        for index, (prompt, target) in enumerate(parts):
-            end = len(prompt) + len(target)
-            input_ids[index, :end] = torch.tensor([*prompt, *target])
+        for index, (prompt, example) in enumerate(parts):
+            end = len(prompt) + len(example.target)
+            input_ids[index, :end] = torch.tensor([*prompt, *example.target])
             attention_mask[index, :end] = 1
-            labels[index, len(prompt) : end] = torch.tensor(target)
+            labels[index, len(prompt) : end] = torch.tensor(example.target)
+            for start, stop in example.given:
+                labels[index, len(prompt) + start : len(prompt) + stop] = IGNORED
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}

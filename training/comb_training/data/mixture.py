@@ -25,7 +25,7 @@ from comb.documents.document import Example, PromptBuilder
 from comb.documents.splitting import Splitter, create
 from comb_training.config import DataConfig
 from comb_training.data import cache_key, token_cache
-from comb_training.data.batches import TrainingExample, by_documents, fit_documents, join_questions, tokenize
+from comb_training.data.batches import TrainingExample, by_documents, fit_documents, tokenize
 from comb_training.data.shares import draw, epoch_numbers, heldout_numbers
 from comb_training.data.sources import Source, sources
 
@@ -60,12 +60,7 @@ class ConfiguredSide:
             titled = {document for example in examples for document in example.documents if document.title}
             counts.note("documents without their titles: data.document_template has no {title}", len(titled))
         fitted = fit_documents(examples, self.builder, self.longest, counts, self.splitter)
-        written = [source.written(example) for example in fitted]
-        if self.split == "train" and self.data.questions_per_row > 1:
-            asked = len(written)
-            written = join_questions(written, self.data.questions_per_row, self.data.stop)
-            counts.drop("none of its own: asked behind another question, in its row", asked - len(written))
-        return written, counts
+        return [source.written(example) for example in fitted], counts
 
     def tokens(self, source: Source) -> tuple[list[TrainingExample], Counts]:
         """The same as tokens, from the cache where it has them."""
@@ -92,7 +87,6 @@ class ConfiguredSide:
             "max_document_tokens": self.longest,
             "splitter": None if splitter is None else [self.data.splitter, cache_key.code_key(type(splitter))],
             "max_query_tokens": self.data.max_query_tokens,
-            "questions_per_row": self.data.questions_per_row,
         }
 
     def numbers(self, sizes: dict[str, int]) -> dict[str, int]:

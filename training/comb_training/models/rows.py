@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class RowCollator(Collator):
 
     def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
         self.check_targets(examples)
-        batch: dict[str, Any] = self.rows([(example.prompt.flat, example.target) for example in examples])
+        batch: dict[str, Any] = self.rows([(example.prompt.flat, example) for example in examples])
         if self.full_prompts:
             batch["full_prompts"] = {name: tensor.clone() for name, tensor in batch.items()}
         segments = torch.full(batch["input_ids"].shape, PADDING)
@@ -50,7 +50,7 @@ class RowTraining(TrainingMethod):
 
     def row(self, example: TrainingExample) -> TrainingExample:
         """The same question as a row that holds its documents."""
-        return TrainingExample(Prompt(example.prompt.flat, (), ()), example.target, example.id, example.references)
+        return replace(example, prompt=Prompt(example.prompt.flat, (), ()))
 
     def decoder_tokens(self, example: TrainingExample, model: Any) -> int:
         """Positions of the backbone that its row takes."""

@@ -8,21 +8,41 @@ document: a paragraph's sentences joined, its title as title; query: ``question`
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from comb.documents.document import Example
 from comb_training.data.records import DatasetRow
-from comb_training.data.side import row_reader
+from comb_training.data.side import DatasetSide, reader
+
+ACROSS = (
+    "What do {0} and {1} have in common?", "What is {0}, and what is {1}?", "Which of {0} and {1} came first?",
+    "How is {0} connected with {1}?",
+)  # fmt: skip
 
 
-@row_reader("hotpotqa", hub_id="hotpotqa/hotpot_qa")
-def read_hotpotqa(record: DatasetRow, *, num_documents: int | None = None) -> Example | str:
-    """The example of a row.
+@reader("hotpotqa", hub_id="hotpotqa/hotpot_qa")
+def read_hotpotqa(side: DatasetSide, *, num_documents: int | None = None, across: int = 0) -> Iterable[Example]:
+    """Reads HotpotQA from JSON, JSONL or the Hub.
 
     Args:
         num_documents: keep only the first so many documents (counted); None keeps all of them.
+        across: made questions about two of a row's titles, beside its own and for training alone. They have no answer
+            but the backbone's (train.answers=on_policy).
     """
+    for example in side.examples(functools.partial(_row, num_documents=num_documents)):
+        yield example
+        titles = [document.title for document in example.documents if document.title]
+        rng = side.rng("across", example.id)
+        for turn in range(across if side.split == "train" and len(titles) > 1 else 0):
+            one, other = rng.sample(titles, 2)
+            asked = ACROSS[turn % len(ACROSS)].format(one, other)
+            yield replace(example, query=asked, answer="", answers=(), id=f"{example.id}-across{turn}")
+
+
+def _row(record: DatasetRow, *, num_documents: int | None) -> Example | str:
     documents = record.documents(_paragraphs(record), num_documents)
     question, answer = record.text("question"), record.text("answer")
     return record.example(documents, question, [answer], id=record.label("_id"), group=question)

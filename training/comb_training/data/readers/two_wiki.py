@@ -9,6 +9,6 @@ document: a paragraph's sentences joined, its title as title; query: ``question`
 from __future__ import annotations
 
 from comb_training.data.readers.hotpotqa import read_hotpotqa
-from comb_training.data.side import row_reader
+from comb_training.data.side import reader
 
-row_reader("2wikimultihopqa", hub_id="framolfese/2WikiMultihopQA")(read_hotpotqa)
+reader("2wikimultihopqa", hub_id="framolfese/2WikiMultihopQA")(read_hotpotqa)
