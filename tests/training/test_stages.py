@@ -210,4 +210,4 @@ def test_the_command_shows_all_stages(make: Callable[..., Config], tmp_path: Pat
     assert "stages" not in json.loads((tmp_path / "out" / "stages" / "1-copies" / "training.json").read_text())
     found = read_training(tmp_path / "out")
     assert found is not None
-    assert [name for name, _ in found["datasets"]] == ["jsonl"]
+    assert [name for name, _ in found["datasets"]] == ["data.jsonl"]

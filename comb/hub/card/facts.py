@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from comb.backbones.unpublished import public
 from comb.documents.datasets import HUB, hub_id
-from comb.hub.card.known import KNOWN
 from comb.hub.redaction import known_secrets, redact_json
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ METRICS = (
 def read_training(folder: Path) -> dict[str, Any] | None:
     """The record that `comb train` wrote, None without one. Raises ValueError if it is damaged.
 
-    Added are ``command``, ``datasets``, a name, an id on the Hub and what is `known` of each, and ``frozen``, of all
-    parameters.
+    Added are ``command``, ``datasets``, pairs of names and their ids on the Hub, and ``frozen``, of all parameters.
     """
     record = _read(folder / TRAINING)
     if record is None:
@@ -42,8 +40,7 @@ def read_training(folder: Path) -> dict[str, Any] | None:
         # with LoRA the encoder's own weights are frozen too, and belong to the adapter all the same
         frozen = counts["all"] - counts["trainable"]
     sets = dict.fromkeys((_name(data), hub_id(data["dataset"], data.get("path"))) for data in _sets(config))
-    named = [(name, id, KNOWN.get(id or name)) for name, id in sets]
-    return {**record, "command": _command(record), "datasets": named, "frozen": frozen}
+    return {**record, "command": _command(record), "datasets": list(sets), "frozen": frozen}
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def render(
         dtype, linked = str(weights[0]).removeprefix("torch."), is_hub_id(backbone)
         base = backbone if linked else SHORT_NAMES.get(backbone)
         results, title = eval_results(evaluations, config.method), repo.split("/")[-1]
-        sets = training["datasets"] if training else []
+        sets = [(name, id, KNOWN.get(id or name)) for name, id in (training["datasets"] if training else ())]
         datasets = dict.fromkeys(id for _, id, _ in sets if id is not None)
         licence, why, spoken = _licence(config, folder, person, api)
         languages = sorted({language for *_, known in sets if known for language in known.languages}) or spoken
@@ -60,7 +60,7 @@ def render(
             template_str=TEMPLATE.read_text(encoding="utf-8"),
             begin=BEGIN, end=f"{END} -->", title=title, repo=repo, backbone=backbone, linked=linked,
             fingerprint=None if linked or backbone in backbones else fingerprint_name(config.backbone_fingerprint),
-            base=base, spoken=spoken, pictures=[path.name for path in sorted(folder.glob("*.png"))],
+            base=base, spoken=spoken, sets=sets, pictures=[path.name for path in sorted(folder.glob("*.png"))],
             bundled=backbone in backbones, revision=config.backbone_revision, licence_why=why,
             model_type=config.get_text_config().model_type, method=config.method, config=config, dtype=dtype,
             parameters=weights[1], bytes_per_value={"float64": 8, "float32": 4}.get(dtype, 2),

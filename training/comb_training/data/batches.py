@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from comb.documents.datasets import Counts
-from comb.documents.document import Document, Example, Prompt, PromptBuilder, plain_ids
+from comb.documents.document import Document, Example, Prompt, PromptBuilder
+from comb.documents.rendering import plain_ids
 from comb.documents.splitting import Splitter, split_document
 
 IGNORED = -100  # what Hugging Face losses skip
