@@ -96,7 +96,7 @@ def test_scores_of_an_older_adapter_do_not_stay_in_the_card(config_for: Callable
     run_training(config_for(answers="gold"), progress=False)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "exact match" not in card
-    assert "| data | `jsonl` (not on the Hub) |" in card
+    assert "| data | `data.jsonl` (not on the Hub) |" in card
 
 
 def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
