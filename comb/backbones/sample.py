@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from comb.waits import on_device
+
 _RUN = 64  # bytes
 _RUNS = 2**12  # of a model, about
-_LEAST, _MOST = 8, 256  # of one tensor
+_LEAST, MOST = 8, 256  # of one tensor
+_ODD = 0x1E3779B97F4A7C15
 _SLICE = 4096  # bytes of an expert's matrix, which may be exchanged alone, or more
 
 
@@ -26,14 +29,16 @@ class Sample:
 
     Args:
         tensors: strided ones; those without data (on the meta device) aren't looked at.
+        closer: for some of them, by their index, how many runs at least.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        runs = min(max(_RUNS // max(len(tensors), 1), _LEAST), _MOST)
+    def __init__(self, tensors: Sequence[Tensor], closer: Mapping[int, int]) -> None:
+        runs = min(max(_RUNS // max(len(tensors), 1), _LEAST), MOST)
         groups: dict[tuple[torch.device, torch.dtype, tuple[int, int], tuple[int, int]], list[int]] = defaultdict(list)
         for index, tensor in enumerate(tensors):
             if tensor.numel() and not tensor.is_meta:
-                groups[tensor.device, tensor.dtype, *_places(tensor, runs)].append(index)
+                places = _places(tensor, max(runs, closer.get(index, 0)))
+                groups[tensor.device, tensor.dtype, *places].append(index)
         # tensors of a group are read by one operator, those of a device compared by one
         self._groups = [(device, len(members)) for (device, *_), members in groups.items()]
         self._order = [index for members in groups.values() for index in members]
@@ -52,6 +57,37 @@ class Sample:
             for device, members in self._groups:
                 found[device].append(torch.cat(list(islice(views, members))).flatten().view(torch.uint8))
             return [_in_words(torch.cat(parts)) for parts in found.values()]
+
+
+class Rows:
+    """What each row of a model's large tables holds at one place of 64 bytes, for looks at the rows of some tokens.
+
+    Args:
+        tables: [rows, width], of plain dtypes.
+    """
+
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        self._kept = [_row_sums(table) for table in tables]
+
+    def hold(self, tables: Sequence[Tensor], token_ids: Sequence[int]) -> bool:
+        """Whether the rows of these tokens hold the same bytes, in tables that have them."""
+        ids = torch.tensor(token_ids)
+        for table, kept in zip(tables, self._kept, strict=True):
+            own = on_device(ids[ids < len(table)], table.device)
+            if not torch.equal(_row_sums(table.index_select(0, own)), kept[own]):
+                return False
+        return True
+
+
+def _row_sums(rows: Tensor) -> Tensor:
+    """[rows]: each one's bytes in the middle of it, put into a word."""
+    run = min(_RUN // rows.element_size(), rows.shape[1])
+    start = (rows.shape[1] - run) // 2
+    with torch.inference_mode(False), torch.no_grad():
+        data = rows[:, start : start + run].contiguous().view(torch.uint8)
+        words = torch.nn.functional.pad(data, (0, -data.shape[1] % 8)).view(torch.int64)
+        odd = torch.arange(1, 2 * words.shape[1], 2, device=words.device) * _ODD
+        return (words * odd).sum(dim=1)
 
 
 def _in_words(data: Tensor) -> Tensor:

@@ -59,6 +59,10 @@ class Comb(Method):
         """Rows are padded, which not every model takes."""
         return takes_padded_rows(self.backbone)
 
+    @property
+    def compiled_behind(self) -> Sequence[int]:
+        return self.model.encoder.config.primer or ()
+
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One CrossPICache per segment.
 
