@@ -3,8 +3,8 @@
 Caches of what a model's own layers compute are only as good as the answer to "is it still the same model?". Nothing
 tells us when that changes: an optimizer writes in place, `load_state_dict` and `.to()` replace memory, peft adds,
 switches, merges and exchanges adapters. So all tensors are looked at (address, layout, dtype, torch's count of writes,
-and, as writes through ``.data`` aren't counted, a sample of the bytes), and what else decides (`Settings`); whatever was
-derived from them is kept on the model until one of these differs.
+and, as writes through ``.data`` aren't counted, a sample of the bytes), and what else decides (`Settings`). Whatever
+was derived from them is kept on the model until one of these differs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from comb.backbones.forward import counted_passes
-from comb.backbones.sample import Rows, Sample
+from comb.backbones.sample import MOST, Rows, Sample
 from comb.backbones.settings import Settings, described
 from comb.backbones.torch_private import all_tensors_of, layouts_of, modules_of, tensors_of
 
@@ -46,18 +47,33 @@ class Identity:
 
     def __init__(self, modules: list[torch.nn.Module], stamp: Any, tensors: list[Tensor]) -> None:
         self.number = next(self._numbers)
-        self._tables, closer = _tables(modules, tensors)
-        self._stamp, self._sample, self._rows = stamp, Sample(tensors, closer), Rows(self._tables)
-        self.settings = Settings(modules)
-        self._facts: dict[Hashable, Any] = {}
+        self._settings = Settings(modules)
+        tables, self._closer = _tables(modules, tensors)
+        self._tables, self._rows = list(map(ref, tables)), Rows(tables)
+        self._stamp, self._facts = stamp, dict[Hashable, Any]()
+        self._sample = self._sampled(tensors)
+
+    def _sampled(self, tensors: list[Tensor]) -> Sample:
+        buffers = self._settings.buffers
+        whole = dict.fromkeys(range(len(tensors), len(tensors) + len(buffers)), MOST)
+        return Sample([*tensors, *buffers], self._closer | whole)
 
     def holds(self, modules: list[torch.nn.Module], stamp: Any, tensors: list[Tensor]) -> bool:
         """Whether a model is still this one."""
-        return self._stamp == stamp and self._sample.holds(tensors) and self.settings.holds(modules)
+        if self._stamp != stamp or not self._settings.holds(modules):
+            return False
+        return self._sample.holds([*tensors, *self._settings.buffers])
 
     def reads(self, token_ids: Sequence[int]) -> bool:
         """Whether the rows of these tokens in its tables are still what they were."""
-        return self._rows.hold(self._tables, token_ids)
+        tables = [table() for table in self._tables]
+        there = [table for table in tables if table is not None]
+        return len(there) == len(tables) and self._rows.hold(there, token_ids)
+
+    def learn_run_state(self, modules: list[torch.nn.Module]) -> None:
+        """Behind a pass, before anybody else's: what the model's settings differ in is what its passes write."""
+        if self._settings.learn():
+            self._sample = self._sampled(_stamp(modules)[1])
 
     def fact(self, name: Hashable, find: Callable[[], Any]) -> Any:
         """What `find` returned when it was asked first. Tokens that it tries the model on are no prompt's."""
@@ -121,10 +137,10 @@ def notice_rows(model: Any, token_ids: Iterable[int]) -> bool:
 
 
 def learn_run_state() -> None:
-    """Behind a pass in this call, before anybody else's: what the models' settings differ in is what passes write."""
+    """Of this call's models, behind a pass: see `Identity`."""
     walk = _walk.get()
-    for _, identity in () if walk is None else walk.identities.values():
-        identity.settings.learn()
+    for model, identity in () if walk is None else walk.identities.values():
+        identity.learn_run_state(modules_now(model))
 
 
 def modules_now(model: Any) -> list[torch.nn.Module]:

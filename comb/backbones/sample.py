@@ -34,16 +34,17 @@ class Sample:
 
     def __init__(self, tensors: Sequence[Tensor], closer: Mapping[int, int]) -> None:
         runs = min(max(_RUNS // max(len(tensors), 1), _LEAST), MOST)
-        groups: dict[tuple[torch.device, torch.dtype, tuple[int, int], tuple[int, int]], list[int]] = defaultdict(list)
-        for index, tensor in enumerate(tensors):
-            if tensor.numel() and not tensor.is_meta:
-                places = _places(tensor, max(runs, closer.get(index, 0)))
-                groups[tensor.device, tensor.dtype, *places].append(index)
-        # tensors of a group are read by one operator, those of a device compared by one
+        places = {
+            index: _places(tensor, max(runs, closer.get(index, 0)))
+            for index, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta
+        }  # fmt: skip
+        # what is of one width is read by one operator, what is on one device compared by one
+        groups: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[int]] = defaultdict(list)
+        for index, (size, _) in places.items():
+            groups[tensors[index].device, tensors[index].dtype, size[1:]].append(index)
         self._groups = [(device, len(members)) for (device, *_), members in groups.items()]
         self._order = [index for members in groups.values() for index in members]
-        self._sizes = [size for (_, _, size, _), members in groups.items() for _ in members]
-        self._strides = [stride for (*_, stride), members in groups.items() for _ in members]
+        self._sizes, self._strides = zip(*(places[index] for index in self._order), strict=True) if places else ((), ())
         self._kept = self._read(tensors)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
@@ -95,8 +96,8 @@ def _in_words(data: Tensor) -> Tensor:
     return torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
 
 
-def _places(tensor: Tensor, runs: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Size and stride of a view [runs, elements of each]."""
+def _places(tensor: Tensor, runs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and stride of a view [runs, elements of each], or [elements] for all."""
     # from the first to the last element: a view's others lie between
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     run, row = max(_RUN // tensor.element_size(), 1), tensor.shape[-1] if tensor.ndim > 1 else 0
@@ -104,7 +105,7 @@ def _places(tensor: Tensor, runs: int) -> tuple[tuple[int, int], tuple[int, int]
     if tensor.nbytes >= slices * _SLICE:
         runs = max(runs, 2 * slices)
     if length <= runs * run:
-        return (1, length), (length, 1)
+        return (length,), (1,)
     step = (length - run) // (runs - 1)
     if 0 < row <= step:
         # a whole number of rows would look at the same columns again and again, the golden section at all of them

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comb.backbones.sample import MOST, Sample
-from comb.backbones.torch_private import hook_dicts_of, layouts_of, volatile_buffers_of
+from comb.backbones.torch_private import hook_dicts_of, volatile_buffers_of, writes
 
 _STATE = "_comb_run_state"
 # torch's own parts, which are compared otherwise; and names that nothing is computed from
@@ -46,15 +45,14 @@ class Settings:
         self._classes = [(kind, kind.forward) for kind in dict.fromkeys(map(type, modules))]
         self._configs = [(config, _copied(vars(config))) for config in _configs(modules)]
         self._buffers = [
-            (module, name, buffer) for module in modules for name, buffer in volatile_buffers_of(module).items()
-            if name not in run_state(module)
+            (module, name, buffer, writes(buffer)) for module in modules
+            for name, buffer in volatile_buffers_of(module).items() if name not in run_state(module)
         ]  # fmt: skip
-        self._sample_buffers()
 
-    def _sample_buffers(self) -> None:
-        tensors = [buffer for *_, buffer in self._buffers]
-        self._layouts = layouts_of(tensors)
-        self._sample = Sample(tensors, dict.fromkeys(range(len(tensors)), MOST))
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those that a checkpoint doesn't hold, which are looked at with the weights."""
+        return [buffer for _, _, buffer, _ in self._buffers]
 
     def holds(self, modules: list[nn.Module]) -> bool:
         """Whether a model's settings are still these, but for what its own passes write."""
@@ -62,34 +60,36 @@ class Settings:
             return False
         if (any(self._hooks) or self._hooked) and _hooked(self._hooks) != self._hooked:
             return False
-        if any(_differs(vars(config), kept) for config, kept in self._configs) or self._changed():
-            return False
-        tensors = [buffer for *_, buffer in self._buffers]
-        return not self._replaced() and layouts_of(tensors) == self._layouts and self._sample.holds(tensors)
+        return not (any(_differs(vars(config), kept) for config, kept in self._configs) or self._changed())
 
-    def learn(self) -> None:
-        """Behind a pass, with nobody else's in between: what is other than in front of it is the pass's own."""
-        for module, name, value in (*self._changed(), *self._replaced()):
+    def learn(self) -> bool:
+        """Behind a pass, with nobody else's in between: what is other than in front of it is the pass's own.
+
+        Returns:
+            Whether there are fewer `buffers` to look at.
+        """
+        before = len(self._buffers)
+        for module, name, value in self._changed():
             vars(module).setdefault(_STATE, {})[name] = None if value is _ABSENT else named(value)
-            self._buffers = [each for each in self._buffers if each[:2] != (module, name)]
-            self._sample_buffers()
-
-    def _replaced(self) -> list[tuple[nn.Module, str, Tensor]]:
-        return [each for each in self._buffers if each[0]._buffers.get(each[1]) is not each[2]]
+        self._buffers = [each for each in self._buffers if each[1] not in run_state(each[0])]
+        return len(self._buffers) < before
 
     def _changed(self) -> list[tuple[nn.Module, str, Any]]:
-        """Attributes that are others now, and what they were."""
+        """Attributes and buffers that are others now, and what they were."""
+        found: list[tuple[nn.Module, str, Any]] = [
+            (module, name, buffer) for module, name, buffer, count in self._buffers
+            if module._buffers.get(name) is not buffer or writes(buffer) != count
+        ]  # fmt: skip
         values = _values(self._modules)
         if _same(values, self._values):
-            return []
-        found = []
+            return found
         for module, kept in zip(self._modules, self._kept, strict=True):
             now, state = vars(module), run_state(module)
             for name in now | kept:
                 before, behind = kept.get(name, _ABSENT), now.get(name, _ABSENT)
                 if before is not behind and _counts(name) and name not in state and named(before) != named(behind):
                     found.append((module, name, before))
-        if not found:  # others that say the same: next time nothing is to be looked into
+        if not found:  # values that say the same: next time nothing is to be looked into
             self._kept, self._values = [dict(vars(module)) for module in self._modules], values
         return found
 
