@@ -72,7 +72,7 @@ class Identity:
 
     def learn_run_state(self, modules: list[torch.nn.Module]) -> None:
         """Behind a pass, before anybody else's: what the model's settings differ in is what its passes write."""
-        if self._settings.learn():
+        if self._settings.learn(modules):
             self._sample = self._sampled(_stamp(modules)[1])
 
     def fact(self, name: Hashable, find: Callable[[], Any]) -> Any:

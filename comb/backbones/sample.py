@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +39,11 @@ class Sample:
             index: _places(tensor, max(runs, closer.get(index, 0)))
             for index, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta
         }  # fmt: skip
-        # what is of one width is read by one operator, what is on one device compared by one
-        groups: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[int]] = defaultdict(list)
-        for index, (size, _) in places.items():
-            groups[tensors[index].device, tensors[index].dtype, size[1:]].append(index)
+        # what lies alike, and what is whole, is read by one operator, what is on one device compared by one
+        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for index, (size, stride) in places.items():
+            alike = (size, stride) if len(size) > 1 else ()
+            groups[tensors[index].device, tensors[index].dtype, *alike].append(index)
         self._groups = [(device, len(members)) for (device, *_), members in groups.items()]
         self._order = [index for members in groups.values() for index in members]
         self._sizes, self._strides = zip(*(places[index] for index in self._order), strict=True) if places else ((), ())

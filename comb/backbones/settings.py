@@ -35,17 +35,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class Settings:
-    """What they are now, and whether they still are."""
+    """What they are now, and whether they still are. It keeps no module alive, as it lies in one of them."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
+        self._ids = list(map(id, modules))
         self._kept, self._values = [dict(vars(module)) for module in modules], _values(modules)
         self._hooks = hook_dicts_of(modules)
         self._hooked = _hooked(self._hooks)
         self._classes = [(kind, kind.forward) for kind in dict.fromkeys(map(type, modules))]
         self._configs = [(config, _copied(vars(config))) for config in _configs(modules)]
         self._buffers = [
-            (module, name, buffer, writes(buffer)) for module in modules
+            (place, name, buffer, writes(buffer)) for place, module in enumerate(modules)
             for name, buffer in volatile_buffers_of(module).items() if name not in run_state(module)
         ]  # fmt: skip
 
@@ -56,41 +56,41 @@ class Settings:
 
     def holds(self, modules: list[nn.Module]) -> bool:
         """Whether a model's settings are still these, but for what its own passes write."""
-        if modules != self._modules or any(kind.forward is not forward for kind, forward in self._classes):
+        if list(map(id, modules)) != self._ids or any(kind.forward is not forward for kind, forward in self._classes):
             return False
         if (any(self._hooks) or self._hooked) and _hooked(self._hooks) != self._hooked:
             return False
-        return not (any(_differs(vars(config), kept) for config, kept in self._configs) or self._changed())
+        return not (any(_differs(vars(config), kept) for config, kept in self._configs) or self._changed(modules))
 
-    def learn(self) -> bool:
+    def learn(self, modules: list[nn.Module]) -> bool:
         """Behind a pass, with nobody else's in between: what is other than in front of it is the pass's own.
 
         Returns:
             Whether there are fewer `buffers` to look at.
         """
         before = len(self._buffers)
-        for module, name, value in self._changed():
+        for module, name, value in self._changed(modules):
             vars(module).setdefault(_STATE, {})[name] = None if value is _ABSENT else named(value)
-        self._buffers = [each for each in self._buffers if each[1] not in run_state(each[0])]
+        self._buffers = [each for each in self._buffers if each[1] not in run_state(modules[each[0]])]
         return len(self._buffers) < before
 
-    def _changed(self) -> list[tuple[nn.Module, str, Any]]:
+    def _changed(self, modules: list[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
         """Attributes and buffers that are others now, and what they were."""
         found: list[tuple[nn.Module, str, Any]] = [
-            (module, name, buffer) for module, name, buffer, count in self._buffers
-            if module._buffers.get(name) is not buffer or writes(buffer) != count
+            (modules[place], name, buffer) for place, name, buffer, count in self._buffers
+            if modules[place]._buffers.get(name) is not buffer or writes(buffer) != count
         ]  # fmt: skip
-        values = _values(self._modules)
+        values = _values(modules)
         if _same(values, self._values):
             return found
-        for module, kept in zip(self._modules, self._kept, strict=True):
+        for module, kept in zip(modules, self._kept, strict=True):
             now, state = vars(module), run_state(module)
             for name in now | kept:
                 before, behind = kept.get(name, _ABSENT), now.get(name, _ABSENT)
                 if before is not behind and _counts(name) and name not in state and named(before) != named(behind):
                     found.append((module, name, before))
         if not found:  # values that say the same: next time nothing is to be looked into
-            self._kept, self._values = [dict(vars(module)) for module in self._modules], values
+            self._kept, self._values = [dict(vars(module)) for module in modules], values
         return found
 
 
