@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from comb.backbones.torch_private import hook_dicts_of, volatile_buffers_of, writes
 
@@ -30,6 +31,7 @@ _ASIDE = {*vars(nn.Module()), "config", "generation_config", "name_or_path", "gr
 # what is set for a while to look into attention, or says nothing of what is computed
 _PASSING = ("_attn_implementation", "_experts_implementation", "_name_or_path", "_commit_hash", "use_cache",
             "transformers_version", "_output_attentions")  # fmt: skip
+_NOTES = (list, tuple, set, dict)
 _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 
@@ -100,6 +102,8 @@ def described(module: nn.Module) -> str:
     own = {**vars(module), **volatile_buffers_of(module)}
     written = run_state(module)
     known = {name: named(value) for name, value in own.items() if name not in written and _counts(name)}
+    if isinstance(module, PreTrainedModel):  # which notes how it was loaded
+        known = {name: value for name, value in known.items() if name[0] != "_" and not isinstance(own[name], _NOTES)}
     hooks = [named(hook) for _, hook in _hooked(hook_dicts_of([module]))]
     return f"{named(type(module).forward)} {sorted({**known, **state}.items())} {hooks}"
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
+from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
+from comb.backbones.rotary import configured_primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
@@ -21,7 +23,7 @@ from comb_training.models.rows import RowTraining
 
 def starting_tokens(backbone: str, count: int | None) -> list[int]:
     """What fresh link tokens start as: the passage that ``primed`` compiles behind, or its last `count` tokens."""
-    passage = primer_ids(True, load_tokenizer(backbone))
+    passage = primer_ids(True, load_tokenizer(backbone), configured_primer_limit(load_config(backbone)))
     return passage if count is None else list(islice(cycle(reversed(passage)), count))[::-1]
 
 
