@@ -83,6 +83,15 @@ class Identity:
         return self._facts[name]
 
 
+class _Known:
+    """Where a model keeps its identity, the same object among its attributes all the time; a copy has its own."""
+
+    identity: Identity | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Known, ()
+
+
 @dataclass(frozen=True)
 class _Walk:
     """What one call has found out about each of its models, by their ids."""
@@ -189,10 +198,10 @@ def one_walk() -> Iterator[None]:
 
 def _look(model: Any, modules: list[torch.nn.Module]) -> Identity:
     stamp, tensors = _stamp(modules)
-    identity: Identity | None = model.__dict__.get(_ATTRIBUTE)
-    if identity is None or not identity.holds(modules, stamp, tensors):
-        identity = model.__dict__[_ATTRIBUTE] = Identity(modules, stamp, tensors)
-    return identity
+    known: _Known = model.__dict__.setdefault(_ATTRIBUTE, _Known())
+    if known.identity is None or not known.identity.holds(modules, stamp, tensors):
+        known.identity = Identity(modules, stamp, tensors)
+    return known.identity
 
 
 def _tables(modules: Iterable[torch.nn.Module], tensors: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, int]]:

@@ -46,7 +46,7 @@ class Sample:
             groups[tensors[index].device, tensors[index].dtype, *alike].append(index)
         self._groups = [(device, len(members)) for (device, *_), members in groups.items()]
         self._order = [index for members in groups.values() for index in members]
-        self._sizes, self._strides = zip(*(places[index] for index in self._order), strict=True) if places else ((), ())
+        self._sizes, self._strides = ([places[index][part] for index in self._order] for part in (0, 1))
         self._kept = self._read(tensors)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:

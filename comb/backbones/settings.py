@@ -37,14 +37,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class Settings:
-    """What they are now, and whether they still are. It keeps no module alive, as it lies in one of them."""
+    """What they are now, and whether they still are. It keeps no module alive."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._ids = list(map(id, modules))
         self._kept, self._values = [dict(vars(module)) for module in modules], _values(modules)
         self._hooks = hook_dicts_of(modules)
         self._hooked = _hooked(self._hooks)
-        self._classes = [(kind, kind.forward) for kind in dict.fromkeys(map(type, modules))]
+        kinds: list[Any] = list(dict.fromkeys(map(type, modules)))
+        self._classes = [(kind, kind.forward) for kind in kinds]
         self._configs = [(config, _copied(vars(config))) for config in _configs(modules)]
         self._buffers = [
             (place, name, buffer, writes(buffer)) for place, module in enumerate(modules)
@@ -209,7 +210,7 @@ def _copied(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if hasattr(value, "to_dict") else copy.deepcopy(value) for name, value in config.items()}
 
 
-def _differs(now: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+def _differs(now: dict[str, Any], kept: dict[str, Any]) -> bool:
     if now == kept:
         return False
     return any(now.get(name) != kept.get(name) for name in now | kept if not name.startswith(_PASSING))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comb import LinkTokensForCausalLM, PICacheStore, PICEngine
+from comb.backbones.identity import identity_of
 from comb.locks import lock_of
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import tiny
@@ -466,3 +469,20 @@ def test_what_only_watches_or_is_written_by_passes_changes_nothing() -> None:
         model.model.layers[0].register_forward_hook(watch)
         assert states(engine.ask(QUESTION, documents, max_new_tokens=1)) == ["hit"] * len(documents)
     assert passes
+
+
+def test_what_is_known_of_a_model_goes_with_it_and_with_its_weights() -> None:
+    model = make_backbone(vocab_size=20_000)
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    alive: list[Any] = []
+    for _ in range(4):
+        engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+        alive.append(weakref.ref(identity_of(model)))
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+    gc.collect()
+    assert [each() for each in alive] == [None] * 4
+    gone = weakref.ref(model.model.embed_tokens)
+    del engine, model
+    gc.collect()
+    assert gone() is None

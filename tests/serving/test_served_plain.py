@@ -136,7 +136,9 @@ FACES = TOKENIZER("😀🧅é über 漢字 \u200d").input_ids
 STREAMED: dict[str, dict[str, Any]] = {
     "words": {"temperature": 0},
     "half characters": {"allowed_token_ids": FACES, "temperature": 1.0, "seed": 4},
-    "a stop string": {"allowed_token_ids": FACES, "temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False},
+    "a stop string": {
+        "allowed_token_ids": FACES, "temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False,
+    },
     "a stop string, shown": {
         "allowed_token_ids": FACES, "temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False,
         "include_stop_str_in_output": True,
