@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer, __version__
 from torch import Tensor
 
 from comb.backbones.settings import PEFT, WRONG, is_validation, values_in, words_of
-from comb.backbones.tracebacks import raised_by_us
+from comb.backbones.tracebacks import DamagedError, raised_by_us
 from comb.backbones.transformers_private import conversion_errors, why_no_template
 from comb.documents.files import read_json
 
@@ -38,10 +37,6 @@ _MEND = f"mend it there, or {_AGAIN}"
 
 # where a file of one of these is, there is a vocabulary
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "tokenizer*.py", "*.tiktoken")
-
-
-class DamagedError(ValueError):
-    """A file of a checkpoint isn't what it should be."""
 
 
 @contextmanager
@@ -75,19 +70,6 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
         if raised_by_us(error):
             raise
         raise _explanation(error, str(place), tokenizer) from error
-
-
-@contextmanager
-def named(place: str | Path, more: str = "") -> Iterator[None]:
-    """Puts `place`, and `more`, in front of what comb's own errors say that don't name it yet."""
-    try:
-        yield
-    except DamagedError:  # it has its file
-        raise
-    except (ValueError, OSError) as error:
-        if not raised_by_us(error) or re.search(rf"(?<!\w){re.escape(str(place))}(?!\w)", str(error)):
-            raise
-        raise ValueError(f"{place}{more}: {error}") from error
 
 
 def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:

@@ -18,7 +18,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from comb.backbones import backbones
 from comb.backbones.damage import (
-    DamagedError,
     check_files,
     check_settings,
     damage_of,
@@ -29,6 +28,7 @@ from comb.backbones.damage import (
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.half_precision import warn_if_slow
 from comb.backbones.settings import PEFT
+from comb.backbones.tracebacks import DamagedError
 from comb.backbones.unpublished import private_file, read_private
 from comb.backbones.whole import check_finite, check_whole
 from comb.documents.files import read_json

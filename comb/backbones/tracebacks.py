@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dis
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 OWN = ("comb", "comb_training", "comb_serving")
@@ -30,3 +33,20 @@ def frames(error: BaseException) -> Iterator[TracebackType]:
     while frame is not None:
         yield frame
         frame = frame.tb_next
+
+
+class DamagedError(ValueError):
+    """A file of a checkpoint isn't what it should be."""
+
+
+@contextmanager
+def named(place: str | Path, more: str = "") -> Iterator[None]:
+    """Puts `place`, and `more`, in front of what comb's own errors say that don't name it yet."""
+    try:
+        yield
+    except DamagedError:  # it has its file
+        raise
+    except (ValueError, OSError) as error:
+        if not raised_by_us(error) or re.search(rf"(?<!\w){re.escape(str(place))}(?!\w)", str(error)):
+            raise
+        raise ValueError(f"{place}{more}: {error}") from error

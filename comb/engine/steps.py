@@ -194,6 +194,8 @@ class AnswerSteps:
         if not (encoder and self.method.uses_encoder):  # else documents are no tokens of the prompt
             own = len(prompt.head) + sum(map(len, prompt.gaps)) + len(prompt.tail)
             self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)
+        if encoder and self.method.notice_rows(prompt.query):
+            every = self.segmenter.keyed_anew(every)
         return PreparedQuestion(every, prompt)
 
     # ---- acquire: PICaches from the store, compiled where it has none ----

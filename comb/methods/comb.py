@@ -63,6 +63,10 @@ class Comb(Method):
     def compile_depth(self) -> float:
         return float(self.model.compile_depth)
 
+    @property
+    def compiled_behind(self) -> Sequence[int]:
+        return self.model.encoder.config.primer or ()
+
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One CrossPICache per segment.
 

@@ -125,7 +125,7 @@ def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
         ("train.report_to=wandbb", "train.report_to: wandbb is not installed"),
         (f"train.output_dir={__file__}/out", "test_runs.py is no folder that can be written to"),
         ("train.deepspeed=configs/deepspeed/zero2.json", "train.deepspeed needs a launcher"),
-        ("model.options=.*'shared_layer'.*shared_layers"),
+        ("model.options={shared_layer: true}", "model.options=.*'shared_layer'.*shared_layers"),
         ("data.max_query_tokens=1", "no example is left to train on: .* dropped: query and answer of more than 1"),
         ("eval.methods=[full, comp]", "unknown method 'comp'; known: .*comb"),
         ("eval.methods=['full@fixedd:3']", "unknown splitter 'fixedd'"),
