@@ -24,7 +24,7 @@ def test_a_document_holds_one_thing() -> None:
     for arguments in ({}, {"text": "a", "token_ids": (1,)}, {"text": ""}, {"text": " \n"}, {"token_ids": ()}):
         with pytest.raises(ValueError, match="document"):
             Document(**arguments)
-    with pytest.raises(ValueError, match=r"str or a comb\.Document, not int"):
+    with pytest.raises(ValueError, match=r"a str, a comb\.Document or a dict with text, not int"):
         as_document(3)
     for arguments in ({"text": b"a"}, {"text": Path("a.txt")}, {"token_ids": [[1, 2]]}, {"token_ids": (1.5,)}):
         with pytest.raises(ValueError, match="document's"):

@@ -50,9 +50,11 @@ def held(state: DecodeState) -> list[Tensor]:
 def passes(model: Any) -> Iterator[list[int]]:
     """Tokens of each pass of the decoder."""
     seen: list[int] = []
-    handle = decoder_of(model).register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+
+    def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["input_ids"].shape[1])
+
+    handle = decoder_of(model).register_forward_pre_hook(count, with_kwargs=True)
     try:
         yield seen
     finally:

@@ -208,8 +208,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("broken.json", b"[{", "is not JSON"),
         ("object.json", b"{}", "expected a list of rows, got dict"),
         ("broken.jsonl", b'{"a": 1}\n{', "broken.jsonl:2 is not JSON"),
-        ("broken.jsonl.gz", b"plain", "can't be read"),
-        ("damaged.jsonl.gz", gzip.compress(b'{"a": 1}')[:10] + b"\xff" * 20, "can't be read"),
+        ("broken.jsonl.gz", b"plain", "is not gzipped, or cut off"),
+        ("damaged.jsonl.gz", gzip.compress(b'{"a": 1}')[:10] + b"\xff" * 20, "is not gzipped, or cut off"),
         ("latin.json", b'["\xe9"]', "can't be read"),
     ):
         (tmp_path / name).write_bytes(content)

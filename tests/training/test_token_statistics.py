@@ -42,8 +42,8 @@ def test_sets_are_told_apart_by_their_ids() -> None:
     examples = [example("a/x", 10), example("a@2/x", 10), example("b/a/x", 4)]
     sets = statistics_by_set(examples)
     assert {name: own.examples for name, own in sets.items()} == {"a": 2, "b": 1}
-    columns = [list(column.cells) for column in data_table(TokenStatistics.of(examples), sets).columns]
-    lines = [list(line) for line in zip(*columns, strict=True)]
-    assert len(columns) == len(HEADS)
+    table = data_table(TokenStatistics.of(examples), sets)
+    lines = [list(line) for line in table.lines]
+    assert len(table.names) == len(HEADS)
     assert [line[0] for line in lines if line[0]] == ["all", "a", "b"]
     assert ["", "document tokens", "4", "7", "9.4", "10", "14"] in lines
