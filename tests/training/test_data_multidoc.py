@@ -210,7 +210,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("broken.jsonl", b'{"a": 1}\n{', "broken.jsonl:2 is not JSON"),
         ("broken.jsonl.gz", b"plain", "is not gzipped, or cut off"),
         ("damaged.jsonl.gz", gzip.compress(b'{"a": 1}')[:10] + b"\xff" * 20, "is not gzipped, or cut off"),
-        ("latin.json", b'["\xe9"]', "can't be read"),
+        ("latin.json", b'["\xe9"]', "is not UTF-8 text"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
