@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import HUB, Counts, datasets, locate, read_dataset
+from comb.documents.datasets import HUB, Counts, below, datasets, locate, read_dataset
 from comb.documents.document import Example
 from comb_training.config import DataConfig
 from comb_training.data import cache_key
@@ -140,7 +140,7 @@ def sources(data: DataConfig) -> list[Source]:
             Source(
                 entry.name,
                 entry.dataset,
-                _under(data.path, entry.path),
+                entry.path if data.path is None or entry.path is None else below(data.path, entry.path),
                 options(own, entry.options),
                 entry.weight,
                 entry.limit,
@@ -148,10 +148,6 @@ def sources(data: DataConfig) -> list[Source]:
             )
         )
     return found
-
-
-def _under(folder: str | None, path: str | None) -> str | None:
-    return path if folder is None or path is None or on_hub(path) else str(Path(folder, path))
 
 
 def _content_key(path: str) -> list[str | None]:
