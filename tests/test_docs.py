@@ -45,9 +45,6 @@ LESS: dict[str, list[str]] = {
     "comb bench mac": ["--contexts", "64", "--steps", "10", "--limit", "2", "--questions", "1", "--max-new-tokens", "8"],
     "comb bench paper": ["--questions", "1", "--only", "Table 2"],
     "comb bench paper epic": ["--questions", "1", "--only", "Fig. 6"],
-    "comb bench parallel": [
-        *SMALL, "--repeats", "1", "--workers", "1", "--beyond", "2", "--segments", "2", "--segment-tokens", "32",
-    ],
 }
 """What commands that begin so are given beside what is printed; the longest beginning counts."""
 MADE = {
@@ -232,9 +229,9 @@ def test_commands_in_the_text_are_ones_that_there_are() -> None:
     for page in PAGES:
         for text in re.findall(r"`(comb [a-z][^`]*)`", re.sub(r"\s*\n\s*", " ", _without_blocks(page))):
             words = shlex.split(text.replace("...", "").replace("|", " "))[1:]
-            command, context = group, typer.Context(group, info_name="comb")
-            while words and hasattr(command, "commands"):
-                found = command.commands.get(words[0])
+            command = group
+            while words and hasattr(command, "get_command"):
+                found = command.get_command(typer.Context(command), words[0])
                 if found is None:
                     wrong.append(f"{named(page)}: `{text}`: there is no {words[0]!r}")
                     break
