@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 HUB_ARGUMENTS = ("token", "cache_dir", "force_download", "local_files_only", "proxies")
 
-backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.smollm2")
+backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.packaged")
 """Short names for backbones: a folder that comes with the package (training registers `nano`), or what fetches one."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,68 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def load_tokenizer(name_or_path: str | Path, model: Any = None, **hub: Any) -> Any:
+def load_tokenizer(
+    name_or_path: str | Path, model: Any = None, *, chat_template_kwargs: Mapping[str, Any] | None = None, **hub: Any
+) -> Any:
     """The tokenizer of a checkpoint; for an adapter folder without one, its backbone's.
 
     Args:
         model: what was loaded from there, or has its configuration as ``config``; not needed for a plain model.
+        chat_template_kwargs: what its chat template is given where nothing else is said (`set_template_defaults`).
         hub: `revision`, `subfolder`, `token` and the like of the checkpoint.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: when there is none, or as `set_template_defaults` does.
         OSError, ImportError: a damaged one, as `comb.backbones.damage.explained` says.
     """
+    tokenizer = _load(name_or_path, model, hub)
+    if chat_template_kwargs:
+        set_template_defaults(tokenizer, chat_template_kwargs)
+    return tokenizer
+
+
+def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Makes what a chat template takes part of it, as ``enable_thinking: false``: whoever renders a chat with the
+    tokenizer, or saves and loads it, has the same without a word, and can still say otherwise.
+
+    Raises:
+        ValueError: for a tokenizer without a Jinja template, a name that the template doesn't ask for, or a value that
+            is no text, number, true or false.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise ValueError(f"chat_template_kwargs {dict(arguments)}: this tokenizer has no chat template to take them")
+    named: dict[str, str] = template if isinstance(template, dict) else {"": template}
+    for name, value in arguments.items():
+        if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
+            raise ValueError(f"chat_template_kwargs: the model's chat template knows no {name!r}")
+        if not name.isidentifier() or name in ("messages", "tools", "documents", "add_generation_prompt"):
+            raise ValueError(
+                f"chat_template_kwargs can't set {name!r}, which the messages and whoever renders them say"
+            )
+        if not isinstance(value, str | bool | int | float):
+            raise ValueError(f"chat_template_kwargs: {name!r} is a text, a number, true or false, not {value!r}")
+        default = f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
+        # the newline behind a block is not printed: a template that begins with one has to keep it
+        named = {
+            key: text if default in text else default + "\n" * text.startswith("\n") + text
+            for key, text in named.items()
+        }
+    tokenizer.chat_template = named if isinstance(template, dict) else named[""]
+
+
+def template_arguments(text: str, option: str = "--chat-template-kwargs") -> dict[str, Any]:
+    """What a command line's option says. Raises ValueError for other than a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f'{option} is a JSON object such as {{"enable_thinking": false}}, not {text!r}')
+    return found
+
+
+def _load(name_or_path: str | Path, model: Any, hub: Mapping[str, Any]) -> Any:
     place = resolve_name(name_or_path)
     backbone = getattr(getattr(model, "config", None), "backbone_name_or_path", "")
     if not Path(place).is_dir() or _has_tokenizer(place):
@@ -53,7 +106,7 @@ def load_tokenizer(name_or_path: str | Path, model: Any = None, **hub: Any) -> A
             "tokenizer.save_pretrained(...)"
         )
     shared = {key: value for key, value in hub.items() if key in HUB_ARGUMENTS}
-    return load_tokenizer(backbone_beside(backbone, place), revision=model.config.backbone_revision, **shared)
+    return _load(backbone_beside(backbone, place), None, {"revision": model.config.backbone_revision, **shared})
 
 
 def _has_tokenizer(place: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from comb import methods
-from comb.backbones.tokenizer import load_tokenizer
+from comb.backbones.tokenizer import load_tokenizer, template_arguments
 from comb.bench.harness import BenchmarkReport, OutOptions
 from comb.bench.work import random_model
 from comb.documents.datasets import Counts, read_dataset
@@ -26,6 +26,9 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="longest answer, in token
 QueryTokens = Annotated[int, typer.Option(min=1, help="tokens behind the segments")]
 Lengths = Annotated[str, typer.Option(help="tokens of context, separated by commas")]
 Repeats = Annotated[int, typer.Option(min=1, help="measurements; in each, all take their turn")]
+ChatTemplateKwargs = Annotated[
+    str, typer.Option(help='JSON: what the chat template is given, such as {"enable_thinking": false}')
+]
 OfRandomModel = Annotated[int, typer.Option(help="of the random model")]
 Seed = Annotated[int, typer.Option(help="of everything drawn at random")]
 
@@ -115,6 +118,7 @@ class QuestionOptions(ModelOptions):
     splitter: Annotated[
         str | None, typer.Option(help="how long documents are split (KVSplit), for example fixed:512")
     ] = None
+    chat_template_kwargs: ChatTemplateKwargs = "{}"
 
     def setting(self) -> Setting:
         """Model, tokenizer and templates; an adapter's own templates where none are given."""
@@ -123,7 +127,8 @@ class QuestionOptions(ModelOptions):
         if "{query}" not in query:
             raise ValueError(f"--query-template {query!r} has no {{query}}: every question would be the same")
         model = self.load()
-        tokenizer = load_tokenizer(self.model, model)
+        arguments = template_arguments(self.chat_template_kwargs)
+        tokenizer = load_tokenizer(self.model, model, chat_template_kwargs=arguments)
         document = self.document_template or trained.get("document_template")
         builder = PromptBuilder(
             tokenizer, document_template=document, head=trained.get("head"), stop=trained.get("stop") or ""

@@ -199,13 +199,16 @@ def ask(
         str | None, typer.Option(help="reuse attention while decoding: context, generation, generation:band=128, ...")
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Ray actors that compile new documents side by side")] = 0,
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help='JSON: what the chat template is given, such as {"enable_thinking": false}')
+    ] = "{}",
     backbone: BackboneOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     """Asks a question about documents, and says what was cached, compiled and recomputed."""
     from comb.backbones.adapter import trained_method
-    from comb.backbones.tokenizer import load_tokenizer
+    from comb.backbones.tokenizer import load_tokenizer, template_arguments
     from comb.cache.store import PICacheStore
     from comb.documents.document import Document
     from comb.documents.files import read_text
@@ -214,11 +217,12 @@ def ask(
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
+    arguments = template_arguments(chat_template_kwargs)
     documents = [Document(read_text(path), id=path.name) for path in doc or []]
     loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
     method = method or trained_method(loaded) or "full"
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
-    tokenizer = load_tokenizer(model, loaded)
+    tokenizer = load_tokenizer(model, loaded, chat_template_kwargs=arguments)
     source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))
     with PICEngine(
         loaded, tokenizer, method=method, store=store, splitter=splitter, mac=mac, workers=workers, source=source

@@ -109,12 +109,23 @@ class PICEngine(AnswerSteps):
         self.executor = executor_of(self.method, executor, workers, source)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, *, tokenizer: Any = None, **arguments: Any) -> PICEngine:
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        tokenizer: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> PICEngine:
         """An engine from an adapter or a plain model: a folder, Hub id or registered name.
 
         `arguments` are the engine's, parameters of its method among them, and all others those of
         ``AutoModelForCausalLM.from_pretrained`` (what both know, as ``token`` of the Hub, is the latter's; of a method
         it is written as ``method="name:parameters"``).
+
+        Args:
+            tokenizer: instead of the model's own.
+            chat_template_kwargs: of its chat template, ``{"enable_thinking": False}`` say.
         """
         names = set(inspect.signature(cls.__init__).parameters) - {"self", "model", "tokenizer", "parameters"}
         if isinstance(method := arguments.get("method"), str):
@@ -125,7 +136,9 @@ class PICEngine(AnswerSteps):
         if tokenizer is None:
             places = ("revision", "subfolder", *HUB_ARGUMENTS)
             hub = {key: value for key, value in arguments.items() if key in places}
-            tokenizer = load_tokenizer(name_or_path, model, **hub)
+            tokenizer = load_tokenizer(name_or_path, model, chat_template_kwargs=chat_template_kwargs, **hub)
+        elif chat_template_kwargs:
+            raise ValueError("chat_template_kwargs are of the model's own tokenizer: give one of both")
         if options.get("workers"):
             options.setdefault("source", ModelSource(str(name_or_path), arguments))
         return cls(model, tokenizer, **options)

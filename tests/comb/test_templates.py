@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from comb import PromptBuilder
+from comb.backbones.tokenizer import load_tokenizer, set_template_defaults
 from comb.documents.messages import Generated
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.chat_templates import MADE_UP, REFUSED, shipped
@@ -302,3 +304,36 @@ def test_a_tokenizer_that_reads_structure_in_any_text_is_refused() -> None:
     with pytest.raises(ValueError, match="documents would be read as structure"):
         PromptBuilder(tokenizer).segment("a <|end|> b")
     assert PromptBuilder(tokenizer).segment("a b")
+
+
+@pytest.mark.parametrize("front", ["", "\n", "\n\n"])
+def test_what_a_template_is_given_by_default_goes_with_the_tokenizer(tmp_path: Path, front: str) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    plain = byte_tokenizer(front + MADE_UP["thinking of earlier answers is dropped"])
+    plain.save_pretrained(tmp_path)
+    told = load_tokenizer(tmp_path, chat_template_kwargs={"enable_thinking": False})
+    expected = by_itself(plain, chat, enable_thinking=False)
+    assert by_itself(told, chat) == expected != by_itself(plain, chat)
+    assert list(PromptBuilder(told).build("Hi", [(1, 2)]).query) == expected
+    assert by_itself(told, chat, enable_thinking=True) == by_itself(plain, chat)
+    told.save_pretrained(tmp_path / "again")
+    assert by_itself(load_tokenizer(tmp_path / "again"), chat) == expected
+    again = load_tokenizer(tmp_path / "again", chat_template_kwargs={"enable_thinking": False})
+    assert again.chat_template == told.chat_template
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"enable_thinkin": False}, "knows no 'enable_thinkin'"),
+        ({"messages": "x"}, "can't set 'messages'"),
+        ({"enable_thinking": None}, "is a text, a number, true or false"),
+    ],
+)
+def test_what_no_template_can_be_given_is_refused(arguments: dict[str, Any], message: str) -> None:
+    tokenizer = byte_tokenizer(MADE_UP["thinking of earlier answers is dropped"])
+    with pytest.raises(ValueError, match=message):
+        set_template_defaults(tokenizer, arguments)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        set_template_defaults(tokenizer, {"enable_thinking": False})

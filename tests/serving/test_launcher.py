@@ -279,14 +279,18 @@ def test_flags_that_cannot_be_served_are_refused() -> None:
     read = read_flags(["--tensor_parallel_size=4", "--host", "0.0.0.0", "--seed", "3"], {"VLLM_API_KEY": "x"})
     assert (read.ranks, read.host, len(read.key_hashes)) == (4, "0.0.0.0", 1)
     assert len(read_flags(["--api-key", "a", "b"], {"VLLM_API_KEY": "x"}).key_hashes) == 2
+    usual = ["--default_chat_template_kwargs", '{"enable_thinking": false}']
+    assert read_flags(usual, {}).chat_template_kwargs == {"enable_thinking": False}
     for flag in (
+        ["--default-chat-template-kwargs.enable_thinking", "false"],
+        ["--default-chat-template-kwargs=[]"],
         ["--api-server-count", "2"],
         ["-dp=2"],
         ["--data_parallel_size", "3"],
         ["--chat-template", "x"],
         ["--model", "m"],
     ):
-        with pytest.raises(ValueError, match="comb serve"):
+        with pytest.raises(ValueError, match=r"comb serve|a JSON object"):
             read_flags(flag, {})
     with pytest.raises(ValueError, match="invalid int"):
         read_flags(["--port", "many"], {})

@@ -37,7 +37,7 @@ words = st.lists(st.sampled_from(["Hi", " ", "\n", "</think>", "/no_think", '"',
 )
 
 
-def by_vllm(tokenizer: Any, path: str, body: dict[str, Any]) -> list[int] | None:
+def by_vllm(tokenizer: Any, path: str, body: dict[str, Any], usual: Any = None) -> list[int] | None:
     """Token ids of vLLM's renderer, without documents; None where the template refuses the messages."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -65,7 +65,7 @@ def by_vllm(tokenizer: Any, path: str, body: dict[str, Any]) -> list[int] | None
         tools = [tool.model_dump() for tool in request.tools] if request.tools else None
     form = resolve_chat_template_content_format(tokenizer.chat_template, tools, "auto", tokenizer, model_config=CONFIG)
     found, _, _ = parse_chat_messages(messages, CONFIG, form)
-    arguments = request.build_chat_params(None, "auto").chat_template_kwargs
+    arguments = request.build_chat_params(None, "auto").with_defaults(usual).chat_template_kwargs
     try:
         text = safe_apply_chat_template(
             CONFIG, tokenizer, found, chat_template=tokenizer.chat_template, tools=tools, tokenize=False, **arguments
@@ -75,7 +75,7 @@ def by_vllm(tokenizer: Any, path: str, body: dict[str, Any]) -> list[int] | None
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-async def over_http(tokenizer: Any, path: str, body: dict[str, Any]) -> Prompt:
+async def over_http(tokenizer: Any, path: str, body: dict[str, Any], **builder: Any) -> Prompt:
     """The prompt that the front builds for a request with one document."""
     built: list[Prompt] = []
 
@@ -89,7 +89,7 @@ async def over_http(tokenizer: Any, path: str, body: dict[str, Any]) -> Prompt:
             return built[-1]
 
     options = ServeOptions("nano", method="full")
-    await Preprocessor(Kept(tokenizer), None, MethodChoice(options)).preprocess(
+    await Preprocessor(Kept(tokenizer, **builder), None, MethodChoice(options)).preprocess(
         path, {**body, "documents": [DOCUMENT]}, ""
     )
     return built[-1]
@@ -163,6 +163,17 @@ async def test_what_vllm_does_with_messages_is_done(name: str) -> None:
     turns = [{"role": role, "content": "Hi"} for role in ("user", "system", "user")]
     inline = {"model": "m", "max_tokens": 3, "system": "A", "messages": turns}
     assert list((await over_http(tokenizer, MESSAGES, inline)).query) == by_vllm(tokenizer, MESSAGES, inline)
+
+
+@pytest.mark.parametrize("asked", [{}, {"enable_thinking": True}, {"enable_thinking": None}])
+async def test_a_servers_usual_arguments_are_those_of_vllm(asked: dict[str, Any]) -> None:
+    tokenizer, usual = byte_tokenizer(MADE_UP["thinking of earlier answers is dropped"]), {"enable_thinking": False}
+    for path, body in bodies([("user", "Hi"), ("assistant", "Ho"), ("user", "So?")]).items():
+        body = body if path == MESSAGES else {**body, "chat_template_kwargs": asked}
+        built = list((await over_http(tokenizer, path, body, chat_template_kwargs=usual)).query)
+        assert built == by_vllm(tokenizer, path, body, usual)
+        if not asked or path == MESSAGES:
+            assert built != by_vllm(tokenizer, path, body)
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,7 @@ def test_made_questions_across_documents_are_for_training_and_have_no_answer(tmp
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     train = read_dataset("hotpotqa", tmp_path / "rows.json", split="train", across=3)
     made = [example for example in train if not example.answer]
-    assert len(made) == 3 * 8 and all("One" in e.query and "Other" in e.query for e in made)
+    assert len(made) == 3 * 8
+    assert all("One" in e.query and "Other" in e.query for e in made)
     assert {e.documents for e in made} == {e.documents for e in train}
     assert all(e.answer for e in read_dataset("hotpotqa", tmp_path / "rows.json", split="heldout", across=3))

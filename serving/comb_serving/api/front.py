@@ -61,7 +61,7 @@ class ServerFront:
             manager = manager_of(options, folder, secret)
             encoders = cast(ServedEncoders, manager.encoders)
             reports = None if options.method is None else ReportReceiver(folder)
-        builder = PromptBuilder(tokenizer_of(options))
+        builder = PromptBuilder(tokenizer_of(options), chat_template_kwargs=options.chat_template_kwargs)
         preprocessor = Preprocessor(
             builder, manager, MethodChoice(options), options.max_documents, placing=placing_of(options)
         )

@@ -328,7 +328,13 @@ class Preprocessor:
 
     def builder_for(self, body: dict[str, Any], builder: PromptBuilder | None = None) -> PromptBuilder:
         """The builder with what a chat's body sets of its template. Raises RequestError."""
-        return replace(builder or self.builder, chat_template_kwargs=template_arguments(body))
+        return self.with_arguments(builder or self.builder, template_arguments(body))
+
+    def with_arguments(self, builder: PromptBuilder, arguments: Mapping[str, Any]) -> PromptBuilder:
+        """The builder with a request's arguments before the server's own, put together as vLLM does."""
+        if usual := self.builder.chat_template_kwargs:
+            arguments = {**usual, **{k: v for k, v in arguments.items() if v is not None and v != "auto"}}
+        return replace(builder, chat_template_kwargs=arguments)
 
     def _chat(
         self,
@@ -348,7 +354,7 @@ class Preprocessor:
             if not inside and not self._in_prompt(request) and self.placing is None:
                 return request  # vLLM renders it
             messages, arguments = converted(path, request.body, builder)
-            builder = replace(builder, chat_template_kwargs=arguments)
+            builder = self.with_arguments(builder, arguments)
         messages = as_rendered(messages, builder)
         if references_of(messages) != named:
             reason = "these messages don't keep their documents in place: put them into those of the user"

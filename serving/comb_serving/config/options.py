@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from comb_serving.config.sizes import parse_pool_size
 
@@ -51,6 +52,7 @@ class ServeOptions:
         log_format: text or json.
         audit: share of a plain model's requests with documents that are also answered by full recompute.
         wait_seconds: longest wait of a request for room in the pool.
+        chat_template_kwargs: what chats are rendered with where a request doesn't say otherwise.
         drain_seconds: that open requests have to come to their end when the server is to end.
     """
 
@@ -77,6 +79,7 @@ class ServeOptions:
     audit: float = 0.0
     wait_seconds: float = 10.0
     drain_seconds: float = 20.0
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("encoders", "ranks", "max_body_bytes", "max_documents"):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from comb.backbones.loading import backbone_beside, resolve_name
+from comb.backbones.tokenizer import template_arguments
 from comb_serving.config.instance import READY, instance_folder, note_segments
 from comb_serving.config.options import ADMIN_KEY, OPTIONS, POOL, ServeOptions
 from comb_serving.config.tenants import key_hash
@@ -43,7 +44,7 @@ _REFUSED = {
     "config": "give its options on the command line",
     "chat-template": "the front renders with the checkpoint's template: save it with the tokenizer",
     "chat-template-content-format": "the front finds it in the template",
-    "default-chat-template-kwargs": "send chat_template_kwargs with requests",
+    "cohere-format": "give it as --default-chat-template-kwargs '{\"cohere_format\": ...}'",
     "exclude-tools-when-tool-choice-none": "leave tools out of such requests",
     "headless": "all processes must run on this machine",
 }
@@ -72,6 +73,7 @@ class ServerFlags:
     ranks: int
     key_hashes: tuple[str, ...]
     named: bool
+    chat_template_kwargs: dict[str, Any]
 
     @property
     def address(self) -> str:
@@ -110,6 +112,7 @@ def read_flags(
     parser.add_argument("--ssl-keyfile", default=None)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--api-key", nargs="*", default=None)
+    parser.add_argument("--default-chat-template-kwargs", default="{}")
     for name, short in zip(_ONLY_ONE, ("-asc", "-dp", "-pp"), strict=True):
         parser.add_argument(f"--{name}", short, type=int, default=1)
     ours = {name.replace("_", "-"): "linking documents needs its own" for name in engine or {}}
@@ -127,6 +130,8 @@ def read_flags(
     for name in _ONLY_ONE:
         if values[name] != 1:
             raise ValueError(f"comb serve has one manager of one pool: --{name} must be 1, not {values[name]}")
+    if any(item.startswith("--default-chat-template-kwargs.") for item in normal):
+        raise ValueError("comb serve takes --default-chat-template-kwargs as one JSON object")
     keys = [key for key in (found.api_key or [environment.get("VLLM_API_KEY", "")]) if key]
     return ServerFlags(
         found.host or "localhost",
@@ -136,6 +141,7 @@ def read_flags(
         found.tensor_parallel_size,
         tuple(key_hash(key) for key in keys),
         bool(found.served_model_name),
+        template_arguments(found.default_chat_template_kwargs, "--default-chat-template-kwargs"),
     )
 
 
@@ -162,7 +168,9 @@ def launch(
     flags = read_flags(arguments, dict(os.environ), plain=options.method is not None, engine=engine)
     if options.admin_hash in flags.key_hashes:
         raise ValueError("the admin key is one of the API keys: choose another, or every client may switch it")
-    options = replace(options, ranks=flags.ranks, key_hashes=flags.key_hashes)
+    options = replace(
+        options, ranks=flags.ranks, key_hashes=flags.key_hashes, chat_template_kwargs=flags.chat_template_kwargs
+    )
     with instance_folder(root) as folder:
         environment = _environment(options, folder)
         model = resolve_name(options.model)

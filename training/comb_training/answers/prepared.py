@@ -172,8 +172,8 @@ def _own(run: PreparedRun) -> _Asked:
 def _teacher(run: PreparedRun, name: str) -> _Asked:
     """Another model, with the same questions and documents as its own tokenizer and template write them."""
     model = load_model(name, dtype=run.model.backbone.dtype).eval()
-    tokenizer = load_tokenizer(name, model)
     data = run.config.data
+    tokenizer = load_tokenizer(name, model, chat_template_kwargs=data.chat_template_kwargs)
     source, _ = read_examples(data, run.builder, run.model.max_document_tokens, split="train", limit=data.limit)
     # by number, so that what the student's side has dropped is left out here, too
     numbered = [replace(example, id=str(number)) for number, example in enumerate(source)]

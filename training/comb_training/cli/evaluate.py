@@ -79,7 +79,10 @@ def evaluate(
         check_writable(out.parent, out.name, out.with_suffix(".png").name)
         read_card(out.parent)  # of an adapter, whose card will show the results
     model = load_checkpoint(checkpoint, settings)
-    show_evaluation(model, load_tokenizer(checkpoint, model), settings, out, split=split)
+    # what was trained with is in the adapter's own template
+    arguments = settings.data.chat_template_kwargs
+    tokenizer = load_tokenizer(checkpoint, model, chat_template_kwargs=arguments)
+    show_evaluation(model, tokenizer, settings, out, split=split)
 
 
 def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None) -> tuple[Config, bool]:

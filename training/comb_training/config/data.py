@@ -142,6 +142,9 @@ class DataConfig:
     head: str | None = None
     """Plain text in front of the documents, examples say, for a model that answers best so; there is no chat template
     then. As in a file of evaluation sets (configs/evaluation.yaml)."""
+    chat_template_kwargs: Options = Field(default_factory=dict)
+    """What the chat template is given, {enable_thinking: false} for Qwen3 say. The adapter's template has it from then
+    on, wherever it is asked and served, unless a request says otherwise."""
     stop: str = ""
     """Characters that end an answer, each of them, where no chat template does; the data's answers get the first."""
     options: Options = Field(default_factory=dict)
@@ -163,6 +166,8 @@ class DataConfig:
                 "data.questions_per_row joins questions as plain text: give data.head ('' for none), as without one "
                 "the tokenizer's chat template writes them"
             )
+        if self.chat_template_kwargs and self.head is not None:
+            raise ValueError("data.chat_template_kwargs are for a chat template, and with data.head there is none")
         _check_template(self.query_template, "data")
         if "split" in self.options:
             raise ValueError("data.options can't hold 'split': what is trained on would count as held out")

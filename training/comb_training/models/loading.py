@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from comb.backbones.loading import load_model
+from comb.backbones.tokenizer import load_tokenizer
 from comb_training.config import Config
 
 
@@ -18,6 +19,12 @@ def load_checkpoint(name_or_path: str, config: Config) -> Any:
     set_threads(config)
     model: Any = load_model(name_or_path, dtype=dtype_of(config.model.dtype))
     return model.to(device_of(config)).eval()
+
+
+def model_tokenizer(config: Config, model: Any) -> Any:
+    """The tokenizer of what a run starts from; its chat template has `data.chat_template_kwargs` from then on."""
+    name, arguments = config.model.init_from or config.model.backbone, config.data.chat_template_kwargs
+    return load_tokenizer(name, model, chat_template_kwargs=arguments)
 
 
 def set_threads(config: Config) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comb.backbones.damage import check_files
-from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts, MissingDataError
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config
@@ -17,6 +16,7 @@ from comb_training.data.batches import join_questions
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
+from comb_training.models.loading import model_tokenizer
 from comb_training.plan.activations import PassSize
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
@@ -111,7 +111,7 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
     """Reads and tokenises the data, if it and the tokenizer are here."""
     config = result.config
     try:
-        tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
+        tokenizer = model_tokenizer(config, model)
     except (OSError, ValueError) as error:
         result.notes.append(f"no data and batches: the backbone's tokenizer is not here ({first_line(error)})")
         for source in sources(config.data):

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import set_seed
 
-from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import Counts
 from comb.documents.document import PromptBuilder
 from comb.evaluation.record import check_writable
@@ -19,7 +18,7 @@ from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
-from comb_training.models.loading import set_threads
+from comb_training.models.loading import model_tokenizer, set_threads
 from comb_training.trainer.accelerator import check_tools
 from comb_training.trainer.run_log import LOG
 
@@ -67,7 +66,7 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
         if not config.model.options:
             raise
         raise ValueError(f"model.options={config.model.options} can't be used: {error}") from error
-    tokenizer = load_tokenizer(config.model.init_from or config.model.backbone, model)
+    tokenizer = model_tokenizer(config, model)
     builder = prompt_builder(config.data, tokenizer)
     examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
     if not examples:
