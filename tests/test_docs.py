@@ -9,10 +9,8 @@ What wants vLLM runs in tests/serving/test_docs_served.py.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +18,8 @@ from pathlib import Path
 import pytest
 
 from comb_training.config import load_config
-from tests.helpers.doc_blocks import (
-    LANGUAGES, PAGES, ROOT, Block, Command, blocks, fill_cache, fill_data, fill_sets, mine, write_rows,
-)  # fmt: skip
+from tests.helpers import doc_blocks
+from tests.helpers.doc_blocks import LANGUAGES, PAGES, ROOT, Block, Command, blocks
 from tests.helpers.forks import Forks
 
 TRAIN = ["train.max_seconds=null", "train.steps=2", "eval.limit=2"]
@@ -81,9 +78,7 @@ class Reader:
         assert words[0] == "comb", f"how is this run? {command.text}"
         more = max((start for start in LESS if command.text.startswith(start)), key=len, default="")
         given = LESS.get(more, [])
-        import time; t = time.time()
         status, output = self.forks.comb([*words[1:], *given])
-        print(status, round(time.time() - t, 1), command.text[:150], file=open("/tmp/cmds.log", "a"), flush=True)
         assert status == 0, f"{command.text}\n{' '.join(given)}\n{output[-3000:]}"
 
     def named(self, word: str) -> str:
@@ -104,24 +99,8 @@ class Reader:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     home = tmp_path_factory.mktemp("reader")
-    folder = home / "comb"
-    folder.mkdir()
-    for name in ("configs", "examples", "scripts", "serving"):
-        (folder / name).symlink_to(ROOT / name)
-    write_rows(folder / "mine.jsonl", mine(200))
-    write_rows(folder / "more.jsonl", mine(40))
-    write_rows(folder / "other.jsonl", mine(12))
-    for name in ("a", "b"):
-        (folder / f"{name}.txt").write_text(f"Document {name} is short.\n")
-    fill_cache(home / "hf")
-    fill_sets(home / "hf")
-    fill_data(folder / "data")
-    environment = {
-        "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-        "WANDB_MODE": "disabled", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }  # fmt: skip
-    with Forks(folder, environment) as forks:
-        yield Reader(folder, forks)
+    with doc_blocks.reader(home) as forks:
+        yield Reader(home / "comb", forks)
 
 
 def named(page: Path) -> str:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.helpers.forks import Forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,8 +125,8 @@ CHAT = (
 )
 REVISION = "0" * 40
 HUB = {
-    "Qwen/Qwen3-0.6B": ("Qwen3Config", {"head_dim": 16}),
-    "Qwen/Qwen3-8B": ("Qwen3Config", {"head_dim": 16}),
+    "Qwen/Qwen3-0.6B": ("Qwen3Config", {"head_dim": 32}),
+    "Qwen/Qwen3-8B": ("Qwen3Config", {"head_dim": 32}),
 }
 """Models that pages name, by their class of configuration; tiny ones stand in the cache under these names."""
 
@@ -153,7 +158,7 @@ def save_tiny(folder: Path, config: str, **more: Any) -> None:
     tokenizer = tf.AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.chat_template = CHAT
     sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4,
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048, "tie_word_embeddings": True,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
     }  # fmt: skip
@@ -163,16 +168,44 @@ def save_tiny(folder: Path, config: str, **more: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@contextmanager
+def reader(home: Path) -> Iterator[Forks]:
+    """A folder as a reader has it, and what they type into there."""
+    folder = home / "comb"
+    folder.mkdir()
+    for name in ("configs", "examples", "scripts", "serving"):
+        (folder / name).symlink_to(ROOT / name)
+    write_rows(folder / "mine.jsonl", mine(200))
+    write_rows(folder / "more.jsonl", mine(40))
+    write_rows(folder / "other.jsonl", mine(12))
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").write_text(f"Document {name} is short.\n")
+    fill_cache(home / "hf")
+    fill_sets(home / "hf")
+    fill_data(folder / "data")
+    with Forks(folder, environment(home)) as forks:
+        yield forks
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Of a process that finds the cache there, and this checkout."""
+    return {
+        "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "disabled", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }  # fmt: skip
+
+
 def fill_cache(home: Path) -> None:
     """A Hugging Face cache (HF_HOME) as after downloads of the models that pages name."""
-    from comb.backbones.smollm2 import NAME, SHA256
+    from comb.backbones.packaged import MODELS
 
     for name, (config, more) in HUB.items():
         folder = home / "hub" / f"models--{name.replace('/', '--')}"
         save_tiny(folder / "snapshots" / REVISION, config, **more)
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text(REVISION)
-    save_tiny(home / "comb" / "backbones" / f"{NAME}-{SHA256[:12]}", "LlamaConfig", num_hidden_layers=30)
+    for model in MODELS:
+        save_tiny(home / "comb" / "backbones" / f"{model.name}-{model.sha256[:12]}", "LlamaConfig", num_hidden_layers=30)
 
 
 ROWS = 540
