@@ -16,7 +16,7 @@ from comb.model.conversion import convert_release
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "data" / "reference" / "combllama_tiny"
 needs_reference = pytest.mark.skipif(
-    not REFERENCE.exists(), reason="the reference checkpoint ../shared/data/reference/combllama_tiny is not here"
+    not REFERENCE.exists(), reason="the release's reference checkpoint is not here"
 )
 
 
