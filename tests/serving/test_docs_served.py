@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from comb_serving.launch.server_process import COMMAND, free_port
-from tests.helpers.doc_blocks import PAGES, ROOT, Block, Command, blocks, environment, fill_cache
+from tests.helpers.doc_blocks import PAGES, ROOT, Block, Command, blocks, environment, fill_cache, mine, write_rows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -53,11 +52,18 @@ def cpu_options() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(plugin: None, nano_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the cache of a reader, and the adapter that they have trained."""
+def home(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the cache of a reader, and the adapter that they have trained on their own rows."""
     folder = tmp_path_factory.mktemp("served")
     fill_cache(folder / "hf")
-    shutil.copytree(nano_adapter, folder / "out" / "adapter")
+    write_rows(folder / "mine.jsonl", mine(24))
+    words = "data=mine.jsonl model.options={} model.num_encoder_layers=2 train.max_seconds=null train.steps=2 train.answers=gold"
+    done = subprocess.run(
+        [sys.executable, "-m", "comb_training.train", ROOT / "configs/nano.yaml", *words.split(), "--no-eval",
+         "train.output_dir=out/adapter"],
+        cwd=folder, env={**os.environ, **environment(folder)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
