@@ -26,7 +26,8 @@ TRAIN = ["train.max_seconds=null", "train.steps=2", "eval.limit=2"]
 SHORT = ["--lengths", "128,256", "--segment-tokens", "64", "--repeats", "1"]
 SMALL = ["--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "2"]
 NAMES = {
-    "MODEL": "nano", "ADAPTER": "out/nano", "FOLDER": "data", "CONFIG": "configs/nano.yaml", "ORG/NAME": "Qwen/Qwen3-0.6B",
+    "MODEL": "nano", "ADAPTER": "out/nano", "FOLDER": "data", "CONFIG": "configs/nano.yaml",
+    "ORG/NAME": "Qwen/Qwen3-0.6B",
 }  # fmt: skip
 """What a reader puts in the place of."""
 LESS: dict[str, list[str]] = {
@@ -39,7 +40,18 @@ LESS: dict[str, list[str]] = {
     "comb bench context-length": [*SHORT, *SMALL],
     "comb bench context-length --model Qwen": SHORT,
     "comb bench drift": ["--limit", "1"],
-    "comb bench mac": ["--contexts", "64", "--steps", "10", "--limit", "2", "--questions", "1", "--max-new-tokens", "8"],
+    "comb bench mac": [
+        "--contexts",
+        "64",
+        "--steps",
+        "10",
+        "--limit",
+        "2",
+        "--questions",
+        "1",
+        "--max-new-tokens",
+        "8",
+    ],
     "comb bench paper": ["--questions", "1", "--only", "Table 2"],
     "comb bench paper epic": ["--questions", "1", "--only", "Fig. 6"],
 }
@@ -74,7 +86,6 @@ class Reader:
         words = [self.named(word) for word in command.words]
         for word in words:
             self.make(word)
-        variables = [words.pop(0) for _ in list(words) if re.match(r"[A-Z_]+=", words[0])]
         assert words[0] == "comb", f"how is this run? {command.text}"
         more = max((start for start in LESS if command.text.startswith(start)), key=len, default="")
         given = LESS.get(more, [])
@@ -90,9 +101,9 @@ class Reader:
         """Trains the adapters that a text names, unless they are there."""
         for name, how in MADE.items():
             if re.search(rf"{name}(?![\w.-])", text) and not (self.folder / name / "config.json").exists():
-                status, output = self.forks.comb(
-                    ["train", *how.split(), *LESS.get(f"comb train {how.split()[0]}", TRAIN), f"train.output_dir={name}", "--no-eval"]
-                )
+                less = LESS.get(f"comb train {how.split()[0]}", TRAIN)
+                words = ["train", *how.split(), *less, f"train.output_dir={name}", "--no-eval"]
+                status, output = self.forks.comb(words)
                 assert status == 0, f"{name}: {output[-3000:]}"
 
 
@@ -171,7 +182,9 @@ def _without_blocks(page: Path) -> str:
 def test_what_does_not_run_is_counted() -> None:
     """Printed with -rP."""
     everything = [block for page in PAGES for block in blocks(page)]
-    reasons = [f"{block.place} {start or 'all of it'}: {why}" for block in everything for start, why in block.not_run.items()]
+    reasons = [
+        f"{block.place} {start or 'all of it'}: {why}" for block in everything for start, why in block.not_run.items()
+    ]
     whole = [block for block in everything if "" in block.not_run]
     served = [block for block in everything if block not in whole and (block.served or _is_served(block))]
     print(f"{len(everything)} blocks: {len(everything) - len(whole)} run, {len(served)} of them with vLLM")
@@ -185,15 +198,14 @@ def _is_served(block: Block) -> bool:
 
 def test_what_is_changed_of_commands_is_printed() -> None:
     """Else a command is gone, and what it was given isn't needed."""
-    texts = [each.text for page in PAGES for block in blocks(page) if block.language == "bash" for each in block.commands()]
+    texts = [
+        each.text for page in PAGES for block in blocks(page) if block.language == "bash" for each in block.commands()
+    ]
     for start in LESS:
         assert any(text.startswith(start) for text in texts), start
     everything = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for name in (*NAMES, *MADE):
         assert name in everything, name
-
-
-# --- commands in a line of text ----------------------------------------------------------------------------------------
 
 
 def test_commands_in_the_text_are_ones_that_there_are() -> None:

@@ -49,7 +49,8 @@ class MethodsOptions(QuestionOptions):
     )
     sets: Annotated[str, typer.Option(help="sets of --config, separated by commas; all by default")] = ""
     data: Annotated[
-        str | None, typer.Option(help="the same as --dataset; with --config the folder of its sets' files, data by default")
+        str | None,
+        typer.Option(help="the same as --dataset; with --config the folder of its sets' files, data by default"),
     ] = None
     limit: Annotated[int, typer.Option("--questions", "--limit", min=1, help="questions per set that are answered")] = (
         50

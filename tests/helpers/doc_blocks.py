@@ -1,7 +1,7 @@
 """The fenced blocks of the README and the docs, and a folder in which a reader would try them.
 
-A block runs, or says why it doesn't in a comment directly above: ``<!-- not run: REASON -->``, or, where it is about the
-lines of a shell block that begin so, ``<!-- not run, COMMAND: REASON -->``.
+A block runs, or says why it doesn't in a comment directly above: ``<!-- not run: REASON -->``, or, of the lines of
+a shell block that begin so, ``<!-- not run, COMMAND: REASON -->``.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def blocks(page: Path) -> Iterator[Block]:
         number = end + 1
 
 
-# --- what a reader has -------------------------------------------------------------------------------------------------
+# --- what a reader has --------------------------------------------------------------------------------
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -159,7 +159,8 @@ def save_tiny(folder: Path, config: str, **more: Any) -> None:
     tokenizer.chat_template = CHAT
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
     }  # fmt: skip
     torch.manual_seed(0)
@@ -205,7 +206,9 @@ def fill_cache(home: Path) -> None:
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text(REVISION)
     for model in MODELS:
-        save_tiny(home / "comb" / "backbones" / f"{model.name}-{model.sha256[:12]}", "LlamaConfig", num_hidden_layers=30)
+        save_tiny(
+            home / "comb" / "backbones" / f"{model.name}-{model.sha256[:12]}", "LlamaConfig", num_hidden_layers=30
+        )
 
 
 ROWS = 540
@@ -221,7 +224,13 @@ def _paragraph(number: int, sentences: int = 2) -> str:
 def _squad(number: int) -> dict[str, Any]:
     answers = {"text": [f"Ada Berg{number}"], "answer_start": [0]}
     asked = f"Who keeps bees {number}?"
-    return {"id": f"q{number}", "title": f"t{number // 3}", "context": _paragraph(number), "question": asked, "answers": answers}
+    return {
+        "id": f"q{number}",
+        "title": f"t{number // 3}",
+        "context": _paragraph(number),
+        "question": asked,
+        "answers": answers,
+    }
 
 
 def _hotpot(number: int) -> dict[str, Any]:
@@ -230,7 +239,10 @@ def _hotpot(number: int) -> dict[str, Any]:
 
 
 def _musique(number: int) -> dict[str, Any]:
-    paragraphs = [{"title": "Ada", "paragraph_text": _paragraph(number)}, {"title": "B", "paragraph_text": "Bees buzz."}]
+    paragraphs = [
+        {"title": "Ada", "paragraph_text": _paragraph(number)},
+        {"title": "B", "paragraph_text": "Bees buzz."},
+    ]
     return {
         "id": f"m{number}", "paragraphs": paragraphs, "question": f"What does Ada Berg{number} keep?", "answer": "bees",
         "answer_aliases": [], "answerable": True,
@@ -238,7 +250,11 @@ def _musique(number: int) -> dict[str, Any]:
 
 
 def _dialogue(number: int) -> dict[str, Any]:
-    return {"id": f"d{number}", "dialogue": f"Ada: Bees {number}?\nBo: Honey.", "summary": f"They speak of bees {number}."}
+    return {
+        "id": f"d{number}",
+        "dialogue": f"Ada: Bees {number}?\nBo: Honey.",
+        "summary": f"They speak of bees {number}.",
+    }
 
 
 def _article(number: int) -> dict[str, Any]:
@@ -299,7 +315,9 @@ def fill_data(folder: Path) -> None:
     ]  # fmt: skip
     (folder / "squad").mkdir()
     (folder / "squad" / "dev-v2.0.json").write_text(json.dumps({"version": "v2.0", "data": squad}))
-    hotpot = [{**_hotpot(n), "_id": f"h{n}", "context": [["Ada", [_paragraph(n)]], ["B", ["Bees."]]]} for n in range(40)]
+    hotpot = [
+        {**_hotpot(n), "_id": f"h{n}", "context": [["Ada", [_paragraph(n)]], ["B", ["Bees."]]]} for n in range(40)
+    ]
     (folder / "hotpotqa").mkdir()
     (folder / "hotpotqa" / "hotpot_dev_fullwiki_v1.json").write_text(json.dumps(hotpot))
     story = "1 {0} moved to the hall.\n2 {1} went to the office.\n3 Where is {0}? \thall\t1\n"

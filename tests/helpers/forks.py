@@ -46,7 +46,9 @@ class Forks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
@@ -70,7 +72,7 @@ def _fork(task: dict[str, Any], out: Path) -> int:
         with out.open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - the process ends with it
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115  the process ends with it
         try:
             _do(task)
             status = 0
@@ -88,10 +90,11 @@ def _fork(task: dict[str, Any], out: Path) -> int:
 def _serve() -> None:
     import tempfile
 
-    import comb_training.cli.train  # noqa: F401 - and with it all that takes long
-    import comb_training.trainer.trainer  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import comb_training.cli.train
+    import comb_training.trainer.trainer  # noqa: F401
 
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "out"

@@ -57,10 +57,10 @@ def home(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     fill_cache(folder / "hf")
     write_rows(folder / "mine.jsonl", mine(24))
-    words = "data=mine.jsonl model.options={} model.num_encoder_layers=2 train.max_seconds=null train.steps=2 train.answers=gold"
+    words = ["data=mine.jsonl", "model.options={}", "model.num_encoder_layers=2", "train.answers=gold", "train.steps=2"]
+    words += ["train.max_seconds=null", "train.output_dir=out/adapter", "--no-eval"]
     done = subprocess.run(
-        [sys.executable, "-m", "comb_training.train", ROOT / "configs/nano.yaml", *words.split(), "--no-eval",
-         "train.output_dir=out/adapter"],
+        [sys.executable, "-m", "comb_training.train", ROOT / "configs/nano.yaml", *words],
         cwd=folder, env={**os.environ, **environment(folder)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

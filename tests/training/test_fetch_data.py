@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import subprocess
@@ -117,7 +116,9 @@ def test_it_goes_on_where_it_was_broken_off(tmp_path: Path, mirror: Mirror) -> N
     assert fetch(tmp_path, "squad", "--from", mirror.url).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["nq_open/nq-open-oracle.jsonl.gz", "squad/dev-v2.0.json", "babi/tasks_1-20_v1-2.tar.gz"])
+@pytest.mark.parametrize(
+    "name", ["nq_open/nq-open-oracle.jsonl.gz", "squad/dev-v2.0.json", "babi/tasks_1-20_v1-2.tar.gz"]
+)
 def test_something_else_is_not_kept(name: str, tmp_path: Path, mirror: Mirror) -> None:
     mirror.files[name] = b"<html>Please log in</html>"
     done = fetch(tmp_path, "nq_open", "squad", "babi", "--from", mirror.url, "--to", "sets")
@@ -139,7 +140,12 @@ def test_what_is_missing_there_is_one_line_each(tmp_path: Path, mirror: Mirror) 
 def test_the_list_says_what_from_where_how_large_and_which_licence(tmp_path: Path) -> None:
     done = fetch(tmp_path, "--list")
     assert done.returncode == 0
-    for text in ("squad: ", "4.4 MB; CC BY-SA 4.0", "squad/dev-v2.0.json  https://rajpurkar.github.io/", "-> babi/en-10k"):
+    for text in (
+        "squad: ",
+        "4.4 MB; CC BY-SA 4.0",
+        "squad/dev-v2.0.json  https://rajpurkar.github.io/",
+        "-> babi/en-10k",
+    ):
         assert text in done.stdout
     assert not (tmp_path / "data").exists()
 
@@ -168,7 +174,7 @@ def test_a_set_on_the_hub_is_read_from_a_copy_in_the_folder(tmp_path: Path) -> N
 def test_a_missing_set_is_one_line_that_says_where_it_may_lie(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"scripts/fetch-data .*data.path=.*--data FOLDER$"):
         read_dataset("squad", tmp_path / "squad" / "dev-v2.0.json")
-    with pytest.raises(ValueError, match="no file or folder '[^']*mine.jsonl'$"):  # nobody fetches one's own rows
+    with pytest.raises(ValueError, match=r"no file or folder '[^']*mine.jsonl'$"):  # nobody fetches one's own rows
         read_dataset(str(tmp_path / "mine.jsonl"))
 
 

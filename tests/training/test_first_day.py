@@ -18,7 +18,10 @@ import pytest
 from tests.helpers.doc_blocks import ROOT, blocks, mine, write_rows
 from tests.helpers.processes import wait_for
 
-SIZES = "data=mine.jsonl train.max_seconds=null train.steps=24 train.batch_size=8 train.logging_steps=1 eval.limit=4".split()
+SIZES = [
+    "data=mine.jsonl", "train.max_seconds=null", "train.steps=24", "train.batch_size=8", "train.logging_steps=1",
+    "eval.limit=4",
+]  # fmt: skip
 """A run that is long enough to be interrupted."""
 
 
@@ -85,7 +88,9 @@ def test_the_first_day(tmp_path: Path) -> None:
     assert max(steps) == 24
     assert "is finished" in day.run(go_on, status=1)
 
-    assert "held" in day.run(printed("comb eval out/nano --methods full,comb,none --out out/nano/results.json") + " --limit 4")
+    assert "held" in day.run(
+        printed("comb eval out/nano --methods full,comb,none --out out/nano/results.json") + " --limit 4"
+    )
     pushed = day.run(printed("comb push out/nano me/comb-nano --dry-run"))
     assert "nothing was uploaded to me/comb-nano" in pushed
     assert str(tmp_path) not in pushed
