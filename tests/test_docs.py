@@ -33,6 +33,7 @@ NAMES = {
 LESS: dict[str, list[str]] = {
     "comb train": TRAIN,
     "comb train configs/nano.yaml": [*TRAIN, "data.limit=24"],
+    "comb train configs/linktokens-smollm2-135m.yaml": [*TRAIN, "data.epoch_examples=52"],
     "comb answers": ["data.limit=4"],
     "comb eval": ["--limit", "2"],
     "comb push": ["--dry-run"],

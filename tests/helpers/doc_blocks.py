@@ -121,7 +121,8 @@ def blocks(page: Path) -> Iterator[Block]:
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
 )
 REVISION = "0" * 40
 HUB = {
