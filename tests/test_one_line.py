@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from comb import CombForCausalLM
 from comb.cli import main as cli
+from comb.linktokens.modeling import LinkTokensForCausalLM
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
+from tests.helpers.gguf_files import write_gguf
 
 ROWS = [{"documents": [f"the number {number}"], "query": "which?", "answer": str(number)} for number in range(12)]
 
@@ -32,6 +35,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     byte_tokenizer().save_pretrained(place / "model")
     adapter = CombForCausalLM.from_backbone(str(place / "model"), num_encoder_layers=1)
     adapter.save_pretrained(place / "adapter", tokenizer=byte_tokenizer())
+    byte_llama(vocab_size=300).save_pretrained(place / "parts", max_shard_size="20KB")
+    byte_tokenizer().save_pretrained(place / "parts")
+    tuned = get_peft_model(
+        byte_llama(vocab_size=300), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    tuned.save_pretrained(place / "tuned")
+    LinkTokensForCausalLM.from_backbone(str(place / "model"), num_link_tokens=2).save_pretrained(place / "links")
+    write_gguf(place / "whole.gguf", byte_llama(vocab_size=300), byte_tokenizer())
     (place / "d.txt").write_text("The lake is deep.")
     (place / "data.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     return place
@@ -51,7 +62,7 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def config(place: Path, model: str = "model", **data: Any) -> str:
     content = {
         "model": {"backbone": str(place / model), "num_encoder_layers": 1, "cpu_threads": 1},
-        "data": {"dataset": "jsonl", "path": str(place / "data.jsonl"), "cache": False, **data},
+        "data": {"dataset": "jsonl", "path": str(place / "data.jsonl"), **data},
         "train": {"steps": 1, "output_dir": str(place / "out"), "answers": "gold"},
     }
     (place / "run.yaml").write_text(yaml.safe_dump(content))
@@ -94,6 +105,41 @@ def old_file(folder: Path) -> None:
     cut("pytorch_model.bin", 3000)(folder)
 
 
+def rope(**values: Any) -> Callable[[Path], Any]:
+    return edit("config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4, **values})
+
+
+def encoder(**values: Any) -> Callable[[Path], Any]:
+    def apply(folder: Path) -> None:
+        of = json.loads((folder / "config.json").read_text())["encoder_config"]
+        edit("config.json", encoder_config={**of, **values})(folder)
+
+    return apply
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], Any], name: str = "model.safetensors") -> Callable[[Path], Any]:
+    def apply(folder: Path) -> None:
+        held = load_file(folder / name)
+        change(held)
+        save_file(held, folder / name, metadata={"format": "pt"})
+
+    return apply
+
+
+def as_old_file(content: Any = None) -> Callable[[Path], Any]:
+    def apply(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        held.pop("model.norm.weight")
+        (folder / "model.safetensors").unlink()
+        torch.save(held if content is None else content, folder / "pytorch_model.bin")
+
+    return apply
+
+
+def first_part_gone(folder: Path) -> None:
+    min(folder.glob("model-*.safetensors")).unlink()
+
+
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights cut off": (cut("model.safetensors", 500), "model.safetensors is damaged or cut off"),
@@ -109,6 +155,219 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "newer tokenizer": (edit("tokenizer.json", model={"type": "New"}), "tokenizer.json can't be read by tokenizers"),
     "settings cut off": (write("generation_config.json", "{"), "generation_config.json is damaged or cut off"),
 }  # fmt: skip
+
+
+C, G, T, P = "config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"
+INDEX, TEMPLATE = "model.safetensors.index.json", "chat_template.jinja"
+MATRIX = "model.layers.0.mlp.up_proj.weight"
+WHERE = {
+    "a": "adapter", "l": "links", "m": "model", "p": "parts", "t": "tuned",
+}  # fmt: skip
+# folder, commands, what is done to it, and what the line says behind the file's name
+SAID: list[tuple[str, str, Callable[[Path], Any], str, str]] = [
+    # a backbone's configuration
+    ("m", "ask train serve", edit(C, hidden_act="swosh"), C, "hidden_act is 'swosh'"),
+    ("m", "ask dry serve", rope(rope_type="spiral"), C, "rope_type is 'spiral'"),
+    ("m", "ask dry serve", rope(rope_theta="big"), C, "'str'"),
+    ("m", "ask dry serve", rope(rope_theta=-1.0), C, "rope_theta is -1.0"),
+    ("m", "ask dry serve", edit(C, num_attention_heads=0), C, "num_attention_heads is 0"),
+    ("m", "ask dry serve", edit(C, num_attention_heads=3), C, "not a multiple"),
+    ("m", "ask dry serve", edit(C, num_key_value_heads=0), C, "num_key_value_heads is 0"),
+    ("m", "ask dry serve", edit(C, dtype="float17"), C, "float17"),
+    ("m", "ask dry serve", edit(C, dtype=5), C, "'int'"),
+    ("m", "ask info doctor", edit(C, hidden_size="32"), C, "'hidden_size' expected int, got str"),
+    ("m", "ask dry serve", edit(C, hidden_size=None), C, "'hidden_size' expected int, got NoneType"),
+    ("m", "ask dry serve", edit(C, vocab_size=[300]), C, "'vocab_size' expected int, got list"),
+    ("m", "ask dry random", edit(C, num_hidden_layers=2.0), C, "'num_hidden_layers' expected int, got float"),
+    ("m", "ask dry serve", edit(C, num_hidden_layers=-1), C, "num_hidden_layers is -1"),
+    ("m", "ask dry serve", edit(C, max_position_embeddings=-5), C, "max_position_embeddings is -5"),
+    ("m", "ask dry serve", edit(C, rms_norm_eps=float("nan")), C, "rms_norm_eps is NaN"),
+    ("m", "ask dry serve", edit(C, rms_norm_eps=-1.0), C, "rms_norm_eps is -1.0"),
+    ("m", "ask dry serve", edit(C, eos_token_id="x"), C, "'eos_token_id'"),
+    ("m", "ask dry serve", edit(C, pad_token_id=5000), C, "adding_idx"),
+    ("m", "ask dry serve", edit(C, model_type=["llama"]), C, "model_type"),
+    ("m", "ask dry serve", edit(C, model_type="t5"), C, "no causal language model of model_type 't5'"),
+    ("m", "ask dry serve", edit(C, architectures="Llama"), C, "architectures"),
+    ("m", "ask dry serve", edit(C, quantization_config="awq"), C, "quantization_config"),
+    ("m", "ask dry serve", write(C, "[]"), C, "should be a JSON object"),
+    ("m", "ask dry serve", write(C, "null"), C, "should be a JSON object"),
+    ("m", "ask dry", lambda folder: (folder / C).unlink(), "model", "has no config.json"),
+    # how answers are generated
+    ("m", "ask dry serve", edit(G, max_new_tokens="x"), G, "max_new_tokens is 'x'"),
+    ("a", "ask push serve", edit(G, temperature="hot"), G, "temperature is 'hot'"),
+    ("a", "ask push serve", write(G, "[]"), G, "should be a JSON object"),
+    ("m", "ask dry serve", edit(G, eos_token_id=["x"]), G, "eos_token_id"),
+    ("m", "ask dry serve", edit(G, stop_strings=5), G, "stop_strings"),
+    ("m", "ask dry serve", edit(G, num_beams=0), G, "num_beams is 0"),
+    ("m", "ask dry serve", edit(G, max_new_tokens=-5), G, "max_new_tokens"),
+    ("m", "ask", lambda folder: ((folder / G).unlink(), (folder / G).mkdir()), G, "is a folder"),
+    # templates and tokenizers
+    ("m", "ask dry serve", lambda folder: (folder / TEMPLATE).write_bytes(b"caf\xe9"), TEMPLATE, "is not UTF-8"),
+    ("a", "ask push serve", lambda folder: (folder / TEMPLATE).write_bytes(b"caf\xe9"), TEMPLATE, "is not UTF-8"),
+    ("m", "ask dry serve", write(TEMPLATE, "{% for m in messages %}"), TEMPLATE, "no chat template (Unexpected end"),
+    ("m", "ask dry serve", write(TEMPLATE, "{{ messages | nope }}"), TEMPLATE, "No filter named 'nope'"),
+    ("m", "ask dry", write(TEMPLATE, "{{ nothing.of.it }}"), TEMPLATE, "fails with these messages"),
+    ("m", "ask dry serve", write(TEMPLATE, ""), TEMPLATE, "is empty"),
+    ("m", "ask dry serve", edit(T, chat_template="{% if %}"), T, "chat_template"),
+    ("m", "ask dry serve", lambda folder: (folder / "tokenizer.json").unlink(), "model", "no tokenizer.json"),
+    ("a", "ask push serve", lambda folder: (folder / "tokenizer.json").unlink(), "adapter", "no tokenizer.json"),
+    ("m", "ask dry serve", write("tokenizer.json", "{}"), "tokenizer.json", "can't be read by tokenizers"),
+    ("m", "ask dry serve", write(T, "[]"), T, "should be a JSON object"),
+    ("a", "ask push serve", write(T, "[]"), T, "should be a JSON object"),
+    ("m", "ask dry serve", edit(T, eos_token=5), T, "eos_token is 5"),
+    ("m", "ask dry serve", edit(T, model_max_length="long"), T, "model_max_length is 'long'"),
+    ("m", "ask dry serve", edit(T, extra_special_tokens="x"), T, "extra_special_tokens"),
+    ("m", "ask dry serve", write("special_tokens_map.json", "[]"), "special_tokens_map.json", "JSON object"),
+    ("m", "ask dry serve", write("added_tokens.json", '{"x": "y"}'), "added_tokens.json", "'y'"),
+    # weights
+    ("m", "ask train", weights(lambda w: w[MATRIX].fill_(float("nan"))), "model", f"in 1 weight ({MATRIX})"),
+    ("m", "ask eval", weights(lambda w: w[MATRIX][3].fill_(float("inf"))), "model", "NaN or infinity"),
+    ("m", "ask dry serve", weights(lambda w: w.pop(MATRIX)), "model", f"lacks 1 weight ({MATRIX})"),
+    ("m", "ask dry serve", as_old_file(), "model", "lacks 1 weight (model.norm.weight)"),
+    ("m", "ask dry serve", as_old_file([1, 2]), "pytorch_model.bin", "no file of weights by torch.save"),
+    ("p", "ask dry serve", first_part_gone, INDEX, "names 1 files that aren't in"),
+    ("p", "ask dry serve", lambda folder: (folder / INDEX).unlink(), "parts", f"no {INDEX}"),
+    ("p", "ask dry serve", edit(INDEX, weight_map={}), INDEX, "weight_map"),
+    ("p", "ask dry serve", edit(INDEX, weight_map={"lm_head.weight": 5}), INDEX, "weight_map"),
+    ("p", "ask dry serve", edit(INDEX, metadata="x"), INDEX, "metadata"),
+    # adapters
+    ("a", "ask push serve", edit(C, cross_attention_layers="x"), C, "'cross_attention_layers' with value 'x'"),
+    ("a", "ask push serve", edit(C, cross_attention_layers=[9]), C, "exceed the backbone's 2 layers"),
+    ("a", "ask push serve", edit(C, backbone_config=5), C, "'backbone_config' with value 5"),
+    ("a", "ask push serve", edit(C, backbone_name_or_path=5), C, "'backbone_name_or_path' expected str, got int"),
+    ("a", "ask serve", edit(C, backbone_name_or_path=""), C, "doesn't name its backbone"),
+    ("a", "ask push serve", edit(C, backbone_fingerprint="x"), C, "'backbone_fingerprint' with value 'x'"),
+    ("a", "ask push serve", edit(C, encoder_config="x"), C, "'encoder_config' with value 'x'"),
+    ("a", "ask push serve", encoder(num_attention_heads="x"), C, "'num_attention_heads' expected int, got str"),
+    ("a", "ask push serve", encoder(hidden_act="swosh"), C, "hidden_act is 'swosh'"),
+    ("a", "ask push serve", edit(C, embedding_scale=None), C, "'embedding_scale'"),
+    ("a", "ask push serve", edit(C, format_version=99), C, "newer comb (format_version 99, this one reads 1)"),
+    ("l", "ask push serve", edit(C, format_version=99), C, "newer comb (format_version 99, this one reads 1)"),
+    ("l", "ask push serve", edit(C, num_link_tokens="x"), C, "'num_link_tokens' expected int, got str"),
+    ("l", "ask push serve", edit(C, layer_shapes=[[1, 2]]), C, "layer_shapes"),
+    ("l", "ask push serve", edit(C, backbone_name_or_path=5), C, "'backbone_name_or_path'"),
+    # peft's
+    ("t", "ask", edit(P, r="x"), P, "r is 'x'"),
+    ("t", "ask", edit(P, lora_alpha=None), P, "lora_alpha is None"),
+    ("t", "ask", edit(P, peft_type="NEW"), P, "peft_type is 'NEW'"),
+    ("t", "ask", edit(P, base_model_name_or_path=None), P, "doesn't name its model"),
+    ("t", "ask", edit(P, base_model_name_or_path="gone"), P, "no model 'gone'"),
+    ("t", "ask", edit(P, target_modules=["nope"]), P, "nope not found|not found"),
+    ("t", "ask", edit(P, r=8), P, "(adapter_config.json says (8, 32))"),
+    ("t", "ask", weights(lambda w: w[min(w)].fill_(float("nan")), "adapter_model.safetensors"), "tuned", "NaN"),
+    ("t", "serve", lambda folder: None, P, "is a PEFT adapter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("folder", "commands", "apply", "file", "words"),
+    SAID,
+    ids=[f"{w}-{f}-{n}" for n, (w, _, _, f, _) in enumerate(SAID)],
+)
+def test_what_a_file_says_wrongly(
+    place: Path, capsys: pytest.CaptureFixture[str], folder: str, commands: str, apply: Callable[[Path], Any],
+    file: str, words: str,
+) -> None:  # fmt: skip
+    """By every command that reads it: one line with the file, what is wrong with it, and what to do."""
+    name = WHERE[folder]
+    if folder == "t":
+        edit(P, base_model_name_or_path=str(place / "model"))(place / name)
+        shutil.copy(place / "model" / "tokenizer.json", place / name)
+    apply(place / name)
+    arguments: dict[str, list[str]] = {
+        "ask": ["ask", name, "--doc", "d.txt", "why?"],
+        "train": ["train", config(place, name), "--no-eval"],
+        "dry": ["train", config(place, name), "--dry-run"],
+        "serve": ["serve", name] if folder in "al" else ["serve", name, "--method", "naive"],
+        "push": ["push", name, "me/x", "--dry-run"],
+        "info": ["info", name],
+        "doctor": ["doctor", name],
+        "random": ["doctor", name, "--random"],
+        "eval": ["eval", name, "--dataset", "jsonl", "--path", "data.jsonl", "--methods", "full"],
+    }
+    for command in commands.split():
+        line = line_of(capsys, *arguments[command])
+        assert file in line, (command, line)
+        assert any(word in line for word in words.split("|")), (command, line)
+        remedies = "again|mend|take|pip install|upgrade|set |say |move|merge"
+        assert any(remedy in line for remedy in remedies.split("|")), (command, line)
+    assert not (place / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "is empty"), (b"GG", "is no GGUF file"), (b"hello, world", "is no GGUF file"), (24, "damaged or cut off"),
+     (100, "damaged or cut off"), (5000, "damaged or cut off"), (-100, "damaged or cut off")],
+)  # fmt: skip
+def test_gguf_files_that_are_cut_off(
+    place: Path, capsys: pytest.CaptureFixture[str], content: bytes | int, words: str
+) -> None:
+    file = place / "whole.gguf"
+    file.write_bytes(content if isinstance(content, bytes) else file.read_bytes()[:content])
+    for command in (["ask", "whole.gguf", "why?"], ["serve", "whole.gguf", "--method", "naive"],
+                    ["train", config(place, "whole.gguf"), "--dry-run"]):  # fmt: skip
+        line = line_of(capsys, *command)
+        assert "whole.gguf" in line
+        assert words in line, line
+
+
+def test_an_answer_is_never_made_from_nan(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def overflow(held: dict[str, torch.Tensor]) -> None:
+        for name in ("model.norm.weight", "lm_head.weight"):
+            held[name] = (held[name] * 1e38).clamp(-3e38, 3e38)
+
+    weights(overflow)(place / "model")
+    for command in (["ask", "model", "why?"], ["ask", "model", "--method", "naive", "--doc", "d.txt", "why?"],
+                    ["eval", "model", "--dataset", "jsonl", "--path", "data.jsonl", "--methods", "full"]):  # fmt: skip
+        assert "NaN" in line_of(capsys, *command)
+
+
+def test_what_a_server_can_not_compare_is_said(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comb_serving.launch.launcher.launch", lambda *_, **__: 0)
+    for change, why in (
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "it is quantised"),
+        ({"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "it has code of its own"),
+        ({"model_type": "new"}, "its model_type isn't known to transformers"),
+    ):
+        shutil.copytree(place / "model", place / "other", dirs_exist_ok=True)
+        edit(C, **change)(place / "other")
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["serve", "other", "--method", "naive", "--tokenizer", "model"])
+        assert stop.value.code == 0
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"other: its weights weren't compared with its config.json, since {why}" in said
+
+
+def test_files_of_a_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(config(place))
+    whole = yaml.safe_load(run.read_text())
+    for text, words in (
+        ("", "is empty"), ("# nothing yet", "is empty"), ("null", "is empty"), ("- 1", "got list"),
+        ("words", "got str"), ("train:", "train has no keys"), ("model:\ndata: {dataset: nano}", "model has no keys"),
+        ("? [1, 2]\n: 3", "is not YAML"), ("data: {mixture: [5]}", "data.mixture[0]"),
+    ):  # fmt: skip
+        run.write_text(text)
+        for command in (["train", "run.yaml"], ["train", "run.yaml", "--dry-run"], ["answers", "run.yaml"]):
+            line = line_of(capsys, *command)
+            assert line.startswith("error: run.yaml"), (text, line)
+            assert words in line, (text, line)
+    for section, key, value, words in (
+        ("model", "options", {"gates": 0.5}, "gates"), ("model", "options", {"gate": "x"}, "gate"),
+        ("model", "options", {"gate": 5.0}, "gate is a share"), ("model", "dtype", "float17", "model.dtype"),
+        ("model", "cross_attention_layers", [99], "exceed"), ("data", "options", {"x": 1}, "no option 'x'"),
+        ("data", "splitter", "nope", "unknown splitter"), ("model", "init_from", "gone", "no model 'gone'"),
+        ("data", "path", "gone.jsonl", "gone.jsonl"),
+    ):  # fmt: skip
+        run.write_text(yaml.safe_dump({**whole, section: {**whole[section], key: value}}))
+        for command in (["train", "run.yaml"], *([] if key == "path" else [["train", "run.yaml", "--dry-run"]])):
+            line = line_of(capsys, *command)
+            assert line.startswith("error: run.yaml"), line
+            assert words in line, line
+            if key == "options" and section == "model" and value != {"gate": 5.0}:
+                assert "from_backbone takes adapter_dtype, cross_attention_layers" in line
+    assert not (place / "out").exists()
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, get_type_hints
 
+from huggingface_hub.dataclasses import type_validator
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -48,6 +52,13 @@ class AdapterConfig(PreTrainedConfig):
     format_version: int = 1
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_types(self, AdapterConfig)
+        newest = type(self).__dataclass_fields__["format_version"].default
+        if self.format_version > newest:
+            raise ValueError(
+                f"it was made by a newer comb (format_version {self.format_version}, this one reads {newest}): "
+                "pip install -U comb-pic"
+            )
         if isinstance(self.backbone_config, dict):
             self.backbone_config = _config_from_dict(self.backbone_config)
         super().__post_init__(**kwargs)
@@ -102,10 +113,32 @@ class AdapterConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
 
+def check_types(config: PreTrainedConfig, *bases: type) -> None:
+    """Raises ValueError for a field of a configuration whose value isn't of its type; of `bases` those inherited.
+
+    transformers checks its own classes alone.
+    """
+    for cls in (type(config), *bases):
+        known: Any = cls  # every configuration is a dataclass
+        names = {field.name for field in fields(known)}
+        # of the class's own fields alone: transformers' can't be looked up without its imports
+        own = {name: hint for name, hint in cls.__annotations__.items() if name in names}
+        hints = get_type_hints(SimpleNamespace(__annotations__=own), vars(sys.modules[cls.__module__]))
+        for name, hint in hints.items():
+            try:
+                type_validator(name, getattr(config, name), hint)
+            except TypeError as error:
+                raise ValueError(" ".join(str(error).partition(". Errors:")[0].split())) from error
+
+
 def is_adapter(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is an adapter's: by the class that is registered for its model_type."""
     model_type = config.get("model_type")
-    return model_type in CONFIG_MAPPING and issubclass(CONFIG_MAPPING[model_type], AdapterConfig)
+    return (
+        isinstance(model_type, str)
+        and model_type in CONFIG_MAPPING
+        and issubclass(CONFIG_MAPPING[model_type], AdapterConfig)
+    )
 
 
 def trained_method(model: Any) -> str | None:

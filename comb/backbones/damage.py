@@ -9,11 +9,12 @@ from __future__ import annotations
 import dis
 import fnmatch
 import json
-import zipfile
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -21,7 +22,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, __version__
 from torch import Tensor
 
-from comb.backbones.transformers_private import conversion_errors
+from comb.backbones.settings import PEFT, WRONG, is_validation, values_in, words_of
+from comb.backbones.transformers_private import conversion_errors, why_no_template
 from comb.documents.files import read_json
 
 OWN = ("comb", "comb_training", "comb_serving")
@@ -30,7 +32,14 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "tekken.json",
 )  # fmt: skip
+SETTINGS = ("config.json", "generation_config.json")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                      "additional_chat_templates/*.jinja")  # fmt: skip
 _AGAIN = "download or copy it again"
+_MEND = f"mend it there, or {_AGAIN}"
+
+# where a file of one of these is, there is a vocabulary
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "tokenizer*.py", "*.tiktoken")
 
 
 class DamagedError(ValueError):
@@ -56,13 +65,35 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
     except Exception as error:
         # out of memory on a GPU says nothing of files; nor does an option that nobody knows
         known = type(error).__name__ == "OutOfMemoryError" or "unexpected keyword argument" in str(error)
-        if known or raised_by_us(error):
+        if known or isinstance(error, DamagedError):
+            raise
+        folder = local_folder(place)
+        # what comb's own classes say of a configuration's values is without its file
+        found = None if folder is None or Path(place).is_file() else damage_in(folder, tokenizer=tokenizer)
+        if found is None and folder is not None and not tokenizer:
+            found = _refused(folder)
+        if found is not None and not isinstance(error, ImportError):
+            raise DamagedError(found) from error
+        if raised_by_us(error):
             raise
         raise _explanation(error, str(place), tokenizer) from error
 
 
+@contextmanager
+def named(place: str | Path, more: str = "") -> Iterator[None]:
+    """Puts `place`, and `more`, in front of what comb's own errors say that don't name it yet."""
+    try:
+        yield
+    except DamagedError:  # it has its file
+        raise
+    except (ValueError, OSError) as error:
+        if not raised_by_us(error) or re.search(rf"(?<!\w){re.escape(str(place))}(?!\w)", str(error)):
+            raise
+        raise ValueError(f"{place}{more}: {error}") from error
+
+
 def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
-    message = " ".join(str(error).split())
+    message = words_of(error)
     what = f"the tokenizer of {place}" if tokenizer else place
     if isinstance(error, ImportError):
         install = "" if "install" in message or not error.name else f": pip install {error.name}"
@@ -70,18 +101,31 @@ def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
     if Path(place).is_file():
         why = f"({type(error).__name__}: {message}): it is damaged or cut off, or of a kind that isn't known"
         return DamagedError(damage_of(Path(place)) or f"{place} can't be read as a model {why}; {_AGAIN}")
-    folder = local_folder(place)
-    found = None if folder is None else damage_in(folder, tokenizer=tokenizer)
-    if found is not None:
-        return DamagedError(found)
     if parts := conversion_errors(error):
         name, why = next(iter(parts.items()))
         return DamagedError(f"{place} has weights that can't be put together for {len(parts)} of the model's, among "
                             f"them {name} ({why}): some are missing, or of another model; {_AGAIN}")  # fmt: skip
+    folder = local_folder(place)
     if folder is None and isinstance(error, OSError):
         return OSError(f"no model {place!r}: there is no such folder, and as a Hub id it can't be read: {message}")
-    kind = ValueError if isinstance(error, ValueError) else OSError
-    return kind(f"{what} can't be loaded ({type(error).__name__}: {message})")
+    why = f"({type(error).__name__}: {message})"
+    if folder is not None and not tokenizer and not any((folder / name).is_file() for name in ("config.json", PEFT)):
+        return DamagedError(f"{place} has no config.json, so it is no model's folder: {_AGAIN}, or name another one")
+    if folder is None:
+        return (ValueError if isinstance(error, ValueError) else OSError)(f"{what} can't be loaded {why}")
+    if tokenizer:
+        return DamagedError(
+            f"{what} can't be loaded {why}: see tokenizer_config.json and what is beside it, or {_AGAIN}"
+        )
+    if (folder / PEFT).is_file():
+        return DamagedError(f"{folder / PEFT} doesn't fit its weights or its model {why}: {_MEND}")
+    if not tokenizer and (gone := _no_weights(folder)) is not None:
+        return DamagedError(gone)
+    if isinstance(error, FileNotFoundError):
+        return DamagedError(f"{what} can't be loaded {why}: {_AGAIN}")
+    return DamagedError(
+        f"{what} can't be loaded {why}: see its config.json and the options that were given, or {_AGAIN}"
+    )
 
 
 def local_folder(place: str | Path) -> Path | None:
@@ -107,7 +151,29 @@ def damage_in(folder: Path, *, tokenizer: bool = False) -> str | None:
     """
     patterns = ("config.json", *TOKENIZER_FILES) if tokenizer else MODEL_FILES
     chosen = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    return next((found for path in chosen if (found := damage_of(path)) is not None), None)
+    found = next((found for path in chosen if (found := damage_of(path)) is not None), None)
+    return found or (_no_vocabulary(folder) if tokenizer else None)
+
+
+def _no_vocabulary(folder: Path) -> str | None:
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        return None
+    kind = str(read_json(settings).get("tokenizer_class"))
+    if not kind.endswith(("Fast", "TokenizersBackend")):  # bytes need no vocabulary
+        return None
+    return f"{folder} has {settings.name} and no tokenizer.json, in which its tokens are: {_AGAIN}"
+
+
+def check_settings(folder: Path, *, tokenizer: bool = False) -> None:
+    """Raises DamagedError for settings there that can't be right, of the model or its tokenizer.
+
+    transformers goes on where it can't read them, or computes with what they say: another end of an answer, or NaN.
+    """
+    for pattern in TOKENIZER_SETTINGS if tokenizer else SETTINGS:
+        for path in folder.glob(pattern):
+            if (found := damage_of(path)) is not None:
+                raise DamagedError(found)
 
 
 def check_files(place: str | Path, *, weights: bool = False) -> None:
@@ -117,31 +183,54 @@ def check_files(place: str | Path, *, weights: bool = False) -> None:
         weights: they must be there.
     """
     folder = local_folder(place)
-    if weights and Path(place).is_dir():
-        kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-        if not any(path.is_file() for kind in kinds for path in Path(place).glob(kind)):
-            raise DamagedError(f"{place} has no weights ({', '.join(kinds)}): {_AGAIN}")
+    if weights and Path(place).is_dir() and (found := _no_weights(Path(place))) is not None:
+        raise DamagedError(found)
     for tokenizer in (False, True):
         if folder is not None and (found := damage_in(folder, tokenizer=tokenizer)) is not None:
             raise DamagedError(found)
+    if folder is not None and (found := _refused(folder)) is not None:
+        raise DamagedError(found)
+
+
+def _no_weights(folder: Path) -> str | None:
+    kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+    if not any(path.is_file() for kind in kinds for path in folder.glob(kind)):
+        return f"{folder} has no weights ({', '.join(kinds)}): {_AGAIN}"
+    for single, parts in (("model.safetensors", "model-*.safetensors"), ("pytorch_model.bin", "pytorch_model-*.bin")):
+        whole = (folder / single).is_file() or (folder / f"{single}.index.json").is_file()
+        if not whole and any(folder.glob(parts)):
+            return f"{folder} has parts of its weights ({parts}) and no {single}.index.json: {_AGAIN}"
+    return None
 
 
 def headers(folder: Path) -> dict[str, Tensor]:
     """The tensors that ``from_pretrained`` would read there, without their values (on the meta device)."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if not (folder / names[0]).is_file():
-        names = sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
-    found = {}
-    for name in names:
-        with explained(folder), safe_open(folder / name, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-            found.update({key: torch.empty(part.get_shape(), device="meta") for key, part in slices.items()})
+    found: dict[str, Tensor] = {}
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        whole = (folder / name).is_file()
+        shards = [name] if whole else sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
+        for shard in shards:
+            with explained(folder):
+                found.update(_header(folder / shard))
+        if found:
+            break
     return found
+
+
+def _header(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        held: Mapping[str, Any] = torch.load(path, map_location="meta", weights_only=True)
+        return {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    with safe_open(path, framework="pt") as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+        return {key: torch.empty(part.get_shape(), device="meta") for key, part in slices.items()}
 
 
 def damage_of(path: Path) -> str | None:
     """Why a file can't be right, and what to do; None if it looks well."""
+    if path.is_dir():
+        return f"{path} is a folder, where a file should be: {_AGAIN}"
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -157,17 +246,31 @@ def damage_of(path: Path) -> str | None:
                 return None
         except Exception as error:  # safetensors' own class is no OSError or ValueError
             return f"{path} is damaged or cut off, it is no safetensors file ({error}): {_AGAIN}"
+    if path.suffix == ".gguf" and not head.startswith(b"GGUF"):
+        return f"{path} is no GGUF file, by its first bytes: {_AGAIN}"
     # torch.save's formats: a zip file, and before that a pickle
-    whole = zipfile.is_zipfile(path) if head.startswith(b"PK") else path.suffix != ".bin" or head.startswith(b"\x80")
-    if not whole:
-        return f"{path} is damaged or cut off, it is no file of torch.save: {_AGAIN}"
+    if head.startswith(b"PK") or path.suffix == ".bin":
+        try:
+            _header(path)
+        except Exception:  # its messages speak of options that nobody has here
+            return f"{path} is damaged or cut off, it is no file of weights by torch.save: {_AGAIN}"
+    if path.suffix == ".jinja":
+        return _damage_in_template(path)
     return _damage_in_json(path) if path.suffix == ".json" else None
+
+
+def _damage_in_template(path: Path) -> str | None:
+    try:
+        template_error = why_no_template(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        return f"{path} is not UTF-8 text ({error}): {_AGAIN}"
+    return template_error and f"{path} is no chat template ({template_error}): {_MEND}"
 
 
 def _damage_in_json(path: Path) -> str | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{path} is damaged or cut off, it is not JSON ({error}): {_AGAIN}"
     if path.name == "tokenizer.json":
         try:
@@ -177,18 +280,62 @@ def _damage_in_json(path: Path) -> str | None:
                 f"{path} can't be read by tokenizers {__version__} ({error}): it is damaged, or of a newer version: "
                 f"{_AGAIN}, or pip install -U tokenizers transformers"
             )
-    if path.name == "config.json":
-        if not isinstance(content, dict):
-            return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
-        if not content.get("model_type"):
-            return f"{path} has no model_type, so it is no model's: {_AGAIN}"
+        return None
+    if not isinstance(content, dict) and (path.name in SETTINGS or path.name != "vocab.json"):
+        return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
+    if path.name == "config.json" and not (isinstance(content.get("model_type"), str) and content["model_type"]):
+        return f"{path} has no model_type, so it is no model's: {_AGAIN}"
+    wrong = WRONG[path.name](content) if path.name in WRONG else None
+    if wrong is not None:
+        return f"{path}: {wrong}: {_MEND}"
     if path.name.endswith(".index.json"):
-        shards = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(shards, dict):
-            return f"{path} has no weight_map: {_AGAIN}"
-        gone = sorted(name for name in {*map(str, shards.values())} if not (path.parent / name).is_file())
+        shards = content.get("weight_map")
+        kinds = (".safetensors", ".bin")
+        if not isinstance(shards, dict) or not shards or not all(str(name).endswith(kinds) for name in shards.values()):
+            return f"{path} has no weight_map to files of weights: {_AGAIN}"
+        if not isinstance(content.get("metadata"), dict | None):
+            return f"{path} has {content['metadata']!r} as its metadata, not an object: {_AGAIN}"
+        gone = sorted(name for name in {*shards.values()} if not (path.parent / name).is_file())
         if gone:
             return f"{path} names {len(gone)} files that aren't in {path.parent}, among them {gone[0]}: {_AGAIN}"
+    return None
+
+
+def _refused(folder: Path) -> str | None:
+    """Why transformers can't make the model that a folder's config.json speaks of; None if it can.
+
+    It is made without weights. Nothing is said of models with code of their own, or of a type that isn't known.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import __version__ as version
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    kind = content.get("model_type")
+    if content.get("auto_map") or kind not in CONFIG_MAPPING:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return f"{path}: transformers {version} has no causal language model of model_type {kind!r}: take another"
+        if getattr(config, "backbone_config", config) is not None:  # an adapter may leave that to its backbone
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
+    except (ImportError, MemoryError, RecursionError):
+        return None
+    except Exception as error:  # whatever a value makes a class do
+        named = [name for name, value in values_in(content) if isinstance(error, KeyError) and value == error.args[0]]
+        if named:
+            return f"{path}: {named[0]} is {error.args[0]!r}, which transformers {version} doesn't know: {_MEND}"
+        words = (
+            words_of(error)
+            if raised_by_us(error) or is_validation(error)
+            else f"{type(error).__name__}: {words_of(error)}"
+        )
+        return f"{path} gives no model ({words}){'' if 'pip install' in words else f': {_MEND}'}"
     return None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from comb.backbones.damage import explained
+from comb.backbones.damage import DamagedError, damage_of, explained
 from comb.backbones.gguf_metadata import check_read, keep_special_tokens
 from comb.backbones.whole import check_whole
 from comb.cache.atomic import hub_folder
@@ -50,7 +50,7 @@ def gguf_file(path: Path) -> Path | None:
         return path if path.suffix == SUFFIX else None
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    found = sorted(path.glob(f"*{SUFFIX}"))
+    found = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
     models: dict[str, Path] = {}
     for file in found:
         part = _PART.fullmatch(file.stem)
@@ -118,8 +118,16 @@ def _reader(file: Path) -> Any:
         from gguf import GGUFReader
     except ImportError as error:
         raise OSError(f"reading {file.name} needs the package gguf: pip install gguf") from error
-    with explained(file):
+    if (found := damage_of(file)) is not None:
+        raise DamagedError(found)
+    try:
         return GGUFReader(file)
+    except Exception as error:  # numpy's, mostly, about arrays of another size
+        said = f" ({error})" if "version" in str(error) else ""
+        raise DamagedError(
+            f"{file} can't be read as a model{said}: it is damaged or cut off, or newer than the package gguf: "
+            "download or copy it again, or pip install -U gguf"
+        ) from error
 
 
 def _value(reader: Any, key: str) -> Any:

@@ -13,16 +13,24 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from comb.backbones.damage import DamagedError, check_files, damage_of, explained, headers, local_folder
+from comb.backbones.damage import (
+    DamagedError,
+    check_files,
+    check_settings,
+    damage_of,
+    explained,
+    headers,
+    local_folder,
+)
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.half_precision import warn_if_slow
-from comb.backbones.unpublished import read_private
-from comb.backbones.whole import check_whole
+from comb.backbones.settings import PEFT
+from comb.backbones.unpublished import private_file, read_private
+from comb.backbones.whole import check_finite, check_whole
 from comb.documents.files import read_json
 from comb.registry import Registry
 
@@ -81,6 +89,8 @@ def backbone_beside(backbone_name: str, adapter: str | Path) -> str:
     if backbone_name.startswith("./"):
         return str((Path(adapter) / backbone_name).resolve())
     kept = read_private(adapter).get("backbone")
+    if not isinstance(kept, str | None):
+        raise ValueError(f"{private_file(adapter)} is damaged, its backbone is {kept!r}: remove it")
     if kept is None or Path(kept).name != backbone_name:
         return backbone_name
     if not Path(kept).exists():
@@ -91,6 +101,16 @@ def backbone_beside(backbone_name: str, adapter: str | Path) -> str:
     return str(kept)
 
 
+def backbone_of_adapter(config: Any, adapter: str | Path) -> str:
+    """`backbone_beside` of what an adapter's configuration names. Raises ValueError if it names none."""
+    if not config.backbone_name_or_path:
+        raise ValueError(
+            f"{Path(adapter) / 'config.json'} doesn't name its backbone: say where it is (--backbone, or "
+            "backbone=...), or set backbone_name_or_path to its Hub id or folder"
+        )
+    return backbone_beside(config.backbone_name_or_path, adapter)
+
+
 def load_config(name: str | Path, kind: Any = AutoConfig, **options: Any) -> Any:
     """A model's configuration by its name. Raises OSError or ValueError with the file and what to do.
 
@@ -99,7 +119,10 @@ def load_config(name: str | Path, kind: Any = AutoConfig, **options: Any) -> Any
     """
     place = resolve_name(name)
     with explained(place):
-        return kind.from_pretrained(place, **options)
+        config = kind.from_pretrained(place, **options)
+    if (folder := local_folder(place)) is not None:
+        check_settings(folder)
+    return config
 
 
 def load_model(name: str | Path, **options: Any) -> Any:
@@ -113,26 +136,40 @@ def load_model(name: str | Path, **options: Any) -> Any:
         OSError, ImportError: as `comb.backbones.damage.explained` says.
     """
     place = resolve_name(name)
-    if (tuned := Path(place) / "adapter_config.json").is_file():  # peft's: the report is of what it adds
-        check_weights(read_json(tuned).get("base_model_name_or_path") or place)
+    if (tuned := Path(place) / PEFT).is_file():  # the report is of what it adds
+        _check_base(tuned)
+    folder = local_folder(place)
+    if folder is not None:
+        check_settings(folder)
     with explained(place):
         # what is missing or doesn't fit is left as it was initialised, and transformers says so in its log alone
         model, report = AutoModelForCausalLM.from_pretrained(
             place, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     check_whole(model, report, place)
-    folder = local_folder(place)
-    settings = None if folder is None else folder / "generation_config.json"
-    # transformers goes on with its defaults: another end of an answer, say
-    if settings is not None and settings.is_file() and (found := damage_of(settings)) is not None:
-        raise DamagedError(found)
+    check_finite(model, place)
+    if folder is None and (folder := local_folder(place)) is not None:  # they came from the Hub
+        check_settings(folder)
     return model
+
+
+def _check_base(tuned: Path) -> None:
+    """Raises ValueError or OSError for damaged settings of a PEFT adapter, or a model that isn't whole or here."""
+    if (found := damage_of(tuned)) is not None:
+        raise DamagedError(found)
+    base = read_json(tuned).get("base_model_name_or_path")
+    if not base and not (tuned.parent / "config.json").is_file():
+        raise DamagedError(f"{tuned} doesn't name its model: set base_model_name_or_path to its Hub id or folder")
+    try:
+        check_weights(base or tuned.parent)
+    except OSError as error:
+        raise OSError(f"{tuned}, base_model_name_or_path: {error}; set it to the model's Hub id or folder") from error
 
 
 def check_weights(name: str | Path) -> None:
     """What `load_model` checks, by the headers of the weights alone: for who lets others load them (vLLM).
 
-    Nothing is said of what isn't here yet, of models that transformers doesn't know, and of quantised ones.
+    Of what can't be compared (a quantised model, say), and why, a warning is logged.
 
     Raises:
         ValueError, OSError: as `load_model` does.
@@ -140,11 +177,21 @@ def check_weights(name: str | Path) -> None:
     place = resolve_name(name)
     check_files(place, weights=True)
     folder = local_folder(place)
-    if folder is None or not (found := headers(folder)):
+    if folder is None:  # it isn't here yet
         return
-    with explained(place):
-        given, _ = PreTrainedConfig.get_config_dict(place)
-    if given.get("model_type") not in CONFIG_MAPPING or given.get("quantization_config") or given.get("auto_map"):
+    if (folder / PEFT).is_file() and not (folder / "config.json").is_file():
+        _check_base(folder / PEFT)
+        return
+    given = read_json(folder / "config.json")
+    found = headers(folder)
+    reasons = {
+        "its model_type isn't known to transformers": given.get("model_type") not in CONFIG_MAPPING,
+        "it is quantised": given.get("quantization_config"),
+        "it has code of its own": given.get("auto_map"),
+        "they are in no file of safetensors or torch.save by a usual name": not found,
+    }
+    if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
+        logger.warning("%s: its weights weren't compared with its config.json, since %s", place, why)
         return
     config = load_config(place)
     with explained(place):
@@ -171,8 +218,6 @@ def load_backbone(
                 "backbone by name"
             )
         return name_or_model
-    if not str(name_or_model):
-        raise ValueError("this checkpoint doesn't name its backbone: pass one with backbone=...")
     kwargs.setdefault("dtype", "auto")
     try:
         model: PreTrainedModel = load_model(name_or_model, revision=revision, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from comb.backbones.damage import explained, is_tokenizer_file, local_folder
+from comb.backbones.damage import check_settings, explained, is_tokenizer_file, local_folder
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, resolve_name
 
@@ -95,6 +95,8 @@ def _load(name_or_path: str | Path, model: Any, hub: Mapping[str, Any]) -> Any:
     backbone = getattr(getattr(model, "config", None), "backbone_name_or_path", "")
     if not Path(place).is_dir() or _has_tokenizer(place):
         try:
+            if (folder := local_folder(place)) is not None:
+                check_settings(folder, tokenizer=True)
             with explained(place, tokenizer=True):
                 return AutoTokenizer.from_pretrained(place, **hub)
         except (OSError, ValueError):

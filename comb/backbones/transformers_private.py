@@ -8,6 +8,7 @@ Seen in transformers 5.16 to 5.19:
 - scan functions in a model's file: layers call them as globals of that file, and no hook sees what they are given
 - cache classes in a model's file: MiniMax makes one of its own for its linear layers, and no attribute names it
 - the report that ends in an error without a name, when weights of a checkpoint can't be put together
+- ``chat_template_utils._compile_jinja_template``: whether a template is one, before there is a chat
 - the names that a GGUF file's tensors have in a model, and which of its two readers takes an architecture
 """
 
@@ -90,6 +91,18 @@ def conversion_errors(error: BaseException) -> dict[str, str]:
             return {name: str(text).strip().splitlines()[-1] for name, text in found.items()}
         frame = frame.tb_next
     return {}
+
+
+def why_no_template(text: str) -> str | None:
+    """What is wrong with the syntax of a chat template; None if nothing."""
+    from jinja2.exceptions import TemplateError
+    from transformers.utils import chat_template_utils
+
+    try:
+        chat_template_utils._compile_jinja_template(text)
+    except TemplateError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def unused_gguf_tensors(model: nn.Module, architecture: str, names: Iterable[str]) -> list[str]:

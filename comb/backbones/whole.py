@@ -1,4 +1,4 @@
-"""Whether a model that was loaded has all of its weights, and its checkpoint no others."""
+"""Whether a model that was loaded has all of its weights, and its checkpoint no others; and whether it computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +27,14 @@ def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) 
     Raises:
         ValueError: naming them.
     """
+    # peft reports what it adds to a model
+    settings = "adapter_config.json" if (Path(place) / "adapter_config.json").is_file() else "config.json"
     missing = report["missing_keys"]
     if missing:
         raise ValueError(f"{place} lacks {_named(missing)}: the checkpoint isn't whole, download or copy it again")
     if mismatched := report["mismatched_keys"]:
-        shapes = {f"{key} {tuple(ours)} (config.json says {tuple(theirs)})" for key, ours, theirs in mismatched}
-        raise ValueError(f"{place} has other shapes than its config.json says in {_named(shapes)}: they aren't of one "
+        shapes = {f"{key} {tuple(ours)} ({settings} says {tuple(theirs)})" for key, ours, theirs in mismatched}
+        raise ValueError(f"{place} has other shapes than its {settings} says in {_named(shapes)}: they aren't of one "
                          "model, download or copy them again")  # fmt: skip
     unexpected = set(report["unexpected_keys"])
     # a quantised model's scales are its quantiser's to know
@@ -38,11 +42,51 @@ def check_whole(model: nn.Module, report: Mapping[str, Any], place: str | Path) 
     foreign = set() if quantised else {key for key in unexpected if _is_inside(key, model)}
     if foreign:
         raise ValueError(
-            f"{place} has {_named(foreign)} that {type(model).__name__} with this config.json doesn't have: it is "
-            "another model than the configuration says; take config.json and weights from one place"
+            f"{place} has {_named(foreign)} that {type(model).__name__} with this {settings} doesn't have: it is "
+            f"another model than the configuration says; take {settings} and weights from one place"
         )
     if unexpected:
         logger.warning("%s has %s that %s doesn't use", place, _named(unexpected), type(model).__name__)
+
+
+def check_finite(model: nn.Module, place: str | Path) -> None:
+    """Whether a model's weights are numbers: one pass over them, at the speed of memory.
+
+    Raises:
+        ValueError: naming those that hold NaN or infinity, from which no answer can be had.
+    """
+    broken = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point() and weight.numel() and not weight.is_meta and not _is_finite(weight.detach())
+    ]
+    if broken:
+        raise ValueError(f"{place} has NaN or infinity in {_named(broken)}: the file is damaged or training diverged, "
+                         "download it again, or take an earlier checkpoint")  # fmt: skip
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raises ValueError for logits with NaN: whatever token is chosen by them means nothing."""
+    if bool(logits.max().isnan()):
+        raise ValueError(
+            f"the model computes NaN here ({logits.dtype} logits): its numbers overflow, or "
+            "its weights are damaged; load it in another dtype (--dtype float32 or bfloat16), or download it again"
+        )
+
+
+class CheckedLogits(LogitsProcessor):
+    """Ends ``generate`` by `check_logits`; costs a maximum for each token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores as they are."""
+        check_logits(scores)
+        return scores
+
+
+def _is_finite(weight: Tensor) -> bool:
+    # as exact as isfinite().all(), and twenty times as fast
+    least, most = (weight if weight.element_size() > 1 else weight.half()).aminmax()
+    return bool(torch.isfinite(torch.stack((least, most))).all())
 
 
 def _named(keys: Iterable[str]) -> str:

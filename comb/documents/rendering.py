@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers.utils import chat_template_utils
 
 from comb.documents.messages import Generated, Message, Reference, message_parts
@@ -219,7 +221,17 @@ def _render(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str,
             )
     except Exception as error:  # a template is a program, and may raise anything
         words = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"the tokenizer's chat template doesn't take these messages: {words}") from error
+        # without its folder: clients of a server read it too
+        place = PurePath(str(getattr(tokenizer, "name_or_path", ""))).name
+        template = (
+            f"the tokenizer's chat template ({place and f'{place}/'}chat_template.jinja or tokenizer_config.json)"
+        )
+        if type(error) is TemplateError:  # which templates raise themselves
+            raise ValueError(f"{template} doesn't take these messages: {words}") from error
+        raise ValueError(
+            f"{template} fails with these messages ({type(error).__name__}: {words}): if they are right, mend it, or "
+            "take the one that the model was published with"
+        ) from error
 
 
 def _form_wanted(tokenizer: Any, arguments: Mapping[str, Any]) -> Callable[[Any], bool]:

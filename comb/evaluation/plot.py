@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,13 +243,11 @@ def plot_training(
     scores: Mapping[str, Curve] | None = None,
     loss: str = "loss per target token",
     title: str = "",
-    stages: Sequence[tuple[str, int]] = (),
 ) -> Path:
     """The loss over optimizer steps, on held-out data too, and beside it scores in 0..1 if there are any.
 
     Args:
         loss: what it is, and in which unit.
-        stages: names, and the steps after which they began: losses of different stages are different lines.
 
     Raises:
         ImportError: if matplotlib is not installed (the `demo` extra brings it).
@@ -261,11 +257,7 @@ def plot_training(
         rows = [{"line": n, "step": step, "value": value} for n, curve in curves.items() for step, value in curve]
         return Lines(rows, "step", "value", "step", ylabel, by="line", scale=scale)
 
-    begun = [*stages, ("", math.inf)] if stages else [("", 0), ("", math.inf)]
-    training: dict[str, Curve] = {}
-    for (name, first), (_, end) in itertools.pairwise(begun):
-        training[f"training {name}".strip()] = [point for point in losses if first < point[0] <= end]
-    panels = [panel({**training, "held-out": heldout}, loss)]
+    panels = [panel({"training": losses, "held-out": heldout}, loss)]
     if drawn := {name: curve for name, curve in (scores or {}).items() if curve}:
         panels.append(panel(drawn, f"held-out: {', '.join(drawn)}, %", 100))
     return draw(panels, path, title=title)

@@ -140,7 +140,11 @@ def read_sets(path: Path) -> dict[str, EvaluationSet]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} can't be read as YAML: {error}") from error
     if not isinstance(content, Mapping) or set(content) != {"templates", "sets"}:
-        raise ValueError(f"{path}: expected the keys templates and sets, got {list(content or ())}")
+        got = list(content) if isinstance(content, Mapping) else content
+        raise ValueError(f"{path}: expected the keys templates and sets, got {got!r}")
+    for name, section in content.items():
+        if not isinstance(section, Mapping) or not section:
+            raise ValueError(f"{path}: {name} is a section with an entry for each of them, got {section!r}")
     templates = {
         name: _made(QuestionTemplate, row, f"{path}: templates.{name}") for name, row in content["templates"].items()
     }
@@ -165,6 +169,12 @@ def _made(kind: type[T], row: Any, where: str) -> T:
     if not isinstance(row, Mapping) or set(row) - set(known):
         wrong = row if not isinstance(row, Mapping) else sorted(set(row) - set(known))
         raise ValueError(f"{where}: expected keys among {', '.join(known)}, got {wrong}")
+    for each in fields(kind):  # type: ignore[arg-type]  # as above
+        wanted = {"str": str, "int": int, "Mapping": Mapping}.get(str(each.type).partition("[")[0].partition(" ")[0])
+        value = row.get(each.name)
+        absent = value is None and "None" in str(each.type)
+        if each.name in row and wanted is not None and not absent and not isinstance(value, wanted):
+            raise ValueError(f"{where}: {each.name} is {value!r}, and has to be of type {each.type}")
     try:
         return kind(**row)
     except (TypeError, ValueError) as error:

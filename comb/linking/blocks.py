@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 
 FRESH, PADDING = 0, -1
-"""Values of `segments` beside the documents' numbers, which begin with 1."""
-
-
-def block_mask(segments: Tensor, window: int | None = None) -> Tensor:
-    """Where each token may look, bool [B, 1, T, T], from segments [B, T].
-
-    Args:
-        segments: `FRESH` for tokens outside of documents, 1, 2, ... for those of a document, `PADDING`.
-        window: of a sliding-window layer: a token sees itself and window - 1 before it.
-    """
-    place = torch.arange(segments.shape[1], device=segments.device)[None]
-    return visible(segments, segments, place, place, window)
+"""Segments of tokens outside of documents, which are numbered from 1, and of padding."""
 
 
 def visible(
@@ -29,8 +18,9 @@ def visible(
     """Where tokens may look, bool [B, 1, T, K]: at their own segment, fresh ones at all, within `window`, no later.
 
     Args:
-        query, key: segments [B, T] and [B, K], as for `block_mask`.
+        query, key: segments [B, T] and [B, K].
         query_at, key_at: their positions [B or 1, T] and [B or 1, K].
+        window: of a sliding-window layer: a token sees itself and window - 1 before it.
         inner: so many keys, the first ones, are seen by their own segments alone.
     """
     shown = (key != PADDING) & (torch.arange(key.shape[1], device=key.device) >= inner)

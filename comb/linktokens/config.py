@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comb.backbones.adapter import AdapterConfig
+from comb.backbones.adapter import AdapterConfig, check_types
 from comb.backbones.discovery import start_token_id
 
 
@@ -28,8 +28,13 @@ class LinkTokensConfig(AdapterConfig):
     layer_shapes: list[list[int]] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_types(self)
         if self.num_link_tokens < 1:
             raise ValueError(f"num_link_tokens must be at least 1, got {self.num_link_tokens}")
+        if any(len(shape) != 3 for shape in self.layer_shapes or ()):
+            raise ValueError(
+                f"layer_shapes is a list of [kv_heads, channels of a key, of a value], got {self.layer_shapes}"
+            )
         super().__post_init__(**kwargs)
 
     @property

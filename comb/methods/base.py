@@ -12,12 +12,14 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicCache
 
 from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import cache_argument, takes_positions
 from comb.backbones.rotary import drops_cache, length_limit, prompt_limit, settle
 from comb.backbones.state_cache import StateCache, generating_behind
+from comb.backbones.whole import CheckedLogits, check_logits
 from comb.cache.picache import PICache, content_key
 from comb.linking.fork import fork_cache, repeat_rows
 from comb.methods.past_state import PastState
@@ -138,15 +140,15 @@ class DecodeState:
         """Hugging Face ``generate`` from here: [rows, prompt + new tokens]. `streamer=` and the like work.
 
         Raises:
-            ValueError: for an argument that ``generate`` doesn't know.
+            ValueError: for an argument that ``generate`` doesn't know, and a model that computes NaN.
         """
-        output = self._generate(**generate_kwargs)
+        output = self._decode(**generate_kwargs)
         sequences: torch.Tensor = output if isinstance(output, torch.Tensor) else output.sequences
         return sequences
 
     def generate_with_cache(self, **generate_kwargs: Any) -> tuple[torch.Tensor, Cache | None]:
         """`generate`, and the cache that it leaves: of all tokens but the last, unless there is none, or of beams."""
-        output = self._generate(**{**generate_kwargs, "return_dict_in_generate": True})
+        output = self._decode(**{**generate_kwargs, "return_dict_in_generate": True})
         return output.sequences, output.past_key_values
 
     def generate_with_logits(self, **generate_kwargs: Any) -> tuple[list[int], torch.Tensor]:
@@ -157,7 +159,7 @@ class DecodeState:
         """
         if len(self.input_ids) != 1:
             raise ValueError(f"expected one row, got {len(self.input_ids)}")
-        output = self._generate(**{**generate_kwargs, "return_dict_in_generate": True, "output_logits": True})
+        output = self._decode(**{**generate_kwargs, "return_dict_in_generate": True, "output_logits": True})
         return output.sequences[0, self.input_ids.shape[1] :].tolist(), torch.cat(output.logits).float()
 
     def answer_logits(self, answer_ids: Sequence[int]) -> torch.Tensor:
@@ -200,12 +202,18 @@ class DecodeState:
                 seen = mask[:, start + first : end] if isinstance(past, StateCache) else mask[:, :end]
                 outputs.append(self.model(input_ids=part, attention_mask=seen, **extra))
         logits = torch.cat([output.logits[0].float() for output in outputs])
+        check_logits(logits)
         return logits[-len(answer_ids) :]
 
     def release(self) -> None:
         """Gives back what `link` borrowed from a store; harmless when called again."""
         while self.on_release:
             self.on_release.pop()()
+
+    def _decode(self, **generate_kwargs: Any) -> Any:
+        # no answer is made from NaN
+        checked = [CheckedLogits(), *(generate_kwargs.pop("logits_processor", None) or ())]
+        return self._generate(**generate_kwargs, logits_processor=LogitsProcessorList(checked))
 
     def _generate(self, **generate_kwargs: Any) -> Any:
         past = None

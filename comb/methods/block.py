@@ -16,8 +16,7 @@ class Block(Decoder):
     """Block attention: exactly what a model computes under a block-diagonal mask with a last block that sees all.
 
     The same computation as `naive` with rotation. On a backbone trained under that mask nothing is lost; on any other
-    it is `naive`, and a warning says so. Training marks such backbones with ``block_attention: true`` in their
-    configuration.
+    it is `naive`, and a warning says so. ``block_attention: true`` in its configuration marks such a backbone.
 
     Source: the block-attention baseline of COMB sec. 5 (Block-Attention, Ma et al. 2024).
     """

@@ -17,7 +17,7 @@ from comb.backbones.adapter import AdapterConfig
 from comb.backbones.damage import explained
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.fingerprint import check_fingerprint, fingerprint
-from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, load_backbone
+from comb.backbones.loading import HUB_ARGUMENTS, backbone_of_adapter, load_backbone
 from comb.backbones.tokenizer import tokenizer_fingerprint
 from comb.backbones.unpublished import write_private
 from comb.model.weights import load_adapter, read_weights
@@ -86,8 +86,8 @@ class AdapterModel(PreTrainedModel):
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
         if backbone is None:
             # absolute from here on, so that the model can be saved elsewhere
-            settings.backbone_name_or_path = backbone_beside(
-                settings.backbone_name_or_path, Path(name_or_path) / place.get("subfolder", "")
+            settings.backbone_name_or_path = backbone_of_adapter(
+                settings, Path(name_or_path) / place.get("subfolder", "")
             )
             loaded = load_backbone(settings.backbone_name_or_path, revision=settings.backbone_revision, **kwargs)
         elif isinstance(backbone, PreTrainedModel):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.configuration_utils import PretrainedConfig
 
-from comb.backbones.adapter import AdapterConfig
+from comb.backbones.adapter import AdapterConfig, check_types
 
 FORMAT_VERSION = 1
 
@@ -69,7 +69,7 @@ class CombEncoderConfig(PreTrainedConfig):
     num_key_value_heads: int = 8
     head_dim: int = 128
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float | int = 1e-5
     max_position_embeddings: int = 131072
     rope_parameters: dict[str, Any] | None = None
     attention_bias: bool = False
@@ -87,9 +87,10 @@ class CombEncoderConfig(PreTrainedConfig):
     cross_mlp: bool = True
     joint_attention: bool = False
     primer: list[int] | None = None
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_types(self)
         self.check()
         super().__post_init__(**kwargs)
 
@@ -145,10 +146,11 @@ class CombConfig(AdapterConfig):
     encoder_config: dict[str, Any] | PreTrainedConfig | None = None
     cross_attention_layers: list[int] | None = None
     cross_encoder_layers: list[int] | None = None
-    embedding_scale: float = 1.0
+    embedding_scale: float | int = 1.0
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_types(self)
         if self.encoder_config is None:
             self.encoder_config = CombEncoderConfig()
         elif isinstance(self.encoder_config, dict):

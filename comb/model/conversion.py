@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from comb.backbones.damage import explained
+from comb.backbones.damage import check_files, explained, named
 from comb.backbones.fingerprint import fingerprint
+from comb.backbones.whole import check_finite
 from comb.documents.files import read_json
 from comb.model.config import CombConfig, CombEncoderConfig
 from comb.model.modeling import CombForCausalLM
@@ -63,6 +65,22 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
     if source.resolve() == target.resolve():
         raise ValueError(f"source and target are the same folder ({source}): the checkpoint would be overwritten")
     release = _read_config(source)
+    check_files(source)
+    with named(source), explained(source):
+        model, backbone = _models(source, release, backbone_name)
+    if (source / "generation_config.json").exists():
+        model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
+    backbone.save_pretrained(target / "backbone")
+    model.save_pretrained(target)
+    for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
+        for folder in (target, target / "backbone"):
+            shutil.copy(file, folder)
+    logger.info("wrote the adapter to %s and its backbone to %s", target, target / "backbone")
+    return model
+
+
+def _models(source: Path, release: dict[str, Any], backbone_name: str | None) -> tuple[CombForCausalLM, Any]:
+    """The converted model, and its backbone."""
     adapter, backbone_weights = split_weights(_read_weights(source))
     positions = list(release["cross_attention_layers"])
     if positions != sorted(set(positions)):
@@ -85,16 +103,8 @@ def convert_release(source: str | Path, target: str | Path, *, backbone_name: st
     dtype = load_adapter(model, adapter, source)
     for part in (model.encoder, model.cross_blocks):
         part.to(dtype)
-    model.eval()
-    if (source / "generation_config.json").exists():
-        model.generation_config = backbone.generation_config = GenerationConfig.from_pretrained(source)
-    backbone.save_pretrained(target / "backbone")
-    model.save_pretrained(target)
-    for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
-        for folder in (target, target / "backbone"):
-            shutil.copy(file, folder)
-    logger.info("wrote the adapter to %s and its backbone to %s", target, target / "backbone")
-    return model
+    check_finite(backbone, source)
+    return model.eval(), backbone
 
 
 def split_weights(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -129,11 +139,15 @@ def _read_config(source: Path) -> dict[str, Any]:
         raise ValueError(f"{source} has no config.json: give the folder of a published COMB checkpoint")
     release = read_json(path)
     text = release.get("text_config") or {}
-    named = RELEASE_MODEL_TYPE.match(str(release.get("model_type")))
-    if not named or "model_type" not in text or "cross_attention_layers" not in release:
+    matched = RELEASE_MODEL_TYPE.match(str(release.get("model_type")))
+    known = isinstance(text, Mapping) and isinstance(text.get("num_hidden_layers"), int)
+    layers = release.get("cross_attention_layers")
+    whole = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
+    if not matched or not known or "model_type" not in text or not whole:
         raise ValueError(
             f"{path} has model_type {release.get('model_type')!r}; `comb convert` reads the published COMB layout "
-            "(model_type 'combllama', with cross_attention_layers and a text_config that names its model_type)"
+            "(model_type 'combllama', a list of cross_attention_layers and a text_config that names its model_type and "
+            "num_hidden_layers)"
         )
     return release
 
@@ -170,6 +184,10 @@ def _build_backbone(release: dict[str, Any], weights: dict[str, Tensor], num_cro
 
 def _encoder_config(text: PreTrainedConfig, adapter: dict[str, Tensor]) -> CombEncoderConfig:
     layers = {int(name.split(".")[2]) for name in adapter if name.startswith("encoder.layers.")}
+    needed = ("encoder.key_value_heads.0.k_norm.weight", *(f"encoder.layers.0.{part}.weight" for part in (
+        "mlp.gate_proj", "self_attn.q_proj", "self_attn.k_proj")))  # fmt: skip
+    if gone := [name for name in needed if name not in adapter]:
+        raise ValueError(f"the encoder lacks {gone[0]}: download the checkpoint again")
     head_dim = adapter["encoder.key_value_heads.0.k_norm.weight"].shape[0]
     return CombEncoderConfig(
         hidden_size=text.hidden_size,

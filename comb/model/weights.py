@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from comb.backbones.adapter import AdapterConfig
-from comb.backbones.damage import explained, headers
+from comb.backbones.adapter import AdapterConfig, is_adapter
+from comb.backbones.damage import check_files, explained, headers, local_folder
+from comb.backbones.loading import backbone_of_adapter, check_weights, load_config, resolve_name
 from comb.documents.files import read_json
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -89,3 +90,23 @@ def check_headers(folder: Path, config: AdapterConfig) -> None:
         with explained(folder), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         check_fits(model, found, folder)
+
+
+def check_checkpoint(name: str | Path, backbone: str | None = None) -> None:
+    """Whether a checkpoint, and an adapter's backbone, have all their weights, and no damaged file: by headers alone.
+
+    Args:
+        backbone: where an adapter's is, if not where the adapter says.
+
+    Raises:
+        ValueError, OSError: if not, naming the file or the weights.
+    """
+    place = resolve_name(name)
+    check_files(place, weights=True)
+    folder = local_folder(place)
+    config = None if folder is None or not is_adapter(read_json(folder / "config.json")) else load_config(place)
+    if folder is None or config is None:
+        check_weights(place)
+        return
+    check_headers(folder, config)
+    check_weights(backbone or backbone_of_adapter(config, place))

@@ -18,6 +18,7 @@ from vllm import SamplingParams
 
 from comb.backbones.loading import resolve_name
 from comb.documents.document import Document, PromptBuilder
+from comb.model.weights import check_checkpoint
 from comb_serving.api.choice import MethodChoice
 from comb_serving.api.conversion import as_rendered, renders_alike
 from comb_serving.api.errors import RequestError
@@ -27,7 +28,7 @@ from comb_serving.api.routes import CHAT, COMPLETIONS
 from comb_serving.config.instance import instance_folder, read_secret
 from comb_serving.config.options import INSTANCE_DIR, ServeOptions
 from comb_serving.encoding.compiler import DocumentPrompt, LocalCompiler
-from comb_serving.launch.preflight import check_checkpoint, check_start
+from comb_serving.launch.preflight import check_start
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import ReportReceiver, name_of
@@ -54,7 +55,7 @@ class LLM(vllm.LLM):
     def __init__(self, model: str | os.PathLike[str], *, method: str | None = None, **options: Any) -> None:
         own: dict[str, Any] = {"pool_bytes": 2**30, **{name: options.pop(name) for name in OURS if name in options}}
         start = check_start(str(model), method and LinkMethod.parse(method).name, own.pop("backbone", None))
-        check_checkpoint(str(model), start)
+        check_checkpoint(str(model), start.backbone)
         if start.method is None or LinkMethod.parse(start.method).full:
             raise ValueError(f"{model}: LLM links documents in plain models (method=...); `comb serve` has adapters")
         own |= {"pool_bytes": str(own["pool_bytes"]), "ranks": int(options.get("tensor_parallel_size", 1))}

@@ -52,10 +52,11 @@ def serve(
 
     All other options are vLLM's.
     """
+    from comb.model.weights import check_checkpoint
     from comb_serving.config.options import ServeOptions
     from comb_serving.config.tenants import key_hash
     from comb_serving.launch.launcher import launch
-    from comb_serving.launch.preflight import check_checkpoint, check_plain_options, check_start
+    from comb_serving.launch.preflight import check_plain_options, check_start, check_tokenizer_there
     from comb_serving.linking.methods import FULL, LinkMethod
 
     if encoder not in ("on", "off"):
@@ -64,7 +65,8 @@ def serve(
     if method is not None:
         method = LinkMethod.parse(method).name
     start = check_start(checkpoint, method, backbone)
-    check_checkpoint(checkpoint, start)
+    check_checkpoint(checkpoint, start.backbone)
+    check_tokenizer_there(checkpoint, context.args)
     if audit and start.method in (None, FULL):
         raise ValueError(
             "--audit compares documents that a plain model's --method links (primed, legolink:16, ...) with full "

@@ -196,14 +196,17 @@ def test_a_name_is_a_folder_or_may_be_on_the_hub(tmp_path: Path) -> None:
 
 
 def test_keys_and_weights_of_a_newer_version_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    edit(saved / "adapter" / "config.json", format_version=7, seam_tokens=3, other_new_key="x")
+    edit(saved / "adapter" / "config.json", seam_tokens=3, other_new_key="x")
     path = saved / "adapter" / "model.safetensors"
     with caplog.at_level(logging.WARNING, logger="comb"):
         CombForCausalLM.from_pretrained(saved / "adapter")
-    for named in ("other_new_key, seam_tokens", "format 7, this is 1"):
+    for named in ("other_new_key, seam_tokens", "format 1, this is 1"):
         assert named in caplog.text
     save_file({**load_file(path), "encoder.extra": torch.zeros(1)}, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"1 weights that its config\.json doesn't speak of.*encoder\.extra.*upgrade"):
+        CombForCausalLM.from_pretrained(saved / "adapter")
+    edit(saved / "adapter" / "config.json", format_version=7)
+    with pytest.raises(ValueError, match=r"config\.json .*newer comb \(format_version 7, this one reads 1\)"):
         CombForCausalLM.from_pretrained(saved / "adapter")
 
 

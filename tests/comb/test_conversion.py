@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from comb import CombForCausalLM
 from comb.model.conversion import convert_release
+from tests.helpers.byte_text import byte_tokenizer
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "data" / "reference" / "combllama_tiny"
 needs_reference = pytest.mark.skipif(
@@ -147,8 +149,7 @@ def test_a_shared_table_may_be_saved_under_either_name(tmp_path: Path, kept: str
 
 def test_the_result_has_tokenizer_files_and_can_be_moved_and_saved_elsewhere(tmp_path: Path) -> None:
     source = write_release(tmp_path / "release")
-    (source / "tokenizer.json").write_text("{}")
-    (source / "chat_template.jinja").write_text("x")
+    byte_tokenizer().save_pretrained(source)
     convert_release(source, tmp_path / "out")
     for folder in (tmp_path / "out", tmp_path / "out" / "backbone"):
         assert {"tokenizer.json", "chat_template.jinja"} <= {path.name for path in folder.iterdir()}
@@ -207,3 +208,37 @@ def test_weights_that_are_not_the_releases_are_refused(tmp_path: Path, name: str
     save_file(weights | ({name: change(weight)} if change else {}), source / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         convert_release(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "words"),
+    [
+        ("config.json", {"cross_attention_layers": "x"}, "config.json has .* a list of cross_attention_layers"),
+        ("config.json", {"cross_attention_layers": None}, "config.json has .* a list of cross_attention_layers"),
+        ("config.json", {"text_config": 5}, "config.json has .* a text_config"),
+        ("config.json", {"hidden_act": "swosh"}, "'swosh'.* see its config.json"),
+        ("config.json", {"num_attention_heads": 0}, "config.json: num_attention_heads is 0"),
+        ("config.json", {"rope_theta": "x"}, "'str'.* see its config.json"),
+        ("generation_config.json", {"max_new_tokens": "x"}, "generation_config.json: max_new_tokens is 'x'"),
+        ("tokenizer_config.json", {"eos_token": 5}, "tokenizer_config.json: eos_token is 5"),
+        ("model.safetensors", {"chunk_model.layers.0.mlp.gate_proj.weight": None}, "lacks encoder.layers.0.mlp"),
+        ("model.safetensors", {"language_model.model.layers.0.mlp.up_proj.weight": math.nan}, "NaN or infinity"),
+    ],
+)
+def test_what_a_file_says_wrongly(tmp_path: Path, file: str, values: dict[str, Any], words: str) -> None:
+    """Named with the file, and nothing is written."""
+    path = write_release(tmp_path / "release") / file
+    if file == "model.safetensors":
+        held = load_file(path)
+        for name, value in values.items():
+            held[name].fill_(value) if value is not None else held.pop(name)
+        save_file(held, path, metadata={"format": "pt"})
+    else:
+        content = json.loads(path.read_text()) if path.exists() else {}
+        nested = {key: value for key, value in values.items() if key in content.get("text_config", {})}
+        text = {"text_config": content["text_config"] | nested} if nested else {}
+        path.write_text(json.dumps({**content, **({} if nested else values), **text}))
+    with pytest.raises(ValueError, match=rf"release.*{words}") as found:
+        convert_release(tmp_path / "release", tmp_path / "out")
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "out").exists()

@@ -71,9 +71,9 @@ def test_checkpoints_that_are_none(
         ("out/nowhere", "'out/nowhere': there is no such folder, and as a Hub id: We couldn't connect"),
         ("./out/nowhere/x", "no such folder"),
         ("empty", "'empty': it holds no config.json"),
-        ("blank", "'blank': it holds no config.json, or an empty one"),
+        ("blank", "blank/config.json has no model_type"),
         ("bad", "bad/config.json is damaged or cut off, it is not JSON"),
-        ("untyped", "model_type is None"),
+        ("untyped", "untyped/config.json has no model_type"),
         (CHECKPOINT, "model_type is 'llama': link documents in a plain model with `comb serve"),
         ("nano", "'nano' is no COMB adapter"),
     ):

@@ -1,10 +1,10 @@
-"""What tests of training share: registered datasets, tokens out of the user's cache, nano's prompts, rows in files."""
+"""What tests of training share: registered datasets, nano's prompts, rows in files."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,12 @@ from transformers import AutoTokenizer
 
 from comb.documents.document import PromptBuilder
 from comb_training import plugin
-from comb_training.data import token_cache
 from comb_training.nano import CHECKPOINT
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _registered() -> None:
     plugin.register()
-    folder = tmp_path_factory.mktemp("tokens")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache, "default_folder", lambda: folder)
-        yield
 
 
 @pytest.fixture

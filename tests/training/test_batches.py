@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from comb.documents.datasets import Counts
-from comb.documents.document import Document, Example, Prompt, PromptBuilder, plain_ids
+from comb.documents.document import Document, Example, Prompt, PromptBuilder
+from comb.documents.rendering import plain_ids
 from comb_training.data.batches import IGNORED, Collator, TrainingExample, fit_documents, join_questions, tokenize
 from tests.helpers.training import byte_tokenizer
 

@@ -16,7 +16,8 @@ from comb.documents.document import Example
 from tests.helpers.rows import WriteRows
 
 HALF = "half \udc00 of one"
-DAMAGES: tuple[Any, ...] = (" \n", None, HALF, 3, float("nan"), True, [], ["x", None], {"text": None})
+UNSEEN = "\u200b\x00\ufeff"
+DAMAGES: tuple[Any, ...] = (" \n", UNSEEN, None, HALF, 3, float("nan"), True, [], ["x", None], {"text": None})
 
 Row = dict[str, Any]
 
@@ -107,8 +108,8 @@ def is_whole(example: Example) -> bool:
     labels = [example.id, example.group, *(text for d in example.documents for text in (d.title, d.id) if text)]
     for text in (*texts, *labels):
         str(text).encode()  # half a character can't be written
-    named = {label in (None, "", "None", "nan", "True", "[]", "{}") for label in labels}
-    return bool(example.documents) and all(text.strip() for text in texts) and named == {False}
+    named = {label in (None, "", UNSEEN, "None", "nan", "True", "[]", "{}") for label in labels}
+    return bool(example.documents) and all(text.strip(f" \n{UNSEEN}") for text in texts) and named == {False}
 
 
 def outcome(read: Callable[..., Dataset]) -> Dataset | str:
@@ -228,3 +229,79 @@ def test_files_that_hold_no_rows(name: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=file.replace(".", r"\.") + r"|gives no example") as found:
             read_dataset(name, path)
         assert "\n" not in str(found.value)
+
+
+def test_what_holds_no_questions_is_counted(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    whole = [article(n) for n in range(4)]
+    for change, reason in (
+        (lambda rows: rows[1].update(paragraphs=None), "article without paragraphs"),
+        (lambda rows: rows[1].update(paragraphs=[]), "article without paragraphs"),
+        (lambda rows: rows[1]["paragraphs"][0].update(qas=None), "paragraph without questions"),
+        (lambda rows: rows[1]["paragraphs"][0].update(qas=[]), "paragraph without questions"),
+    ):
+        rows = deepcopy(whole)
+        change(rows)
+        file.write_text(json.dumps({"data": rows}))
+        found = read_dataset("squad", file, num_documents=2)
+        assert found.counts.dropped[reason] == 1
+        assert len(found) == found.counts.kept == 6
+    for content in ({"data": None}, {}, {"data": []}, {"data": "x"}, {"data": [3]}, {"version": 2}):
+        file.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"s\.json: 'data'"):
+            read_dataset("squad", file)
+    for number in range(3):
+        task = OTHERS["natural_instructions"](number) | ({"Instances": None} if number == 1 else {})
+        (tmp_path / f"task{number}_kind.json").write_text(json.dumps(task))
+    found = read_dataset("natural_instructions", tmp_path)
+    assert (found.counts.dropped["task without instances"], len(found)) == (1, found.counts.kept)
+
+
+@pytest.mark.parametrize("name", ["squad", "jsonl", "xsum", "babi", "natural_instructions", "longbench", "musique"])
+def test_files_of_another_kind(name: str, tmp_path: Path) -> None:
+    row = json.dumps(ROWS["jsonl"](0)).encode()
+    for file, content, words in (
+        ("packed.json", gzip.compress(row), "packed by gzip: let its name end in .gz"),
+        ("plain.json.gz", row, "not gzipped, or cut off"),
+        ("cut.json.gz", gzip.compress(row)[:-6], "not gzipped, or cut off"),
+        ("table.json", b"PAR1\x15\xff\xfe", "not UTF-8 text"),
+    ):
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(ValueError, match=words.replace(".", r"\.")) as found:
+            read_dataset(name, tmp_path / file)
+        assert f"{file} is" in str(found.value)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"folder is a folder: name a file in it|no .* in .*folder"):
+        read_dataset(name, tmp_path / "folder")
+
+
+def test_a_folder_of_several_kinds(tmp_path: Path) -> None:
+    """Files of other rows are named before any row is used, those of another kind where rows are counted."""
+    for n in range(3):
+        (tmp_path / f"{n}.jsonl").write_text(json.dumps(ROWS["jsonl"](n)))
+    (tmp_path / "more.csv").write_text("a,b")
+    (tmp_path / "info.json").write_text("{}")
+    found = read_dataset("jsonl", tmp_path)
+    assert len(found) == 3
+    assert {f"file of another kind left out: {name}" for name in ("more.csv", "info.json")} == set(found.counts.noted)
+    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}))
+    with pytest.raises(ValueError, match=r"1 of 4 files with other rows than documents, query \(log\.jsonl\): move"):
+        read_dataset("jsonl", tmp_path)
+    bench = tmp_path / "longbench"
+    bench.mkdir()
+    (bench / "hotpotqa.jsonl").write_text(json.dumps(ROWS["longbench"](1)))
+    (bench / "results.jsonl").write_text(json.dumps({"f1": 0.5}))
+    with pytest.raises(ValueError, match=r"1 of 2 files with other rows than .* \(results\.jsonl\)"):
+        read_dataset("longbench", bench)
+
+
+def test_a_cell_of_the_hub_that_can_not_be_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+
+    def rows() -> Iterator[Row]:
+        yield ROWS["xsum"](1)
+        raise RuntimeError("a page of the table is cut off")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows())
+    with pytest.raises(ValueError, match=r"hf://org/name\[1\] can't be read \(RuntimeError: a page"):
+        read_dataset("xsum", "hf://org/name")

@@ -157,6 +157,17 @@ def test_a_finished_run_can_be_made_longer(run: Callable[..., Any], tmp_path: Pa
     assert scored(tmp_path / "out") == [0, 4, 5]
 
 
+def test_a_run_goes_on_from_the_adapter_of_another(run: Callable[..., Any], tmp_path: Path) -> None:
+    first, second = tmp_path / "out", tmp_path / "second"
+    assert run("--no-eval", "train.learning_rate=0.02").exit_code == 0
+    assert run("--no-eval", f"model.init_from={first}", f"train.output_dir={second}").exit_code == 0
+    (fresh, *_, end), (begun, *_) = (
+        json.loads((folder / "training.json").read_text())["heldout_kl"] for folder in (first, second)
+    )
+    assert begun == [0, pytest.approx(end[1], rel=1e-5)]
+    assert begun[1] != pytest.approx(fresh[1], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("weights", "name"),
     [((0, 1), "KL to full recompute, nats"), ((1, 0), "cross-entropy, nats"), ((1, 2), "cross-entropy + KL")],

@@ -43,7 +43,7 @@ def test_train_and_publish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     data, folder = tmp_path / "data.jsonl", tmp_path / "adapter"
     data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     example("train_encoder").main(
-        "nano", str(data), str(folder), "train.max_seconds=null", "train.steps=2", "data.cache=false",
+        "nano", str(data), str(folder), "train.max_seconds=null", "train.steps=2",
         "model.measured_cross_layers=2", "model.device=cpu",
     )  # fmt: skip
     assert "2 steps" in capsys.readouterr().out

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from comb import LinkTokensForCausalLM, PICEngine
+from comb import LinkTokensForCausalLM, PICEngine, Prompt
 from comb.backbones.primer import primer_ids
+from comb.linking.blocks import visible
 from comb_training.config import config_from_dict
+from comb_training.data.batches import TrainingExample
 from comb_training.models import training_method
+from comb_training.models.linktokens import RowCollator
 from comb_training.train import run_training
 from comb_training.trainer.trainer import CombTrainer
 from tests.helpers.training import TOKENIZER, backbone, examples, trainer
@@ -51,6 +54,26 @@ def test_the_divergence_falls_and_the_backbone_stays(tmp_path: Path) -> None:
     assert {name.partition(".")[0] for name in training.trained_weights()} == {"front"}
 
 
+def test_documents_of_a_row_see_themselves_and_everything_else_sees_all() -> None:
+    prompt = Prompt((3,), ((5, 6), (9,)), (17,), ((20,),))
+    rows = RowCollator(0)([TrainingExample(prompt, (30,)), TrainingExample(Prompt((), ((5,),), (17,)), (30,))])
+    assert rows["segments"].tolist() == [[0, 1, 1, 0, 2, 0, 0], [1, 0, 0, -1, -1, -1, -1]]
+    segments = rows["segments"][:1]
+    places = torch.arange(segments.shape[1])[None]
+    [mask] = visible(segments, segments, places, places)[0]
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 1, 1],
+    ]
+    [near] = visible(segments, segments, places, places, window=2)[0]
+    assert near.int().tolist()[-1] == [0, 0, 0, 0, 0, 1, 1]
+
+
 def test_cross_entropy_on_answers_that_nobody_gave_brings_it_less_near(tmp_path: Path) -> None:
     """The control: as many steps, which the teacher has no part in."""
     distilled, other = run(tmp_path), run(tmp_path, kl_weight=0.0, ce_weight=1.0)
@@ -78,7 +101,6 @@ def test_the_whole_run_from_a_configuration(tmp_path: Path) -> None:
             "train": {
                 "method": "linktokens", "steps": 4, "batch_size": 8, "answers": "gold", "kl_weight": 1.0,
                 "ce_weight": 0.0, "output_dir": str(tmp_path), "eval_steps": 2, "eval_answers": 4,
-                "stages": [{"name": "one"}, {"name": "two"}],
             },
             "eval": {"methods": ["full", "linktokens"], "limit": 4},
         }
@@ -105,6 +127,21 @@ def test_fresh_link_tokens_start_as_the_passage(tmp_path: Path) -> None:
         )
         started = training_method("linktokens").load(config)
         assert started.fingerprint == LinkTokensForCausalLM.from_backbone(model, token_ids=ids).fingerprint
+
+
+def test_rows_over_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
+    settings = config_from_dict(
+        {
+            "data": {"num_documents": 2, "max_prompt_tokens": 60, "options": {"scenes": 10, "questions": 2}},
+            "train": {
+                "method": "linktokens", "steps": 1, "batch_size": 4, "teacher": "nano", "output_dir": str(tmp_path),
+                "answer_max_new_tokens": 8,
+            },
+        }
+    )  # fmt: skip
+    result = run_training(settings, progress=False)
+    assert result.counts.dropped["prompt and answer of more than 60 tokens"]
+    assert result.statistics.examples
 
 
 def test_what_can_not_be_trained_is_refused() -> None:

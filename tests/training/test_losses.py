@@ -164,7 +164,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
     names = set(model.state_dict())
     frozen = {n: p.detach().clone() for n, p in model.encoder.layers.named_parameters()}
     everything, _ = model.num_trainable_parameters()
-    add_lora(model.encoder.layers, rank=2, alpha=4.0, dropout=0.0)
+    add_lora(model.encoder.layers, rank=2)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert model.num_trainable_parameters()[0] < everything
     assert all(".lora_" in name for name in trained if name.startswith("encoder.layers."))
@@ -191,7 +191,7 @@ def test_lora_trains_less_and_publishes_the_merged_layers(tmp_path: Path) -> Non
         torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
     # resumed in the middle, it is the same run
     again = comb_model(gate=0.5)
-    add_lora(again.encoder.layers, rank=2, alpha=4.0, dropout=0.0)
+    add_lora(again.encoder.layers, rank=2)
     resumed = trainer(again, tmp_path, **settings)
     resumed.train(tmp_path / "checkpoint-5")
     assert resumed.losses == run.losses

@@ -31,14 +31,14 @@ def rows_file(path: Path, rows: int, *, per_document: int = 2, word: str = "box"
     return path
 
 
-def mixed(folder: Path, *sets: dict[str, Any], **more: Any) -> DataConfig:
+def mixed(*sets: dict[str, Any], **more: Any) -> DataConfig:
     entries = tuple(MixtureEntry(dataset="jsonl", **{"heldout_share": 0.2, **fields}) for fields in sets)
-    return DataConfig(mixture=entries, cache_dir=str(folder / "cache"), **more)
+    return DataConfig(mixture=entries, **more)
 
 
 def two_sets(folder: Path, **more: Any) -> DataConfig:
     a, b = rows_file(folder / "a.jsonl", 50, word="box"), rows_file(folder / "b.jsonl", 20, word="cup")
-    return mixed(folder, {"name": "a", "path": str(a), "weight": 3}, {"name": "b", "path": str(b)}, **more)
+    return mixed({"name": "a", "path": str(a), "weight": 3}, {"name": "b", "path": str(b)}, **more)
 
 
 def tokenized(data: DataConfig, builder: PromptBuilder, split: str = "train", limit: int | None = None) -> Any:
@@ -88,7 +88,7 @@ def test_weights_give_the_promised_numbers_and_all_is_counted(tmp_path: Path, bu
     assert of_sets(examples) == {"a": 40, "b": 13}
     data = two_sets(tmp_path, epoch_examples=24)
     drawn = tokenized(data, builder)[0]
-    assert tokenized(data, builder)[0] == tokenized(replace(data, cache=False), builder)[0] == drawn
+    assert tokenized(data, builder)[0] == drawn
     assert tokenized(replace(data, seed=1), builder)[0] != drawn
     assert sorted(Counter(example.segments for example in drawn).values()) == [2] * 12  # whole documents
     assert counts.kept == len(examples) == 53
@@ -157,7 +157,7 @@ def test_text_and_tokens_are_the_same_examples(tmp_path: Path, builder: PromptBu
 def test_ids_are_unique_even_where_files_repeat_theirs(tmp_path: Path, builder: PromptBuilder) -> None:
     a = rows_file(tmp_path / "a.jsonl", 20, id="same")
     b = rows_file(tmp_path / "b.jsonl", 20, word="cup", id="same#2")
-    examples, _ = tokenized(mixed(tmp_path, {"name": "a", "path": str(a)}, {"name": "b", "path": str(b)}), builder)
+    examples, _ = tokenized(mixed({"name": "a", "path": str(a)}, {"name": "b", "path": str(b)}), builder)
     assert len({example.id for example in examples}) == len(examples) == 32
 
 
@@ -172,7 +172,7 @@ def test_no_set_trains_on_what_is_held_out(tmp_path: Path, builder: PromptBuilde
 
 def test_two_sets_of_one_file_hold_out_for_each_other(tmp_path: Path, builder: PromptBuilder) -> None:
     path = str(rows_file(tmp_path / "a.jsonl", 60))
-    data = mixed(tmp_path, {"name": "a", "path": path}, {"name": "b", "path": path, "heldout_share": 0.4})
+    data = mixed({"name": "a", "path": path}, {"name": "b", "path": path, "heldout_share": 0.4})
     train, counts = tokenized(data, builder)
     heldout, _ = tokenized(data, builder, "heldout", 1000)
     assert len({example.segments for example in heldout}) == 12
@@ -204,7 +204,7 @@ def test_a_splitter_cuts_where_the_limit_would_truncate(builder: PromptBuilder) 
 
 def test_splitting_is_part_of_a_run(tmp_path: Path, builder: PromptBuilder) -> None:
     path = rows_file(tmp_path / "a.jsonl", 20, documents=["One two three. " * 30])
-    data = DataConfig("jsonl", str(path), splitter="sentences:16", cache_dir=str(tmp_path / "cache"))
+    data = DataConfig("jsonl", str(path), splitter="sentences:16")
     examples, counts = tokenized(data, builder)
     cut, truncated = tokenized(replace(data, splitter=None, max_document_tokens=16), builder)
     assert sum(map(len, examples[0].segments)) > sum(map(len, cut[0].segments)) == 16
@@ -256,8 +256,8 @@ def test_mistakes_in_a_mixture(tmp_path: Path, text: str, message: str) -> None:
 def test_a_path_beside_a_mixture_is_the_folder_of_its_sets(tmp_path: Path, builder: PromptBuilder) -> None:
     (tmp_path / "sub").mkdir()
     rows_file(tmp_path / "sub" / "a.jsonl", 20)
-    inside = mixed(tmp_path, {"name": "a", "path": "sub/a.jsonl"}, path=str(tmp_path))
-    full = mixed(tmp_path, {"name": "a", "path": str(tmp_path / "sub" / "a.jsonl")}, path="/elsewhere")
+    inside = mixed({"name": "a", "path": "sub/a.jsonl"}, path=str(tmp_path))
+    full = mixed({"name": "a", "path": str(tmp_path / "sub" / "a.jsonl")}, path="/elsewhere")
     assert list(tokenized(inside, builder)[0]) == list(tokenized(full, builder)[0])
     with pytest.raises(ValueError, match=r"set 'a': .*no file or folder '/elsewhere/sub/a.jsonl'"):
         tokenized(replace(inside, path="/elsewhere"), builder)

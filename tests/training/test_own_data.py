@@ -36,7 +36,7 @@ def lines(path: Path, content: list[dict[str, Any]]) -> Path:
 
 
 def kept(named: str, builder: PromptBuilder, *more: str, split: str = "train") -> int:
-    config = load_config(MIXTURE, [f"data={named}", "data.cache=false", *more])
+    config = load_config(MIXTURE, [f"data={named}", *more])
     return len(read_examples(config.data, builder, None, split=split, limit=config.data.limit)[0])
 
 
@@ -139,7 +139,7 @@ def test_titles_that_a_template_has_no_place_for_are_counted(tmp_path: Path) -> 
     for row in own[:10]:
         row["documents"] = [{"title": "Shelves", "text": row["documents"][0]}, "A room."]
     path = lines(tmp_path / "mine.jsonl", own)
-    data = [f"data={path}", "data.cache=false"]
+    data = [f"data={path}"]
     shown = invoke("train", str(MIXTURE), *SMALL, *data, "--dry-run")
     assert shown.exit_code == 0, shown.output
     said = " ".join(shown.output.split())  # in lines as wide as a console is that another test may have made
@@ -156,7 +156,7 @@ def test_the_same_word_in_every_command(tmp_path: Path, monkeypatch: pytest.Monk
     recipe = tmp_path / "recipe.yaml"
     content = {
         "model": {"num_encoder_layers": 1, "cross_attention_layers": [2], "cpu_threads": 1},
-        "data": {"mixture": [{"dataset": "squad", "path": "gone.json"}], "epoch_examples": 50, "cache": False},
+        "data": {"mixture": [{"dataset": "squad", "path": "gone.json"}], "epoch_examples": 50},
         "train": {"steps": 2, "batch_size": 4, "output_dir": "out", "answer_max_new_tokens": 2},
         "eval": {"limit": 4, "methods": ["comb"], "max_new_tokens": 2, "timing_examples": 0},
     }

@@ -113,7 +113,7 @@ def test_weights_gradients_and_moments_are_exact(bf16: bool, lora: bool) -> None
     model = comb_model(bf16=bf16)
     if lora:
         pytest.importorskip("peft")
-        add_lora(model, rank=4, alpha=8, dropout=0.0)
+        add_lora(model, rank=4)
     step = Step(model, Sizes(1, 2, 2, 8, 4, 4))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)

@@ -30,7 +30,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe(folder: Path) -> dict[str, Any]:
     return {
         "model": {"backbone": "nano", "num_encoder_layers": 1, "cross_attention_layers": [2], "device": "cpu"},
-        "data": {"dataset": "jsonl", "path": str(folder / "data.jsonl"), "cache": False, **ASKING},
+        "data": {"dataset": "jsonl", "path": str(folder / "data.jsonl"), **ASKING},
         "train": {"steps": 1, "answers": "gold", "answer_max_new_tokens": 3, "output_dir": str(folder / "adapter")},
     }
 

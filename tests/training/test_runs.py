@@ -18,11 +18,11 @@ from comb import CombForCausalLM
 from comb.documents.document import PromptBuilder
 from comb.evaluation.run import evaluate
 from comb_training.cli import demonstration
-from comb_training.config import config_from_dict, load_config, override
+from comb_training.config import config_from_dict, load_config, override, trained_config
 from comb_training.data.mixture import read_examples
 from comb_training.models import training_method
 from comb_training.nano import CHECKPOINT
-from comb_training.train import run_training, trained_config
+from comb_training.train import run_training
 from comb_training.trainer.prepare import prepare
 from tests.helpers.processes import wait_for
 from tests.helpers.training import TOKENIZER, backbone, invoke
@@ -103,7 +103,7 @@ def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypat
     wandb = pytest.importorskip("wandb")
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true"), ("PROJECT", "comb-test")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    run_training(config_for(answers="gold", report_to=["wandb"], run_name="a run", logging_steps=1), progress=False)
+    run_training(config_for(answers="gold", report_to=["wandb"], logging_steps=1), progress=False)
     wandb.finish()
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     [log] = run.glob("*.wandb")
@@ -125,7 +125,7 @@ def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
         ("train.report_to=wandbb", "train.report_to: wandbb is not installed"),
         (f"train.output_dir={__file__}/out", "test_runs.py is no folder that can be written to"),
         ("train.deepspeed=configs/deepspeed/zero2.json", "train.deepspeed needs a launcher"),
-        ("model.options={shared_layer: true}", "model.options=.* can't be used: .*'shared_layer'"),
+        ("model.options=.*'shared_layer'.*shared_layers"),
         ("data.max_query_tokens=1", "no example is left to train on: .* dropped: query and answer of more than 1"),
         ("eval.methods=[full, comp]", "unknown method 'comp'; known: .*comb"),
         ("eval.methods=['full@fixedd:3']", "unknown splitter 'fixedd'"),
@@ -134,14 +134,6 @@ def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
         ("eval={methods: [comb, none], max_new_tokens: 5000}", "no question fits: .* all prompts without documents"),
         (f"train.answers_dir={__file__}", "train.answers_dir: .*test_runs.py is no folder that can be written to"),
         ("train={eval_steps: 1, answers: on_policy, output_dir: OUT}", "no question fits: .* an answer of 5000"),
-        (
-            "train={stages: [{name: a}, {name: b, data: {path: /nowhere.jsonl}}], output_dir: OUT}",
-            "train.stages, b: dataset 'jsonl': there is no file or folder",
-        ),
-        (
-            "train={stages: [{name: a}, {name: b, data: {max_query_tokens: 1}}], output_dir: OUT}",
-            "train.stages, b: no train example is left",
-        ),
     ],
 )
 def test_mistakes_are_named_before_anything_is_answered(
@@ -172,7 +164,7 @@ def test_what_stands_in_the_way_of_the_results_is_named_before_the_training(
     for content in (b"---\nlicense: [\n---\n", b"\xff"):
         (out / "README.md").write_bytes(content)
         result = invoke("train", str(path))
-        assert re.search(r"train.output_dir: \S*README.md.*", str(result.exception))[0] == str(result.exception)
+        assert re.fullmatch(r".*: train.output_dir: \S*README.md.*", str(result.exception))  # one line
         assert (out / "README.md").read_bytes() == content
         assert not (out / "log.jsonl").exists()
 
@@ -310,11 +302,26 @@ def test_evaluating_on_the_training_dataset_keeps_its_split(
     assert seen[1].eval.methods == ("full", "naive:rotate=false,quantize=int8")
 
 
+def test_what_earlier_versions_recorded_is_still_evaluated(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    config = config_for(answers="gold").to_dict()
+    config["train"] |= {"method": "block", "torch_compile": False, "stages": [], "adam_beta2": 0.98}
+    config["data"] |= {"cache": True, "cache_dir": None}
+    (tmp_path / "training.json").write_text(json.dumps({"config": config}))
+    found = trained_config(tmp_path)
+    assert found is not None
+    assert found.data == config_for().data
+    config["data"]["datset"] = "squad"  # nothing else is passed over
+    (tmp_path / "training.json").write_text(json.dumps({"config": config}))
+    with pytest.raises(ValueError, match=r"training.json: unknown key data\.datset"):
+        trained_config(tmp_path)
+
+
 def test_init_from_needs_an_adapter(config_for: Callable[..., Any], backbone_folder: Path) -> None:
     config = config_for()
     for changes, message in [
         ({"init_from": str(backbone_folder)}, "not a COMB adapter"),
         ({"init_from": "x", "options": {"max_document_tokens": 9}}, "can't change the adapter"),
+        ({"init_from": "x", "fit_passages": 9}, "that model.init_from has trained"),
     ]:
         with pytest.raises(ValueError, match=message):
             prepare(dataclasses.replace(config, model=dataclasses.replace(config.model, **changes)))
@@ -333,8 +340,6 @@ def test_what_is_loaded_to_go_on_trains_and_the_backbone_is_frozen(
     model = dataclasses.replace(config.model, init_from=str(tmp_path / "adapter"))
     names = {name for name, _ in fresh.named_parameters()}
     assert trained(dataclasses.replace(config, model=model)) == {n for n in names if not n.startswith("backbone.")}
-    pytest.importorskip("peft")
-    assert all(".lora_" in name for name in trained(config_for(method="block", lora_rank=2)))
 
 
 def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:

@@ -270,15 +270,15 @@ def test_tokens_per_second_are_without_the_time_of_an_evaluation(tmp_path: Path)
 def test_schedule_warms_up_and_cools_down_by_steps_or_by_the_clock() -> None:
     lengths = [{"epochs": 2.0}, {"epochs": 0.5}, {"steps": 5, "epochs": 2.0}, {"steps": 500, "epochs": 1.0}]
     assert [total_steps(TrainConfig(**length), 7) for length in lengths] == [14, 4, 5, 7]
-    schedule = LearningRateSchedule(100, None, warmup=0.1, final=0.02)
+    schedule = LearningRateSchedule(100, None, warmup=0.1)
     factors = [schedule(step) for step in range(101)]
     assert 0 < factors[0] <= 0.1
     assert factors[5] == pytest.approx(0.5)
     assert max(factors) == factors[10] == pytest.approx(1.0)
     assert factors[100] == pytest.approx(0.02)
     assert all(earlier >= later for earlier, later in itertools.pairwise(factors[10:]))
-    schedule = LearningRateSchedule(10**9, 100.0, warmup=0.1, final=0.0)
-    for schedule.used, factor in ((5.0, 0.5), (100.0, 0.0)):
+    schedule = LearningRateSchedule(10**9, 100.0, warmup=0.1)
+    for schedule.used, factor in ((5.0, 0.5), (100.0, 0.02)):
         assert schedule(3) == pytest.approx(factor)
     schedule.steps, schedule.used = 10, 1.0  # the steps are ahead
     assert schedule.progress(9) == pytest.approx(0.9)

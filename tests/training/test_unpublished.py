@@ -50,20 +50,17 @@ def shown_in(files: dict[str, bytes], place: Path) -> list[str]:
     return [name for name, data in files.items() if PERSON.encode() in data or str(place).encode() in data]
 
 
-@pytest.mark.parametrize("stages", [False, True])
 def test_a_trained_adapter(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stages: bool
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = home / "adapters" / "mine"
     config: dict[str, Any] = {
         "model": {"backbone": str(home / "models" / "tiny-llama"), "num_encoder_layers": 1, "cpu_threads": 1},
-        "data": {"dataset": "jsonl", "path": "../home/jane-doe-1234/questions.jsonl", "cache": False,
+        "data": {"dataset": "jsonl", "path": "../home/jane-doe-1234/questions.jsonl",
                  "heldout_share": 0.4},
         "train": {"steps": 1, "output_dir": str(out), "answers": "gold"},
         "eval": {"limit": 2, "timing_examples": 1, "methods": ["full", "comb"], "max_new_tokens": 2},
     }  # fmt: skip
-    if stages:
-        config["train"]["stages"] = [{"name": "one", "train": {"steps": 1}}, {"name": "two", "train": {"steps": 1}}]
     (home / "run.yaml").write_text(yaml.safe_dump(config))
     run(monkeypatch, "train", home / "run.yaml", f"data.path={home / 'questions.jsonl'}")
 
@@ -83,8 +80,6 @@ def test_a_trained_adapter(
     card = capsys.readouterr().out.partition("---")[2]
     assert PERSON not in card
 
-    if stages:
-        return
     # and here everything is found again, without an option more, from a copy too
     shutil.copytree(out, tmp_path / "copy")
     for adapter in (out, tmp_path / "copy"):

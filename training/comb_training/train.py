@@ -1,4 +1,4 @@
-"""One training run from one configuration: backbone -> data -> answers -> train -> adapter folder; stages repeat that.
+"""One training run from one configuration: backbone -> data -> answers -> train -> adapter folder.
 
 The folder holds the adapter and the tokenizer (a normal Hugging Face checkpoint), ``training.json`` (how it was made:
 argv, versions, commit, configuration, counts, losses) and ``loss.png``.
@@ -6,7 +6,6 @@ argv, versions, commit, configuration, counts, losses) and ``loss.png``.
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import time
@@ -24,12 +23,12 @@ from comb.documents.datasets import Counts
 from comb.documents.document import Example
 from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
-from comb.evaluation.record import environment, read_training, write_training
+from comb.evaluation.record import environment, write_training
 from comb.evaluation.run import MethodResult, evaluate, rehearse
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
-from comb_training.config import Config, TrainConfig, config_from_dict
+from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample, join_questions
 from comb_training.data.mixture import prompt_builder, read_examples
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
@@ -37,9 +36,9 @@ from comb_training.models import training_method
 from comb_training.models.loading import device_of
 from comb_training.models.lora import unload
 from comb_training.trainer import distributed
+from comb_training.trainer.checkpoints import checkpoint_to_resume
 from comb_training.trainer.heldout import heldout_answers
-from comb_training.trainer.prepare import PreparedRun, check_folders, prepare, tokenized
-from comb_training.trainer.stages import TRAINING_JSON, RunStage, joined, run_stages, starting_point
+from comb_training.trainer.prepare import PreparedRun, prepare, tokenized
 from comb_training.trainer.trainer import CombTrainer
 
 logger = logging.getLogger(__name__)
@@ -62,9 +61,7 @@ class TrainResult:
         record: what training.json holds. Of its values ``losses`` and ``heldout_losses`` are (step, mean loss per
             target token), ``heldout_em`` and ``heldout_f1`` (step, mean in 0..1), as `train.eval_steps` and
             `train.eval_answers` asked for them; ``seconds`` is of optimisation, ``answer_seconds`` of answering before.
-            With stages it is that of `comb_training.trainer.stages.joined`.
-        counts, statistics: what happened to the data's rows, and how long the examples trained on are; of the last
-            stage, as is `teacher`.
+        counts, statistics: what happened to the data's rows, and how long the examples trained on are.
         teacher: how the backbone's own answers score against the data's; None when trained on gold answers.
         terminated: the signal that ended the run before its time, SIGTERM or SIGINT, or "".
         checkpoint: where it is to go on then. It is an adapter, too, with its own training.json.
@@ -88,7 +85,7 @@ def run_training(
     progress: bool = True,
     prepared: Callable[[PreparedRun], None] | None = None,
 ) -> TrainResult:
-    """Trains as `config` says, stage after stage, and writes the adapter folder.
+    """Trains as `config` says, and writes the adapter folder.
 
     Args:
         prepared: called on the first process when the data is read, before anything is answered or trained.
@@ -99,47 +96,9 @@ def run_training(
         ValueError: as `prepare` does, and for a checkpoint that isn't there.
         TrainingDivergedError: if the loss becomes NaN or infinite.
     """
-    stages = run_stages(config)
-    start = starting_point(stages, resume)
-    later = stages[start.stage + 1 :]
-    checkpoint, records = start.checkpoint, list(start.records)
-    for number in range(start.stage, len(stages)):
-        stage = stages[number] if number == 0 else stages[number].after(stages[number - 1])
-        result = _run_stage(stage, checkpoint, progress, prepared, later)
-        checkpoint, later = None, []
-        records.append(result.record)
-        if result.terminated:
-            break
-        if number < len(stages) - 1:
-            distributed.barrier()  # the next stage loads what the first rank has written
-            result.model = None
-            gc.collect()  # or two stages' models would be in memory: trainer and model refer to each other
-    if stages[-1].name:
-        result.record = joined(config, stages, records)
-        if not result.terminated and distributed.is_main():
-            _write_record(config, result.record, result.output_dir)
-    distributed.leave()
-    return result
-
-
-def _run_stage(
-    stage: RunStage,
-    resume: Path | None,
-    progress: bool,
-    prepared: Callable[[PreparedRun], None] | None,
-    later: Sequence[RunStage],
-) -> TrainResult:
-    """One training: the whole of a run without stages.
-
-    Args:
-        later: stages whose data is to be read now, so that what is wrong with it is known before anything is trained.
-    """
-    config = stage.config
-    run = prepare(config, resume=resume)
-    run.stage = stage.name
+    checkpoint = checkpoint_to_resume(config.train, resume)
+    run = prepare(config, resume=checkpoint)
     logger.info("data: %s", run.counts)
-    for other in later:
-        _check_data(run, other)
     if prepared is not None and distributed.is_main():
         prepared(run)
     heldout = _heldout(run)  # which may be refused, as what is above
@@ -157,7 +116,7 @@ def _run_stage(
         progress=progress,
     )
     parameters = run.parameters  # before ZeRO-3 takes them apart
-    trainer.train(resume)
+    trainer.train(checkpoint)
     run.model.eval()
     statistics = TokenStatistics.of(examples)
     sets = statistics_by_set(examples) if config.data.mixture else {}
@@ -200,12 +159,13 @@ def _run_stage(
         trainer.save_model(folder)
         if model is not None:
             unload(model)
-            result.model = training_method(config.train.method).answering(model)
+            result.model = model
         if distributed.is_main():
             _write_record(config, record, folder)
         trainer.log.end(trainer.step, trainer.ended_by)
     # while it is set, transformers loads every model in parts (ZeRO-3), over ranks that are gone now
     unset_hf_deepspeed_config()
+    distributed.leave()
     return result
 
 
@@ -219,7 +179,6 @@ def _write_record(config: Config, record: dict[str, Any], folder: Path) -> None:
             record["losses"], folder / LOSS_PLOT, heldout=_objective(train, record), scores=scores,
             loss=OBJECTIVES[train.ce_weight > 0, train.kl_weight > 0],
             title=public(f"{config.model.backbone}: {config.data.label}", here=True),
-            stages=[(stage["name"], stage["first_step"]) for stage in record.get("stages", ())],
         )  # fmt: skip
     except ImportError:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'comb-pic[demo]')")
@@ -245,22 +204,6 @@ def _first_and_last(history: Sequence[dict[str, Any]], examples: int) -> dict[st
     return {"examples": examples, "start": records[0], "end": records[-1]} if records else {}
 
 
-def _check_data(run: PreparedRun, stage: RunStage) -> None:
-    """Raises ValueError for a stage whose data can't be read, or leaves nothing to train on."""
-    config = stage.config
-    check_folders(config.train)
-    sides = [("train", config.data.limit), *([("heldout", config.eval.limit)] if config.eval.limit else [])]
-    for split, limit in sides:
-        try:
-            examples, counts = tokenized(
-                config, prompt_builder(config.data, run.tokenizer), run.model, split=split, limit=limit
-            )
-        except ValueError as error:
-            raise ValueError(f"train.stages, {stage.name}: {error}") from error
-        if not examples:
-            raise ValueError(f"train.stages, {stage.name}: no {split} example is left: {counts}")
-
-
 def _heldout(run: PreparedRun) -> dict[str, Any]:
     """What `CombTrainer` takes for its evaluations: held-out examples, and what answers some of them."""
     config = run.config
@@ -275,19 +218,16 @@ def _heldout(run: PreparedRun) -> dict[str, Any]:
     asked, _ = read_examples(
         config.data, run.builder, run.model.max_document_tokens, split="heldout", limit=config.train.eval_answers
     )
-    model = training_method(config.train.method).answering(run.model)
-    _rehearse(model, run, config, asked, [config.train.method])
-    return {"heldout": examples, "answer": partial(heldout_answers, model, run.tokenizer, asked, config)}
+    _rehearse(run, config, asked, [config.train.method])
+    return {"heldout": examples, "answer": partial(heldout_answers, run.model, run.tokenizer, asked, config)}
 
 
-def _rehearse(
-    model: Any, run: PreparedRun, config: Config, examples: Sequence[Example], methods: Sequence[str]
-) -> None:
+def _rehearse(run: PreparedRun, config: Config, examples: Sequence[Example], methods: Sequence[str]) -> None:
     if config.train.deepspeed is not None:  # which may have the weights in parts
         return
     run.model.eval()
     builder, longest = prompt_builder(config.data, run.tokenizer), config.eval.max_new_tokens
-    rehearse((model, run.tokenizer), examples, methods, max_new_tokens=longest, builder=builder)
+    rehearse((run.model, run.tokenizer), examples, methods, max_new_tokens=longest, builder=builder)
 
 
 Questions = tuple[list[Example], Counts]
@@ -307,9 +247,8 @@ def rehearse_evaluation(run: PreparedRun, config: Config) -> Questions:
     Raises:
         ValueError: as `evaluate_heldout` does.
     """
-    model = training_method(config.train.method).answering(run.model)
-    questions = evaluation_questions(model, run.tokenizer, config)
-    _rehearse(model, run, config, questions[0], config.eval.methods)
+    questions = evaluation_questions(run.model, run.tokenizer, config)
+    _rehearse(run, config, questions[0], config.eval.methods)
     return questions
 
 
@@ -327,12 +266,6 @@ def evaluate_heldout(
         builder=prompt_builder(config.data, tokenizer),
         progress=progress,
     )
-
-
-def trained_config(folder: str | Path) -> Config | None:
-    """The configuration an adapter was trained with, from its training.json; None if there is none."""
-    record = read_training(folder)
-    return None if record is None else config_from_dict(record["config"], str(Path(folder) / TRAINING_JSON))
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 from comb.backbones.adapter import is_adapter
-from comb.backbones.damage import DamagedError, check_files, damage_in, explained, local_folder
-from comb.backbones.loading import backbone_beside, check_weights, load_config, resolve_name
+from comb.backbones.damage import check_settings
+from comb.backbones.loading import backbone_of_adapter, load_config, resolve_name
+from comb.backbones.settings import PEFT
+from comb.backbones.tokenizer import load_tokenizer
+from comb.documents.files import read_json
 from comb.linktokens.config import LinkTokensConfig
 from comb.model.config import CombConfig
-from comb.model.weights import check_headers
 from comb_serving.linking.methods import FULL, TRAINED
+
+_OTHER_TOKENIZERS = ("--tokenizer", "--skip-tokenizer", "--trust-remote-code", "--config-format", "--load-format")
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,16 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     here = Path(name).exists()
     if not here and "/" not in name:  # no need to ask the Hub
         raise OSError(f"no checkpoint {checkpoint!r}: there is no such folder, and a Hub id is owner/name")
+    if here:
+        check_settings(Path(name))
+        if (Path(name) / PEFT).is_file() and not (Path(name) / "config.json").is_file():
+            raise ValueError(
+                f"{checkpoint!r} is a PEFT adapter ({PEFT}), not a model: merge it into its model (merge_and_unload, "
+                "then save_pretrained) and serve that"
+            )
     try:
         config, _ = CombConfig.get_config_dict(name)
     except OSError as error:
-        if here and (found := damage_in(Path(name))) is not None:
-            raise DamagedError(found) from error
         reason = " ".join(str(error).split())  # transformers' own has several lines
         looked = "its configuration could not be read" if here else "there is no such folder, and as a Hub id"
         raise OSError(f"no checkpoint {checkpoint!r}: {looked}: {reason}") from error
@@ -62,7 +71,7 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     if not config:
         raise OSError(f"no checkpoint {checkpoint!r}: it holds no config.json, or an empty one")
     if config.get("model_type") == LinkTokensConfig.model_type:
-        return _of_link_tokens(checkpoint, config, method, backbone)
+        return _of_link_tokens(checkpoint, load_config(name), method, backbone)
     if method == TRAINED:
         raise ValueError(
             f"{checkpoint!r} is no adapter of link tokens, its model_type is {config.get('model_type')!r}: train some "
@@ -85,40 +94,32 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
     return Start(method, backbone)
 
 
-def check_checkpoint(checkpoint: str, start: Start) -> None:
-    """Whether the checkpoint, and an adapter's backbone, have all their weights, and no damaged file.
+def check_tokenizer_there(checkpoint: str, arguments: Sequence[str]) -> None:
+    """Raises ValueError or OSError for a folder without a tokenizer that can be read.
 
-    vLLM serves a layer that lacks one of its weights. Only headers are read.
-
-    Raises:
-        ValueError, OSError: if not, naming the file or the weights.
+    Args:
+        arguments: of vLLM, which may name another one, or another way to read it.
     """
     name = resolve_name(checkpoint)
-    check_files(name, weights=True)
-    with explained(name):
-        config, _ = CombConfig.get_config_dict(name)
-    if not is_adapter(config):
-        check_weights(name)
+    if not Path(name).is_dir() or any(item.startswith(_OTHER_TOKENIZERS) for item in arguments):
         return
-    folder, adapter = local_folder(name), load_config(name)
-    if folder is not None:
-        check_headers(folder, adapter)
-    check_weights(start.backbone or backbone_beside(adapter.backbone_name_or_path, name))
+    config = load_config(name) if is_adapter(read_json(Path(name) / "config.json")) else None
+    load_tokenizer(name, SimpleNamespace(config=config))
 
 
-def _of_link_tokens(checkpoint: str, config: Mapping[str, Any], method: str | None, backbone: str | None) -> Start:
+def _of_link_tokens(checkpoint: str, config: LinkTokensConfig, method: str | None, backbone: str | None) -> Start:
     if method not in (None, TRAINED, FULL):
         raise ValueError(
             f"{checkpoint!r} is an adapter of link tokens, which are its method: leave --method away, or serve the "
-            f"plain model that it belongs to, {config.get('backbone_name_or_path')!r}"
+            f"plain model that it belongs to, {config.backbone_name_or_path!r}"
         )
     if backbone is None:
-        if config.get("backbone_revision") is not None:
+        if config.backbone_revision is not None:
             raise ValueError(
-                f"{checkpoint!r} belongs to revision {config['backbone_revision']} of "
-                f"{config['backbone_name_or_path']!r}: name a folder that holds it with --backbone"
+                f"{checkpoint!r} belongs to revision {config.backbone_revision} of "
+                f"{config.backbone_name_or_path!r}: name a folder that holds it with --backbone"
             )
-        backbone = backbone_beside(config["backbone_name_or_path"], resolve_name(checkpoint))
+        backbone = backbone_of_adapter(config, resolve_name(checkpoint))
     return Start(method or TRAINED, backbone, checkpoint)
 
 

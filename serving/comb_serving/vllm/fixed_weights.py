@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from comb.backbones.identity import identity_of
+from comb.backbones.whole import check_finite
 
 _ASK = "documents are compiled with the weights that the engine was started with: close it, and start another"
 
@@ -20,6 +21,15 @@ def check_no_transfer(vllm_config: Any) -> None:
 
 class FixedWeights:
     """The part of a worker that refuses vLLM's ways to change them; comes first among the bases."""
+
+    vllm_config: Any
+
+    def load_model(self, **options: Any) -> None:
+        """As vLLM's. Raises ValueError for weights with NaN or infinity, with which vLLM would answer."""
+        super().load_model(**options)  # type: ignore[misc]
+        model = self.vllm_config.model_config
+        if model.quantization is None:  # what a quantiser keeps beside its weights is its own to know
+            check_finite(self.get_model(), model.model)  # type: ignore[attr-defined]
 
     def reload_weights(self, *_: Any, **__: Any) -> NoReturn:
         """Raises RuntimeError."""

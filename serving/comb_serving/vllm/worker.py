@@ -60,7 +60,7 @@ class PoolOwner(FixedWeights):
 
     def load_model(self, **options: Any) -> None:
         """Loads the model, then makes this rank's pool, so that memory profiling sees it."""
-        super().load_model(**options)  # type: ignore[misc]
+        super().load_model(**options)
         model = self.model_runner.get_model()
         self.comb_documents = model.comb
         model.comb.pool = create_pool(model, self.vllm_config)

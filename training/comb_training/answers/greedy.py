@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from comb.backbones.discovery import inspect_backbone
+from comb.backbones.whole import CheckedLogits
 from comb_training.answers.store import StoredAnswer
 from comb_training.data.batches import TrainingExample
 
@@ -105,6 +107,7 @@ class TransformersEngine:
             top_p=None,
             top_k=None,
             repetition_penalty=1.0,
+            logits_processor=LogitsProcessorList([CheckedLogits()]),
             eos_token_id=list(self.stops),
             pad_token_id=self.pad,
         )

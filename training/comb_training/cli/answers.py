@@ -32,9 +32,8 @@ def answers(
     Can be stopped at any time and started again. Under torchrun each rank answers its share.
     """
     from comb_training.answers import answer_prepared, choose_engine
-    from comb_training.config import load_config, override
+    from comb_training.config import load_config, of_file, override
     from comb_training.trainer.prepare import prepare
-    from comb_training.trainer.stages import run_stages
 
     settings = load_config(config, overrides or [])
     chosen = choose_engine(engine)
@@ -45,9 +44,9 @@ def answers(
     if settings.train.answers == "gold":
         console.print("comb train with train.answers=gold takes the data's answers, and won't look for these")
     options = dict(engine_option(item) for item in vllm or [])
-    for stage in run_stages(settings):
-        run = prepare(stage.config)
-        _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)
+    with of_file(config, overrides or []):
+        run = prepare(settings)
+    _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)
 
 
 def engine_option(item: str) -> tuple[str, Any]:

@@ -41,9 +41,8 @@ def evaluate(
     from comb.evaluation.record import check_writable
     from comb.hub.push import read_card
     from comb.methods import split_specs
-    from comb_training.config import Config, override
+    from comb_training.config import Config, override, trained_config
     from comb_training.models.loading import load_checkpoint
-    from comb_training.train import trained_config
 
     settings = trained_config(checkpoint)
     given: list[str] = []

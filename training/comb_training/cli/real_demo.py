@@ -26,10 +26,9 @@ from comb.evaluation.metrics import contains
 from comb.evaluation.run import NO_DOCUMENTS, Setting, Timing
 from comb.evaluation.table import Column, Row, TextTable, fixed, ms, percent
 from comb_training.cli.passages import demo_questions
-from comb_training.config import Config, load_config
+from comb_training.config import Config, load_config, trained_config
 from comb_training.data.mixture import prompt_builder
 from comb_training.models.loading import device_of, dtype_of, load_checkpoint
-from comb_training.train import trained_config
 
 METHODS = ("full", "comb", "primed", "legolink:16", NO_DOCUMENTS)
 

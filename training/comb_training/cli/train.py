@@ -38,22 +38,21 @@ def train(
     evaluation: Annotated[bool, typer.Option("--eval/--no-eval", help="Evaluate on held-out data at the end.")] = True,
 ) -> None:
     """Fine-tune an encoder for a frozen backbone."""
-    from comb_training.config import load_config
+    from comb_training.config import load_config, of_file
     from comb_training.models.loading import load_checkpoint
     from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
 
     settings = load_config(config, overrides or [])
     evaluation = evaluation and settings.eval.limit > 0 and bool(settings.eval.methods)
-    if evaluation:
-        check_methods(settings)
-    if dry_run:
-        from comb_training.plan import plan
-        from comb_training.trainer.stages import run_stages
+    with of_file(config, overrides or []):
+        if evaluation:
+            check_methods(settings)
+        if dry_run:
+            from comb_training.plan import plan
 
-        for stage in run_stages(settings):
-            _show_plan(plan(stage.config), stage.name)
-        return
+            _show_plan(plan(settings))
+            return
     questions: list[Questions] = []
 
     def prepared(run: PreparedRun) -> None:
@@ -62,7 +61,8 @@ def train(
             questions.append(rehearse_evaluation(run, settings))
 
     try:
-        result = run_training(settings, resume=resume, prepared=prepared)
+        with of_file(config, overrides or []):
+            result = run_training(settings, resume=resume, prepared=prepared)
     except KeyboardInterrupt:
         console.print("stopped: what isn't in a checkpoint-N is lost, but for the backbone's answers")
         raise typer.Exit(_status("SIGINT")) from None
@@ -73,14 +73,9 @@ def train(
     if result.teacher is not None:
         console.print(f"the backbone's own answers: {100 * result.teacher.em:.1f}% exact match with the data's")
     record = result.record
-    one = {**record, "name": "", "losses": [loss for _, loss in record["losses"]]}
-    for part in record.get("stages", [one]):
-        if losses := part["losses"]:
-            console.print(
-                f"{part['name']}{': ' * bool(part['name'])}loss {losses[0]:.4f} -> {losses[-1]:.4f} in {part['steps']} "
-                f"steps, {part['seconds']:.0f} s"
-            )
-        _show_heldout(part["heldout"])
+    if losses := [loss for _, loss in record["losses"]]:
+        console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {record['steps']} steps, {record['seconds']:.0f} s")
+    _show_heldout(record["heldout"])
     if result.terminated:
         again = ["comb", "train", str(config), *(overrides or []), "--resume", "auto"]
         console.print(
@@ -123,7 +118,7 @@ def _show_heldout(measured: dict[str, Any]) -> None:
     )
 
 
-def _show_plan(run: Plan, stage: str) -> None:
+def _show_plan(run: Plan) -> None:
     import yaml
     from rich.syntax import Syntax
 
@@ -132,8 +127,6 @@ def _show_plan(run: Plan, stage: str) -> None:
 
     if not distributed.is_main():
         return
-    if stage:
-        console.rule(f"stage {stage}")
     text = yaml.safe_dump(run.config.changed(), sort_keys=False, width=console.width - 20, allow_unicode=True)
     # YAML folds behind the word that is over its width; one longer still is the terminal's to wrap: all can be copied
     console.print(Syntax("", "yaml", background_color="default").highlight(text), soft_wrap=True)
@@ -146,7 +139,5 @@ def _show_data(run: PreparedRun) -> None:
     """What became of the rows, and how long the examples are."""
     from comb_training.data.token_statistics import data_table
 
-    if run.stage:
-        console.rule(f"stage {run.stage}")
     console.print(f"data: {escape(str(run.counts))}")
     console.print(data_table(run.statistics, run.sets))

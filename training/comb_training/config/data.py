@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt
+from pydantic import BeforeValidator, Field, StrictInt
 from pydantic.dataclasses import dataclass
 
 from comb.documents.datasets import HUB
@@ -149,10 +149,6 @@ class DataConfig:
     """Characters that end an answer, each of them, where no chat template does; the data's answers get the first."""
     options: Options = Field(default_factory=dict)
     """More options of the dataset's reader."""
-    cache: StrictBool = True
-    """Keep the tokenised examples on disk, for the next run over the same data."""
-    cache_dir: str | None = None
-    """Where; null is the folder comb/tokens in the Hugging Face cache (HF_HOME)."""
 
     @property
     def label(self) -> str:

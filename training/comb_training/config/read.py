@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,28 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from comb.backbones.damage import named
 from comb.documents.files import read_text
+from comb.evaluation.record import read_training
+from comb.hub.card.facts import TRAINING
 from comb_training.config.data import DataConfig, MixtureEntry, other_rows
 from comb_training.config.sections import Config, EvalConfig, ModelConfig
-from comb_training.config.stage import StageConfig
 from comb_training.config.train import TrainConfig
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig}
+
+GONE = {
+    "data.cache": "rows are tokenised by each run; leave it out",
+    "data.cache_dir": "rows are tokenised by each run; leave it out",
+    "train.adam_beta2": "it is 0.98",
+    "train.final_learning_rate": "the cosine ends at 0.02 of the peak",
+    "train.lora_alpha": "it is 16: LoRA's scale is 16 / train.lora_rank",
+    "train.lora_dropout": "there is none",
+    "train.run_name": "a run is called as its train.output_dir",
+    "train.stages": "a second run goes on from the adapter of the first, model.init_from=FOLDER",
+    "train.torch_compile": "leave it out",
+}
+"""Keys of earlier versions, and what to do instead. None says how an adapter is asked (`trained_config`)."""
 
 COMMAND_LINE = "the command line"
 
@@ -58,11 +74,18 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         if not Path(path).is_file():
             raise ValueError(f"there is no configuration file {source!r}")
         try:
-            content = yaml.load(read_text(path), _OnceEach) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{source} is not YAML: {error}") from error
+            content = yaml.load(read_text(path), _OnceEach)
+        except (yaml.YAMLError, RecursionError) as error:
+            said = str(error).replace('in "<unicode string>", ', "in ")
+            raise ValueError(f"{source} is not YAML: {said}") from error
+        if content is None:
+            raise ValueError(f"{source} is empty: write sections model, data, train and eval, or see configs/ for some")
         if not isinstance(content, dict):
             raise ValueError(f"{source}: expected sections model, data, train and eval, got {type(content).__name__}")
+        if empty := [name for name in SECTIONS if name in content and content[name] is None]:
+            raise ValueError(
+                f"{source}: {empty[0]} has no keys: write some below it, indented, or leave {empty[0]} out"
+            )
     if isinstance(content.get("data"), str | list):
         content["data"] = other_rows({}, content["data"])
     for item in _ordered(overrides):
@@ -70,6 +93,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         _validate(_override({}, item), COMMAND_LINE, alone=True)
         content = _override(content, item)
     return config_from_dict(content, source)
+
+
+def of_file(path: str | Path, overrides: Sequence[str] = ()) -> AbstractContextManager[None]:
+    """For what is done as a file says: an error of comb's own about one of its values begins with its name."""
+    return named(path, " and the command line" if overrides else "")
 
 
 class _OnceEach(yaml.SafeLoader):
@@ -81,6 +109,8 @@ class _OnceEach(yaml.SafeLoader):
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             name = self.construct_object(key, deep=True)
+            if not isinstance(name, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"a key is {name}, not a text", key.start_mark)
             if name in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{name} stands there twice", key.start_mark)
             seen.add(name)
@@ -155,6 +185,8 @@ def _describe(mistake: Any) -> str:
     for part in location:
         if isinstance(part, int):
             name = name.replace(f".{part}", f"[{part}]", 1)
+    if kind == "unexpected_keyword_argument" and name in GONE:
+        return f"{name} is no key any more: {GONE[name]}"
     if kind == "unexpected_keyword_argument":
         return f"unknown key {name}; {_hint(str(location[-1]), location[:-1], name)}"
     if kind == "missing":
@@ -167,11 +199,25 @@ def _describe(mistake: Any) -> str:
 
 def _hint(key: str, section: Sequence[Any], name: str) -> str:
     """What was meant instead of `key` in `section`."""
-    inner = {"mixture": MixtureEntry, "stages": StageConfig}
-    kinds = [kind for place, kind in inner.items() if place in section]
-    kind = kinds[0] if kinds else SECTIONS[section[0]] if section else Config
+    kind = MixtureEntry if "mixture" in section else SECTIONS[section[0]] if section else Config
     known = [field.name for field in fields(kind)]
     close = [name.removesuffix(key) + match for match in difflib.get_close_matches(key, known, n=1)]
     # a right key in the wrong section is the other common slip
     close += [f"{other}.{key}" for other, kind in SECTIONS.items() if key in {field.name for field in fields(kind)}]
     return f"did you mean {' or '.join(close)}?" if close else f"known keys: {', '.join(sorted(known))}"
+
+
+def trained_config(folder: str | Path) -> Config | None:
+    """The configuration an adapter was trained with, from its training.json; None if there is none."""
+    record = read_training(folder)
+    if record is None:
+        return None
+
+    def still_there(section: str, keys: Any) -> Any:
+        if not isinstance(keys, dict):
+            return keys
+        # an earlier version's method `block` trained a backbone, which is asked as any other
+        return {k: v for k, v in keys.items() if f"{section}.{k}" not in GONE and (k, v) != ("method", "block")}
+
+    config = {section: still_there(section, keys) for section, keys in record["config"].items()}
+    return config_from_dict(config, str(Path(folder) / TRAINING))

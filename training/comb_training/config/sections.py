@@ -45,6 +45,8 @@ class ModelConfig:
     """More keyword arguments of `CombForCausalLM.from_backbone`, or `LinkTokensForCausalLM.from_backbone`."""
 
     def __post_init__(self) -> None:
+        if self.fit_passages and self.init_from is not None:
+            raise ValueError("model.fit_passages solves for heads anew that model.init_from has trained: leave it out")
         if self.measured_cross_layers is not None:
             for name in ("cross_attention_layers", "init_from"):
                 if getattr(self, name) is not None:
@@ -84,8 +86,6 @@ class Config:
 
     def __post_init__(self) -> None:
         method = self.train.method
-        if method == "block" and self.model.init_from is not None:
-            raise ValueError("model.init_from is an adapter; with train.method=block, go on from model.backbone")
         if method != "comb":
             if self.eval == EvalConfig():
                 object.__setattr__(self, "eval", EvalConfig(methods=("full", method)))

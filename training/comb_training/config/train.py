@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import StrictBool, StrictInt
 from pydantic.dataclasses import dataclass
 
-from comb_training.config.stage import StageConfig
 from comb_training.config.types import (
     KNOWN_KEYS,
     AboveZero,
@@ -24,9 +23,9 @@ from comb_training.config.types import (
 class TrainConfig:
     """Optimisation. Training stops at the first of `steps`, `epochs` and `max_seconds` that is reached."""
 
-    method: Literal["comb", "block", "linktokens"] = "comb"
+    method: Literal["comb", "linktokens"] = "comb"
     """comb trains an encoder and cross blocks on the frozen backbone, linktokens a few vectors in front of every
-    document; block fine-tunes the backbone itself (all of it, or LoRA) to read documents that see only themselves."""
+    document."""
     steps: AboveZero | None = None
     """Optimizer steps."""
     epochs: Positive | None = None
@@ -48,8 +47,6 @@ class TrainConfig:
     """The gates start at zero and decide how soon the encoder is heard: they learn faster by this factor."""
     warmup: Share = 0.05
     """Share of the run in which the learning rate rises linearly."""
-    final_learning_rate: NotNegative = 0.02
-    """Where the cosine ends, as a share of the peak."""
     ce_weight: NotNegative = 1.0
     """Weight of the cross-entropy on the answers; 0 with `kl_weight` distils alone, which sharpens nothing."""
     kl_weight: NotNegative = 0.0
@@ -58,23 +55,13 @@ class TrainConfig:
     kl_top_k: AtLeastOne = 64
     """Likeliest tokens of the backbone that the divergence tells apart; all others count as one."""
     lora_rank: AtLeastOne | None = None
-    """LoRA of this rank on the encoder's layers (method block: the backbone's) instead of training them in full; what
-    is published is merged."""
-    lora_alpha: NotNegative = 16.0
-    """LoRA's scale is lora_alpha / lora_rank."""
-    lora_dropout: Share = 0.0
-    """Dropout in front of LoRA's matrices."""
+    """LoRA of this rank on the encoder's layers instead of training them in full; what is published is merged."""
     weight_decay: NotNegative = 0.01
     """AdamW's, on matrices only (not on norms, biases and gates)."""
-    adam_beta2: Share = 0.98
-    """AdamW's second beta."""
     max_grad_norm: NotNegative = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
     gradient_checkpointing: StrictBool = False
     """Less memory for more time."""
-    torch_compile: StrictBool = False
-    """torch.compile of encoder layers, K/V heads, and the cross blocks' norms and MLPs; the frozen backbone stays as it
-    is. The first steps take minutes. Not under ZeRO-3."""
     bf16: StrictBool = False
     """Mixed precision (autocast to bfloat16); under DeepSpeed its own configuration decides."""
     deepspeed: str | None = None
@@ -106,28 +93,12 @@ class TrainConfig:
     output_dir: str = "out/comb"
     """Folder of the adapter, training.json and the loss plot."""
     report_to: Items[str] = ()
-    """tensorboard, wandb, trackio: whatever is installed."""
-    run_name: str | None = None
-    """Name of the run there; null is output_dir."""
-
-    stages: Items[StageConfig] = ()
-    """Several trainings one after the other, each going on from the adapter of the one before; empty: one."""
+    """tensorboard, wandb, trackio: whatever is installed. The run is called as its output_dir."""
 
     def __post_init__(self) -> None:
-        names = [stage.name for stage in self.stages]
-        if len(set(names)) < len(names):
-            raise ValueError(f"train.stages: two stages have the same name: {', '.join(names)}")
-        if names and self.method == "block":
-            raise ValueError("train.stages go on from the adapter of the one before, and train.method=block makes none")
         if self.steps is None and self.epochs is None and self.max_seconds is None:
             object.__setattr__(self, "epochs", 1.0)
         if self.ce_weight == self.kl_weight == 0:
             raise ValueError("train.ce_weight and train.kl_weight are both 0: there is nothing to learn")
-        if self.method == "block" and self.kl_weight > 0 and self.lora_rank is None:
-            raise ValueError(
-                "train.kl_weight needs the backbone as it was, which train.method=block keeps only with train.lora_rank"
-            )
-        if self.torch_compile and self.method != "comb":
-            raise ValueError(f"train.torch_compile compiles an encoder, and train.method={self.method} trains none")
         if self.teacher is not None and self.answers != "on_policy":
             raise ValueError(f"train.teacher answers only with train.answers=on_policy, not {self.answers!r}")

@@ -15,12 +15,12 @@ from functools import cache
 from itertools import chain, groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from comb.documents.datasets import Counts
-from comb.documents.document import Document, Example, Prompt, PromptBuilder, plain_ids
+from comb.documents.document import Document, Example, Prompt, PromptBuilder
+from comb.documents.rendering import plain_ids
 from comb.documents.splitting import Splitter, split_document
 
 IGNORED = -100  # what Hugging Face losses skip
@@ -141,6 +141,7 @@ def tokenize(
     cut), and so are those without documents, from which an encoder can't learn.
     """
     segment = cache(builder.segment)
+    heads: dict[tuple[int, ...], tuple[int, ...]] = {}
     tokenized = []
     for example in examples:
         if not example.documents:
@@ -148,6 +149,7 @@ def tokenize(
             continue
         query = query_template.replace("{query}", example.query)
         prompt = builder.build(query, list(map(segment, example.documents)))
+        prompt = replace(prompt, head=heads.setdefault(prompt.head, prompt.head))  # rows begin alike: held once
         target = builder.answer(example.answer)
         if max_query_tokens is not None and len(prompt.query) + len(target) > max_query_tokens:
             counts.drop(f"query and answer of more than {max_query_tokens} tokens")
@@ -187,7 +189,7 @@ class Collator:
         for example in examples:
             for segment in example.segments:
                 if segment not in tensors:
-                    tensors[segment] = torch.from_numpy(np.array(segment, dtype=np.int64))
+                    tensors[segment] = torch.tensor(segment)
         batch["documents"] = [[tensors[segment] for segment in example.segments] for example in examples]
         batch["behind"] = [list(example.prompt.placed_behind) for example in examples]
         return batch

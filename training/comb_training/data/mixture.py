@@ -14,22 +14,17 @@ out is trained on by the other.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from comb.documents.datasets import Counts
 from comb.documents.document import Example, PromptBuilder
 from comb.documents.splitting import Splitter, create
 from comb_training.config import DataConfig
-from comb_training.data import cache_key, token_cache
 from comb_training.data.batches import TrainingExample, by_documents, fit_documents, tokenize
 from comb_training.data.shares import draw, epoch_numbers, heldout_numbers
 from comb_training.data.sources import Source, sources
-
-logger = logging.getLogger(__name__)
 
 
 def set_name(id: str | None) -> str:
@@ -62,32 +57,30 @@ class ConfiguredSide:
         fitted = fit_documents(examples, self.builder, self.longest, counts, self.splitter)
         return [source.written(example) for example in fitted], counts
 
-    def tokens(self, source: Source) -> tuple[list[TrainingExample], Counts]:
-        """The same as tokens, from the cache where it has them."""
+    def tokens(self, texts: Sequence[Example], counts: Counts) -> list[TrainingExample]:
+        """Those of `texts` that are short enough, as tokens."""
+        return tokenize(texts, self.builder, counts, max_query_tokens=self.data.max_query_tokens)
 
-        def build() -> token_cache.Tokenised:
-            examples, counts = self.texts(source)
-            longest = self.data.max_query_tokens
-            return tokenize(examples, self.builder, counts, max_query_tokens=longest), counts.to_dict()
+    def mixed(self) -> tuple[list[tuple[TrainingExample, Example]], Counts]:
+        """The examples of a mixture in their shares, as tokens and as text, and what happened to the rows.
 
-        name = f"{source.name or Path(source.dataset.partition('?')[0]).stem}-{self.split}"
-        if self.data.cache and source.can_change:
-            logger.info("%s: tokens of %s are not kept, since it can change; revision=COMMIT helps", name, source.file)
-        if not self.data.cache or source.can_change:
-            examples, content = build()
-            return examples, Counts.from_dict(content)
-        found, content = token_cache.cached(self.data.cache_dir, name, self.key(source), build)
-        return found, Counts.from_dict(content)
-
-    def key(self, source: Source) -> dict[str, Any]:
-        """All that decides the tokens of one set."""
-        splitter = self.splitter
-        return source.key(self.sets, self.split, self.limit) | {
-            "tokenizer": cache_key.builder_key(self.builder),
-            "max_document_tokens": self.longest,
-            "splitter": None if splitter is None else [self.data.splitter, cache_key.code_key(type(splitter))],
-            "max_query_tokens": self.data.max_query_tokens,
-        }
+        Shares hold exactly: examples that are too long are dropped first.
+        """
+        found = {}
+        for source in self.sets:
+            texts, counts = self.texts(source)
+            found[str(source.name)] = self.tokens(texts, counts), {text.id: text for text in texts}, counts
+        numbers = self.numbers({name: len(tokens) for name, (tokens, _, _) in found.items()})
+        mixed = []
+        for name, (tokens, by_id, counts) in found.items():
+            counts.drop("over the share of the mixture", max(0, len(tokens) - numbers[name]))
+            counts.repeated = max(0, numbers[name] - len(tokens))
+            drawn = draw(by_documents(tokens), numbers[name], seed=self.data.seed, name=name) if numbers[name] else ()
+            for place, turn in drawn:
+                text = by_id[tokens[place].id]
+                id = f"{name}{f'@{turn + 1}' if turn else ''}/{text.id}"
+                mixed.append((replace(tokens[place], id=id), replace(text, id=id, group=f"{name}/{text.group}")))
+        return mixed, Counts.of_sets({name: counts for name, (_, _, counts) in found.items()})
 
     def numbers(self, sizes: dict[str, int]) -> dict[str, int]:
         """How many examples each set of a mixture gives."""
@@ -121,28 +114,17 @@ def prompt_builder(data: DataConfig, tokenizer: Any) -> PromptBuilder:
 def read_tokenized(
     data: DataConfig, builder: PromptBuilder, max_document_tokens: int | None, *, split: str, limit: int | None
 ) -> tuple[list[TrainingExample], Counts]:
-    """One side of the configured data as tokens, from the cache where it has them, and what happened to the rows.
-
-    Each set is cached on its own and whole, so that other weights need no tokenising. Shares hold exactly: examples
-    that are too long are dropped first.
+    """One side of the configured data as tokens, and what happened to the rows.
 
     Raises:
         ValueError: as `comb.documents.datasets.read_dataset` does, and for shares that can't be had.
     """
     side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
     if not data.mixture:
-        return side.tokens(side.sets[0])
-    found = {str(source.name): side.tokens(source) for source in side.sets}
-    numbers = side.numbers({name: len(examples) for name, (examples, _) in found.items()})
-    mixed = []
-    for name, (examples, counts) in found.items():
-        counts.drop("over the share of the mixture", max(0, len(examples) - numbers[name]))
-        counts.repeated = max(0, numbers[name] - len(examples))
-        drawn = draw(by_documents(examples), numbers[name], seed=data.seed, name=name) if numbers[name] else ()
-        for place, turn in drawn:
-            example = examples[place]
-            mixed.append(replace(example, id=f"{name}{f'@{turn + 1}' if turn else ''}/{example.id}"))
-    return mixed, Counts.of_sets({name: counts for name, (_, counts) in found.items()})
+        texts, counts = side.texts(side.sets[0])
+        return side.tokens(texts, counts), counts
+    mixed, counts = side.mixed()
+    return [tokens for tokens, _ in mixed], counts
 
 
 def read_examples(
@@ -158,17 +140,8 @@ def read_examples(
     side = ConfiguredSide(data, builder, max_document_tokens, split, limit)
     if not data.mixture:
         return side.texts(side.sets[0])
-    # which are too long, and hence the shares, is known of tokens only
-    tokenized, counts = read_tokenized(data, builder, max_document_tokens, split=split, limit=limit)
-    texts = {
-        f"{source.name}/{example.id}": replace(example, group=f"{source.name}/{example.group}")
-        for source in side.sets
-        for example in side.texts(source)[0]
-    }
-    return [
-        replace(texts[f"{set_name(example.id)}/{str(example.id).partition('/')[2]}"], id=example.id)
-        for example in tokenized
-    ], counts
+    mixed, counts = side.mixed()  # which are too long, and hence the shares, is known of tokens only
+    return [text for _, text in mixed], counts
 
 
 def _unique(examples: Sequence[Example]) -> list[Example]:

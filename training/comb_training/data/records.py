@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,20 +13,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from comb.documents.datasets import HUB
 from comb.documents.document import Document, Example
 from comb_training.data.hub import load_hub_rows, on_hub
 
+_GZIP = b"\x1f\x8b"
 _HALF = re.compile("[\ud800-\udfff]")
 """What JSON can escape, and no tokenizer takes."""
+
+
+_FILLERS = "\u115f\u1160\u2800\u3164\uffa0"
+"""Letters to Unicode, and nothing to see."""
+
+
+def is_blank(text: str) -> bool:
+    """Whether there is nothing to see in a text: white space, control and format characters (as zero-width space)."""
+    return all(
+        character.isspace() or character in _FILLERS or unicodedata.category(character) in ("Cc", "Cf", "Zs")
+        for character in text
+    )
 
 
 @dataclass(frozen=True)
 class DatasetRow:
     """One row, where it stands (for errors), and what was left out of it.
 
-    Every reader, of files as of the Hub, takes a row's fields from here. What is null is blank, and a row that has
-    nothing but blanks where an example needs something is dropped (`example`); a field that isn't there at all, is of
-    another type or holds half of a character is a ValueError that names the row.
+    Every reader, of files as of the Hub, takes a row's fields from here. What is null or `is_blank` is "", and a row
+    that has nothing else where an example needs something is dropped (`example`); a field that isn't there at all, is
+    of another type or holds half of a character is a ValueError that names the row.
     """
 
     row: Mapping[str, Any]
@@ -99,7 +114,7 @@ class DatasetRow:
         out and counted."""
         documents = []
         for title, text, *id in texts:
-            if text.strip():
+            if not is_blank(text):
                 documents.append(Document(text, title=title, id=id[0] if id else None))
             else:
                 self.left_out["empty document left out"] += 1
@@ -114,8 +129,8 @@ class DatasetRow:
 
         Blank answers beside others are left out and counted.
         """
-        accepted = [answer for answer in answers if answer.strip()]
-        if not query.strip():
+        accepted = [answer for answer in answers if not is_blank(answer)]
+        if is_blank(query):
             return "empty query"
         if not documents:
             return "no documents"
@@ -127,12 +142,12 @@ class DatasetRow:
         return Example(documents, query, accepted[0], different, id=id or self.label("id"), group=group.strip())
 
     def check_text(self, value: Any, name: str) -> str:
-        """`value` if it is a text that can be written. Raises ValueError otherwise."""
+        """`value` if it is a text that can be written, "" if nothing in it can be seen. Raises ValueError otherwise."""
         if not isinstance(value, str):
             raise ValueError(f"{self.where}: {name!r} is a text, got {str(value)[:80]!r}")
         if not value.isascii() and _HALF.search(value):
             raise ValueError(f"{self.where} holds half of a character, such as \\ud83d alone, in {name!r}: replace it")
-        return value
+        return "" if is_blank(value) else value
 
     def _is_null(self, name: str) -> bool:
         return name in self.row and self.row[name] is None
@@ -148,8 +163,17 @@ def read_records(path: str | Path, dataset: str, *, lines: bool = False) -> list
         ValueError: when something in the file isn't what it should be.
     """
     if on_hub(path):
-        rows = load_hub_rows(str(path), dataset)
-        return _checked(path, [DatasetRow(row, f"{path}[{index}]", index) for index, row in enumerate(rows)])
+        records: list[DatasetRow] = []
+        try:
+            for row in load_hub_rows(str(path), dataset):
+                records.append(DatasetRow(row, f"{path}[{len(records)}]", len(records)))
+        except ValueError:
+            raise
+        except Exception as error:  # of whatever decodes a cell
+            raise ValueError(
+                f"{path}[{len(records)}] can't be read ({type(error).__name__}: {error}): download the set again"
+            ) from error
+        return _checked(path, records)
     path = Path(path)
     content = read_text(path, dataset)
     lines = lines and not content.lstrip().startswith("[")
@@ -175,11 +199,39 @@ def read_object(path: Path, dataset: str) -> DatasetRow:
 
 def read_text(path: Path, dataset: str) -> str:
     """A file's text, unpacked if it is gzipped. Raises ValueError if it can't be read."""
+    what = f"dataset {dataset!r}: {path}"
+    if path.is_dir():
+        raise ValueError(f"{what} is a folder: name a file in it")
+    packed = path.suffix == ".gz"
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
-        raise ValueError(f"dataset {dataset!r}: {path} can't be read ({type(error).__name__}: {error})") from error
+        if not packed and data.startswith(_GZIP):
+            raise ValueError(f"{what} is packed by gzip: let its name end in .gz, or unpack it")
+        return (gzip.decompress(data) if packed else data).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{what} is not UTF-8 text ({error}): save it as UTF-8 (tables such as parquet are read as {HUB}FOLDER)"
+        ) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{what} is not gzipped, or cut off ({error}): download or pack it again") from error
+    except OSError as error:
+        raise ValueError(f"{what} can't be read ({error.strerror}): see who may read it (ls -l)") from error
+
+
+def read_alike(files: Sequence[str | Path], dataset: str, *names: str, lines: bool = False) -> list[list[DatasetRow]]:
+    """`read_records` of each of several files, whose rows all have the fields `names`.
+
+    Raises:
+        ValueError: as `read_records` does; for files of other rows, by their first ones, before any row is used.
+    """
+    read = [read_records(file, dataset, lines=lines) for file in files]
+    other = [Path(file).name for file, rows in zip(files, read, strict=True) if not set(names) <= set(rows[0].row)]
+    if other and len(other) < len(files):
+        raise ValueError(
+            f"dataset {dataset!r}: {Path(files[0]).parent} has {len(other)} of {len(files)} files with other rows than "
+            f"{', '.join(names)} ({', '.join(other[:5])}): move them away, or name one file"
+        )
+    return read
 
 
 def _checked(path: str | Path, records: list[DatasetRow]) -> list[DatasetRow]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import HUB, Counts, below, datasets, locate, read_dataset
+from comb.documents.datasets import Counts, below, locate, read_dataset
 from comb.documents.document import Example
 from comb_training.config import DataConfig
-from comb_training.data import cache_key
 from comb_training.data.hub import on_hub
 
 
@@ -62,31 +60,6 @@ class Source:
     def written(self, example: Example) -> Example:
         """The example with its question as the query template writes it."""
         return replace(example, query=self.query_template.replace("{query}", example.query))
-
-    @property
-    def can_change(self) -> bool:
-        """Whether it reads something whose content can't be told without loading it: a branch on the Hub."""
-        return (
-            on_hub(self.file)
-            and not str(self.file).startswith(f"{HUB}/")
-            and re.search(r"[?&]revision=[0-9a-f]{40}(&|$)", str(self.file)) is None
-        )
-
-    def key(self, others: Iterable[Source], split: str, limit: int | None) -> dict[str, Any]:
-        """What decides its examples, for `token_cache.cached`."""
-        # an option may name a second file
-        named = sorted(value for value in self.options.values() if isinstance(value, str) and _is_file(value))
-        return {
-            "dataset": self.reader,
-            "content": [_content_key(path) for path in (self.file, *named) if path is not None],
-            "code": cache_key.code_key(datasets.get(self.reader)),
-            "options": dict(self.options),
-            "split": split,
-            "limit": self._limit(split, limit),
-            "query_template": self.query_template,
-            "rivals": [[rival.name, dict(rival.options)] for rival in self._rivals(others) if split == "train"],
-            "mixture": self.name is not None,
-        }
 
     def _limit(self, split: str, limit: int | None) -> int | None:
         return self.limit if split == "train" and self.name is not None else limit
@@ -148,17 +121,3 @@ def sources(data: DataConfig) -> list[Source]:
             )
         )
     return found
-
-
-def _content_key(path: str) -> list[str | None]:
-    if not on_hub(path):
-        return [cache_key.file_key(path)]
-    name, _, query = path.removeprefix(HUB).partition("?")
-    return [cache_key.file_key(name) if name.startswith("/") else name, query]
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # too long for a name, or no name at all
-        return False

@@ -4,6 +4,6 @@ A `Config` enters; a model that takes `Collator`'s batches leaves. A method is o
 Others use `training_method`, and from the modules `load_checkpoint`, `device_of` and `unload`.
 """
 
-from comb_training.models.method import TrainingMethod, training_method, training_methods
+from comb_training.models.method import training_method
 
-__all__ = ["TrainingMethod", "training_method", "training_methods"]
+__all__ = ["training_method"]

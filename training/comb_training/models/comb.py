@@ -7,18 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
 from comb.evaluation.placement import measure_placement, short_prompts
 from comb.model.config import CombConfig
 from comb.model.modeling import CombForCausalLM
 from comb.model.ridge import fit_to_backbone
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample
-from comb_training.models.adapter import AdapterTraining, trained_options
 from comb_training.models.loading import device_of, dtype_of, shaping_options
 from comb_training.models.lora import add_lora
-from comb_training.models.method import training_methods
+from comb_training.models.method import TrainingMethod, trained_options, training_methods
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +23,10 @@ T = TypeVar("T")
 
 
 @training_methods.register("comb")
-class CombTraining(AdapterTraining):
+class CombTraining(TrainingMethod):
     """Source: COMB sec. 5.2."""
 
     adapter = CombForCausalLM
-    published_part = "encoder"
 
     def load(self, config: Config) -> CombForCausalLM:
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
@@ -74,16 +70,6 @@ class CombTraining(AdapterTraining):
             fit_to_backbone(model, evenly(segments, config.model.fit_passages))
         return model  # type: ignore[no-any-return]  # the one that came or a fresh one
 
-    def compiled_parts(self, model: CombForCausalLM) -> list[nn.Module]:
-        """Encoder layers and K/V heads; of cross blocks what is around their attention, which meets other numbers of
-        rows and documents in each batch."""
-        parts: list[nn.Module] = [*model.encoder.layers, *model.encoder.key_value_heads]
-        blocks: Any = model.cross_blocks
-        for block in blocks:
-            parts += [block.input_layernorm, block.cross_attn.q_norm]
-            parts += [block.post_attention_layernorm, block.mlp] if block.has_mlp else []
-        return parts
-
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "documents": None}
 
@@ -91,7 +77,7 @@ class CombTraining(AdapterTraining):
 def add_encoder_lora(model: CombForCausalLM, train: TrainConfig) -> None:
     """LoRA on the encoder's layers, if configured. Raises ValueError as `add_lora` does."""
     if train.lora_rank is not None:
-        add_lora(model.encoder.layers, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+        add_lora(model.encoder.layers, rank=train.lora_rank)
 
 
 def _with_lora(model: CombForCausalLM, config: Config) -> CombForCausalLM:

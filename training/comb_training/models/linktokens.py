@@ -5,18 +5,50 @@ A row is the whole prompt and its answer; its documents see themselves and their
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
+import torch
+
 from comb.backbones.primer import primer_ids
 from comb.backbones.tokenizer import load_tokenizer
+from comb.documents.datasets import Counts
+from comb.documents.document import Prompt
+from comb.linking.blocks import FRESH, PADDING
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from comb_training.config import Config
-from comb_training.models.adapter import AdapterTraining, trained_options
+from comb_training.data.batches import Collator, TrainingExample
 from comb_training.models.loading import device_of, dtype_of
-from comb_training.models.method import training_methods
-from comb_training.models.rows import RowTraining
+from comb_training.models.method import TrainingMethod, trained_options, training_methods
+
+
+@dataclass
+class RowCollator(Collator):
+    """Whole prompts with their answers, padded; `segments` [B, T] tells the documents apart."""
+
+    def __call__(self, examples: Sequence[TrainingExample]) -> dict[str, Any]:
+        self.check_targets(examples)
+        batch: dict[str, Any] = self.rows([(example.prompt.flat, example) for example in examples])
+        if self.full_prompts:
+            batch["full_prompts"] = {name: tensor.clone() for name, tensor in batch.items()}
+        segments = torch.full(batch["input_ids"].shape, PADDING)
+        for index, example in enumerate(examples):
+            numbers = segment_numbers(example.prompt)
+            segments[index, : len(numbers) + len(example.target)] = FRESH
+            segments[index, : len(numbers)] = torch.tensor(numbers)
+        batch["segments"] = segments
+        return batch
+
+
+def segment_numbers(prompt: Prompt) -> list[int]:
+    """For each token of ``prompt.flat``, the number of its document, `FRESH` outside of them."""
+    gaps = (*(prompt.gaps or ((),) * max(0, len(prompt.segments) - 1)), ())
+    numbers = [FRESH] * len(prompt.head)
+    for number, (segment, gap) in enumerate(zip(prompt.segments, gaps, strict=True), 1):
+        numbers += [number] * len(segment) + [FRESH] * len(gap)
+    return numbers + [FRESH] * len(prompt.tail)
 
 
 def starting_tokens(backbone: str, count: int | None) -> list[int]:
@@ -26,11 +58,11 @@ def starting_tokens(backbone: str, count: int | None) -> list[int]:
 
 
 @training_methods.register("linktokens")
-class LinkTokensTraining(RowTraining, AdapterTraining):
+class LinkTokensTraining(TrainingMethod):
     """Source: KV Packet (arXiv:2604.13226); docs/linktokens.md says what is other here."""
 
     adapter = LinkTokensForCausalLM
-    published_part = "front"
+    collator = RowCollator
 
     def load(self, config: Config) -> LinkTokensForCausalLM:
         """Fresh link tokens on the configured backbone, or those of `model.init_from`."""
@@ -48,3 +80,17 @@ class LinkTokensTraining(RowTraining, AdapterTraining):
 
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "linked": False}
+
+    def row(self, example: TrainingExample) -> TrainingExample:
+        """The same question as a row that holds its documents."""
+        return replace(example, prompt=Prompt(example.prompt.flat, (), ()))
+
+    def fitting(
+        self, examples: Sequence[TrainingExample], model: Any, config: Config, counts: Counts
+    ) -> Sequence[TrainingExample]:
+        """Without those longer than `data.max_prompt_tokens` or the backbone's positions."""
+        longest: int = model.config.get_text_config().max_position_embeddings
+        longest = min(longest, config.data.max_prompt_tokens or longest)
+        kept = [example for example in examples if len(example.prompt.flat) + len(example.target) <= longest]
+        counts.drop(f"prompt and answer of more than {longest} tokens", len(examples) - len(kept))
+        return kept

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from comb.backbones.loading import load_model
+from comb.backbones.loading import HUB_ARGUMENTS, load_model
 from comb.backbones.tokenizer import load_tokenizer
 from comb_training.config import Config
+
+LOADING = (
+    "revision", "code_revision", "trust_remote_code", "attn_implementation", "experts_implementation", "dtype",
+    "device_map", "max_memory", "offload_folder", "quantization_config", "load_in_4bit", "load_in_8bit",
+    "low_cpu_mem_usage", "use_kernels", "use_safetensors", "weights_only", "variant", "subfolder", "key_mapping",
+    "tp_plan", *HUB_ARGUMENTS,
+)  # fmt: skip
+"""What `AutoModelForCausalLM.from_pretrained` takes besides values of the configuration, as far as runs use it."""
 
 
 def load_checkpoint(name_or_path: str, config: Config) -> Any:
@@ -51,6 +60,35 @@ def shaping_options(adapter: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     own = inspect.signature(adapter.from_backbone).parameters.keys() - {"revision", "loading"}
     return {name: value for name, value in options.items() if name in own}
+
+
+@contextmanager
+def options_named(adapter: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    """Makes a ValueError that names `model.options` of the TypeError for one that isn't known, or of a wrong type."""
+    try:
+        yield
+    except TypeError as error:
+        if not options:
+            raise
+        raise ValueError(f"model.options={dict(options)} can't be used ({error}): {_known(adapter)}") from error
+
+
+def check_options(adapter: Any, options: Mapping[str, Any], config: Any) -> None:
+    """Raises ValueError for options that neither the adapter nor loading a model of this configuration takes."""
+    own = shaping_options(adapter, options) if adapter is not None else {}
+    unknown = [name for name in options if name not in own and name not in LOADING and not hasattr(config, name)]
+    if unknown:
+        raise ValueError(f"model.options has {unknown[0]!r}, which nothing takes: {_known(adapter)}")
+
+
+def _known(adapter: Any) -> str:
+    taken = [] if adapter is None else sorted(inspect.signature(adapter.from_backbone).parameters.keys() - {"loading"})
+    own = ", ".join(name for name in taken if name != "name_or_model")
+    return (
+        f"{adapter.__name__}.from_backbone takes {own}; from_pretrained {', '.join(LOADING)}"
+        if own
+        else (f"from_pretrained takes {', '.join(LOADING)}")
+    )
 
 
 def dtype_of(name: str) -> Any:

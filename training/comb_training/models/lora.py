@@ -1,8 +1,8 @@
 """LoRA on layers that stay as they are: small matrices beside their linear maps train.
 
 In COMB these are the encoder's layers, as they came from the backbone; cross blocks and K/V heads, which the backbone
-has no counterpart of, train in full. In block attention they are the backbone's own. What is published holds the
-merged weights, so that loading and serving know nothing of it.
+has no counterpart of, train in full. What is published holds the merged weights, so that loading and serving know
+nothing of it.
 
 Source: Hu et al. 2021 (LoRA); the layers are peft's.
 """
@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+ALPHA = 16
+"""The matrices' product is scaled by this / rank."""
 
-def add_lora(layers: nn.Module, *, rank: int, alpha: float, dropout: float) -> None:
+
+def add_lora(layers: nn.Module, *, rank: int) -> None:
     """Puts LoRA beside every linear map of `layers` and freezes everything else in them.
 
     Raises:
@@ -29,9 +32,7 @@ def add_lora(layers: nn.Module, *, rank: int, alpha: float, dropout: float) -> N
     names = sorted({path for path, module in layers.named_modules() if isinstance(module, nn.Linear)})
     if not names:
         raise ValueError("train.lora_rank is for layers of the encoder's own, and with shared_layers it has none")
-    inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none"), layers
-    )
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=names, bias="none"), layers)
 
 
 def lora_layers(model: Any) -> dict[str, Any]:

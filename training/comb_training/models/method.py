@@ -1,61 +1,53 @@
-"""What the methods of training (`train.method`) differ in; everything else is the same for all of them."""
+"""What the methods of training (`train.method`) differ in: which adapter trains beside the backbone, on which rows."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+import torch
 
+from comb.backbones.loading import resolve_name
 from comb.documents.datasets import Counts
 from comb.registry import Registry
 from comb_training.config import Config
 from comb_training.data.batches import Collator, TrainingExample
+from comb_training.models.loading import dtype_of, shaping_options
 
 
 class TrainingMethod(ABC):
-    """A method of training: which model trains, on which rows, and what of it is kept."""
+    """A method of training: which adapter trains, and on which rows."""
 
+    adapter: ClassVar[Any]
+    """Class of the adapter."""
     collator: ClassVar[type[Collator]] = Collator
     """Makes the batches."""
-    published_part: ClassVar[str]
-    """Submodule whose frozen weights are published with the trained ones where LoRA is merged."""
-
-    adapter: ClassVar[Any] = None
-    """Class of the adapter that it trains; None where the backbone itself trains."""
-    measures_closed: ClassVar[bool] = False
-    """Whether a batch can be run without its documents, which is what `eval_closed` is measured against."""
 
     @abstractmethod
     def load(self, config: Config) -> Any:
         """The model that trains, as configured. Raises ValueError for options that make no sense together."""
 
+    def continued(self, config: Config) -> Any:
+        """The adapter of `model.init_from` on its backbone, ready to be trained on. Raises ValueError for options that
+        would shape another one."""
+        assert config.model.init_from is not None
+        if shaping := sorted(shaping_options(self.adapter, config.model.options).keys() - {"adapter_dtype"}):
+            raise ValueError(f"model.options {', '.join(shaping)} can't change the adapter of model.init_from")
+        model = self.adapter.from_pretrained(
+            resolve_name(config.model.init_from), dtype=dtype_of(config.model.dtype), **trained_options(config)
+        )
+        model.requires_grad_(True).backbone.requires_grad_(False)
+        return model
+
     def fitted(self, model: Any, config: Config, examples: Sequence[TrainingExample], resume: str | Path | None) -> Any:
         """The model as it starts training on `examples`: what is measured on them or solved for in closed form."""
         return model
 
-    def compiled_parts(self, model: Any) -> Sequence[nn.Module]:
-        """Modules that `train.torch_compile` compiles, each for itself."""
-        return ()
-
     @abstractmethod
-    def plain_backbone(self, model: Any) -> AbstractContextManager[Any]:
-        """The backbone as it was before training, for as long as the context lasts."""
-
-    @abstractmethod
-    def save_trained(self, model: Any, folder: Path, tokenizer: Any, weights: Mapping[str, Tensor]) -> None:
-        """Writes the trained weights to resume from (`load_trainable` reads them)."""
-
     def bare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch's inputs without its documents; only where `measures_closed`."""
-        raise NotImplementedError
-
-    def answering(self, model: Any) -> Any:
-        """Of the model that trains, the one that answers by the inference method of the same name."""
-        return model
+        """A batch's inputs without its documents."""
 
     def row(self, example: TrainingExample) -> TrainingExample:
         """Of an example, the tokens that go through the backbone: what a batch's budget counts."""
@@ -74,3 +66,9 @@ training_methods: Registry[type[TrainingMethod]] = Registry("training method", "
 def training_method(name: str) -> TrainingMethod:
     """The method called `name`. Raises ValueError naming the known ones."""
     return training_methods.get(name)()
+
+
+def trained_options(config: Config) -> dict[str, Any]:
+    """Of `model.options`, those of an adapter that trains."""
+    # trained weights stay in float32 whatever the backbone's: small updates, of gates above all, are not lost
+    return {"adapter_dtype": torch.float32, **config.model.options}

@@ -5,18 +5,22 @@ A `Config` enters `plan`, a `Plan` leaves; `table.blocks` shows it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from comb.backbones.damage import check_files
+from comb.backbones.damage import DamagedError
+from comb.backbones.loading import resolve_name
 from comb.documents.datasets import Counts, MissingDataError
 from comb.model.modeling import CombForCausalLM
+from comb.model.weights import check_checkpoint
 from comb_training.config import Config
 from comb_training.data.batches import join_questions
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.sources import sources
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
-from comb_training.models.loading import model_tokenizer
+from comb_training.models.loading import check_options, model_tokenizer, options_named
 from comb_training.plan.activations import PassSize
 from comb_training.plan.counting import Parameters, first_line, meta_model
 from comb_training.plan.memory import GpuMemory, deepspeed_settings, memory_of, other_ways
@@ -59,6 +63,11 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
             backbone that isn't supported. What is merely not here (data, tokenizer, the backbone's configuration) is
             said in `Plan.notes`.
     """
+    name = config.model.init_from or config.model.backbone
+    for named in filter(None, (name, config.train.teacher)):
+        place = resolve_name(named)
+        with suppress(OSError):  # what isn't here is a note
+            check_checkpoint(place)  # damage is found now, not when it is loaded
     if config.train.method != "comb":
         return Plan(
             config, 1, notes=["no parameters, memory and batches: these are planned for train.method=comb only"]
@@ -67,16 +76,16 @@ def plan(config: Config, *, ranks: int | None = None) -> Plan:
     deepspeed = deepspeed_settings(config.train)
     result = Plan(config, ranks, size=PassSize.of_budget(config.train))
     try:
-        model, note = meta_model(config)
+        with options_named(CombForCausalLM, config.model.options):
+            model, note = meta_model(config)
     except OSError as error:
-        name = config.model.init_from or config.model.backbone
         result.notes.append(
             f"no parameters, memory and batches: the configuration of {name!r} is not here and can't be fetched "
             f"({first_line(error)})"
         )
         return result
+    check_options(CombForCausalLM, config.model.options, model.backbone.config)
     result.notes += [note] if note else []
-    check_files(config.model.init_from or config.model.backbone)  # damage is found now, not when it is loaded
     _add_data(result, model)
     _add_memory(result, model, deepspeed)
     return result
@@ -110,9 +119,12 @@ def _add_memory(result: Plan, model: CombForCausalLM, deepspeed: dict[str, Any])
 def _add_data(result: Plan, model: CombForCausalLM) -> None:
     """Reads and tokenises the data, if it and the tokenizer are here."""
     config = result.config
+    name = config.model.init_from or config.model.backbone
     try:
         tokenizer = model_tokenizer(config, model)
     except (OSError, ValueError) as error:
+        if isinstance(error, DamagedError) or Path(name).is_dir():  # it won't come from anywhere
+            raise
         result.notes.append(f"no data and batches: the backbone's tokenizer is not here ({first_line(error)})")
         for source in sources(config.data):
             try:

@@ -6,6 +6,7 @@ seconds of optimisation, records of the log.
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,14 +21,20 @@ from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from comb_training.config import TrainConfig
 from comb_training.trainer import distributed
+from comb_training.trainer.run_log import LENGTHS, how_it_ended
 
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""``--resume`` with the newest checkpoint of the run's folder."""
 PARTIAL = "partial"
 """Subfolder in which a checkpoint is written before it gets its name; a leftover of a killed run is removed."""
 
 
 _MAY_CHANGE = (
-    "path", "cache", "cache_dir", "output_dir", "answers_dir", "answer_batch_size", "run_name", "report_to",
+    "path", "output_dir", "answers_dir", "answer_batch_size", "report_to",
     "logging_steps", "save_steps", "save_total_limit", "eval_steps", "eval_answers", "cpu_threads", "device",
 )  # fmt: skip
 """Keys that say where things are and what is shown, not what is learned."""
@@ -45,6 +52,44 @@ def checkpoints(run: str | Path) -> list[Path]:
     """The complete checkpoints of a run, oldest step first."""
     found = [path for path in Path(run).glob("*") if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def checkpoint_to_resume(train: TrainConfig, resume: str | Path | None) -> Path | None:
+    """The checkpoint that a run with this ``--resume`` goes on from; None for a run from the beginning.
+
+    Args:
+        resume: a ``checkpoint-N`` folder, ``auto`` for the newest of the run's own, or None.
+
+    Raises:
+        ValueError: for a folder that isn't there, and for ``auto`` where nothing is left to train.
+    """
+    folder = Path(train.output_dir)
+    found = checkpoints(folder)
+    if resume is None:
+        if found:
+            logger.warning(
+                "%s of an earlier run goes when this one writes its first: stop it and add --resume auto to go on from "
+                "there, or choose another train.output_dir", found[-1],
+            )  # fmt: skip
+        return None
+    if str(resume) != AUTO:
+        if not Path(resume).is_dir():
+            raise ValueError(f"there is no checkpoint folder {str(resume)!r} to resume from")
+        return Path(resume)
+    if (ended := how_it_ended(folder)) is not None:
+        given = {name: getattr(train, name) for name in LENGTHS}
+        if not found or given == {name: ended[name] for name in LENGTHS}:
+            longer = "max_seconds" if ended["ended_by"] == "clock" else "steps" if given["steps"] else "epochs"
+            more = f"raise train.{longer}" if found else "it would need a checkpoint (train.save_steps), and left none"
+            raise ValueError(
+                f"--resume auto: the run in {folder} is finished, after {ended['step']} steps. To go on with it "
+                f"{more}; or train its adapter further in another folder: model.init_from={folder} "
+                "train.output_dir=..."
+            )
+    if not found:
+        logger.warning("--resume auto: no checkpoint-N in %s, the run starts from the beginning", folder)
+        return None
+    return found[-1]
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from comb_training.config import TrainConfig
 from comb_training.data.batches import TrainingExample
-from comb_training.models import TrainingMethod
 from comb_training.trainer import distributed
 from comb_training.trainer.checkpoints import TrainingDivergedError
 from comb_training.trainer.losses import Teacher, target_logits_only, target_loss
@@ -21,14 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class Objective:
-    """The loss of batches of `model`'s training by `method`.
+    """The loss of batches of `model`'s training.
 
     A batch whose loss is not a number on some rank adds nothing to any gradient, up to `config.max_bad_steps`.
     """
 
-    def __init__(self, model: Any, method: TrainingMethod, config: TrainConfig) -> None:
+    def __init__(self, model: Any, config: TrainConfig) -> None:
         self.model = model
-        self.method = method
         self.config = config
         self.bad_batches = 0
         """Batches that were left out."""
@@ -75,8 +73,8 @@ class Objective:
     def ask_teacher(self, prompts: dict[str, Tensor]) -> Teacher:
         """What the plain backbone says with the documents in its prompt."""
         labels = prompts["labels"]
-        with self.method.plain_backbone(self.model) as backbone, target_logits_only(backbone, labels):
-            logits = backbone(
+        with target_logits_only(self.model.backbone, labels):
+            logits = self.model.backbone(
                 input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"], use_cache=False
             ).logits
         return Teacher.of(logits, labels, self.config.kl_top_k)

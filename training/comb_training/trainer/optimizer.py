@@ -23,4 +23,4 @@ def adamw(model: nn.Module, config: TrainConfig) -> AdamW:
         {"params": [p for p in others if p.ndim < 2], "lr": rate, "weight_decay": 0.0},
         {"params": gates, "lr": rate * config.gate_learning_rate_multiplier, "weight_decay": 0.0},
     ]
-    return AdamW([group for group in groups if group["params"]], lr=rate, betas=(0.9, config.adam_beta2))
+    return AdamW([group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.98))

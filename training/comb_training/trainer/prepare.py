@@ -18,7 +18,7 @@ from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import prompt_builder, read_tokenized
 from comb_training.data.token_statistics import TokenStatistics, statistics_by_set
 from comb_training.models import training_method
-from comb_training.models.loading import model_tokenizer, set_threads
+from comb_training.models.loading import model_tokenizer, options_named, set_threads
 from comb_training.trainer.accelerator import check_tools
 from comb_training.trainer.run_log import LOG
 
@@ -35,8 +35,6 @@ class PreparedRun:
     counts: Counts
     statistics: TokenStatistics
     sets: dict[str, TokenStatistics] = field(default_factory=dict)
-    stage: str = ""
-    """Its name, where this is one of a run's stages."""
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -60,12 +58,8 @@ def prepare(config: Config, *, resume: str | Path | None = None) -> PreparedRun:
     set_threads(config)
     set_seed(config.train.seed)
     method = training_method(config.train.method)
-    try:
+    with options_named(method.adapter, config.model.options):
         model = method.load(config)
-    except TypeError as error:
-        if not config.model.options:
-            raise
-        raise ValueError(f"model.options={config.model.options} can't be used: {error}") from error
     tokenizer = model_tokenizer(config, model)
     builder = prompt_builder(config.data, tokenizer)
     examples, counts = tokenized(config, builder, model, split="train", limit=config.data.limit)
@@ -85,7 +79,7 @@ def check_folders(train: TrainConfig) -> None:
     ):
         try:
             check_writable(folder, *files)
-            if files and training_method(train.method).adapter is not None:
+            if files:
                 read_card(Path(folder))  # which the adapter's own is written into
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error

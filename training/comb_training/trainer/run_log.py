@@ -70,7 +70,7 @@ class RunLog:
             self.accelerator.init_trackers(
                 os.environ.get("WANDB_PROJECT", "huggingface"),  # as transformers names it
                 config={k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in self._settings.items()},
-                init_kwargs={"wandb": {"name": self.config.run_name or self.config.output_dir}},
+                init_kwargs={"wandb": {"name": self.config.output_dir}},
             )
         self._bar = tqdm(
             total=1.0, initial=self.schedule.progress(step), smoothing=0, desc="training",

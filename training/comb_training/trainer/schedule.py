@@ -9,21 +9,22 @@ from comb_training.config import TrainConfig
 from comb_training.trainer import distributed
 
 UNLIMITED_STEPS = 10**9  # for runs that only the clock ends
+FINAL = 0.02
+"""Where the cosine ends, as a share of the peak."""
 
 
 class LearningRateSchedule:
-    """Linear warm-up, then a cosine down to `final`, as a factor of the peak learning rate.
+    """Linear warm-up, then a cosine down to `FINAL`, as a factor of the peak learning rate.
 
     Progress is the greater of steps done / steps and seconds used / `max_seconds`. So a run that the clock ends
     gets its whole cool-down however fast the machine is; its learning rates then depend on the machine, which a
     run limited by steps avoids.
     """
 
-    def __init__(self, steps: int, max_seconds: float | None, warmup: float, final: float) -> None:
+    def __init__(self, steps: int, max_seconds: float | None, warmup: float) -> None:
         self.steps = steps
         self.max_seconds = max_seconds
         self.warmup = warmup
-        self.final = final
         self.used = 0.0
         """Seconds of optimisation so far; a resumed run goes on with those of its checkpoint."""
         self._last = 0.0
@@ -59,7 +60,7 @@ class LearningRateSchedule:
         if progress < self.warmup:
             return progress / self.warmup
         rest = (progress - self.warmup) / (1 - self.warmup)
-        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * rest))
+        return FINAL + (1 - FINAL) * 0.5 * (1 + math.cos(math.pi * rest))
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:

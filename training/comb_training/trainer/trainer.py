@@ -51,7 +51,7 @@ class CombTrainer:
     """Trains what is trainable in `model` on tokenised examples, as `TrainConfig` says.
 
     Args:
-        model: as `TrainingMethod.load` gives it: a `CombForCausalLM`, a `BlockAttentionModel`, ...
+        model: as `TrainingMethod.load` gives it.
         tokenizer: saved beside the adapter; its pad token (or else its end token) fills the rows.
         heldout: examples whose loss is logged before the first step, behind the last, and every `eval_steps`.
         answer: scores that are logged with it, where there are `eval_steps`.
@@ -97,7 +97,7 @@ class CombTrainer:
                 "forward passes", self.sampler.left_out, distributed.world_size(), config.gradient_accumulation_steps,
             )  # fmt: skip
         steps = total_steps(config, self.sampler.steps_per_epoch)
-        self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup, config.final_learning_rate)
+        self.schedule = LearningRateSchedule(steps, config.max_seconds, config.warmup)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.collate = self.method.collator(int(pad), full_prompts=config.kl_weight > 0)
         self.accelerator = make_accelerator(config, use_cpu=use_cpu)
@@ -105,13 +105,9 @@ class CombTrainer:
         self.sharded = plugin is not None
         """Whether DeepSpeed keeps weights or their optimizer in parts."""
         self._zero3 = plugin is not None and plugin.zero_stage == 3
-        if self._zero3 and config.torch_compile:
-            raise ValueError(
-                "train.torch_compile: ZeRO-3 gathers weights inside of what would be compiled; use stage 2"
-            )
         self.optimizer: Any = adamw(model, config)
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.objective = Objective(model, self.method, config)
+        self.objective = Objective(model, config)
         self.settings = settings or {}
         self.log = RunLog(config, self.schedule, self.accelerator, settings=self.settings, progress=progress)
         self.step = 0
@@ -250,8 +246,7 @@ class CombTrainer:
         self.model.eval()
         try:
             chosen = [[self.heldout[index] for index in batch] for batch in batches]
-            distils = self.config.kl_weight > 0 and self.method.measures_closed
-            ask = self.objective.ask_teacher if distils else None
+            ask = self.objective.ask_teacher if self.config.kl_weight > 0 else None
             record = heldout_losses(self.model, chosen, self.collate, self.accelerator, ask, self.method.bare)
             if self._answer is not None and self._zero3:
                 logger.warning("train.eval_answers: no answers under ZeRO-3, which has the weights in parts")
@@ -267,9 +262,6 @@ class CombTrainer:
 
     def _prepare(self) -> None:
         """Wraps model and optimizer as the ranks and the precision need it."""
-        if self.config.torch_compile:
-            for part in self.method.compiled_parts(self.model):
-                part.compile(dynamic=True)  # in place: names of weights stay, and batches of any size share a graph
         if self.config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self._zero3:
@@ -294,7 +286,8 @@ class CombTrainer:
             if self.sharded:
                 self._wrapped.save_checkpoint(str(path), exclude_frozen_parameters=True)
             if distributed.is_main():
-                self.method.save_trained(self.model, path, self.tokenizer, weights)
+                # an adapter folder, which can be asked like the one of a finished run
+                self.model.save_pretrained(path, tokenizer=self.tokenizer, state_dict=weights)
                 if not self.sharded:
                     torch.save(self.optimizer.state_dict(), path / OPTIMIZER_NAME)
                 state = {"global_step": self.step, "seconds": self.schedule.used, "log_history": self.log.history}
@@ -337,7 +330,7 @@ class CombTrainer:
         Raises:
             TrainingDivergedError: if one of them is NaN or infinite.
         """
-        weights = published_weights(self.model, self.method.published_part, sharded=self.sharded)
+        weights = published_weights(self.model, sharded=self.sharded)
         check_finite(weights)
         if distributed.is_main():
             self.model.save_pretrained(folder, tokenizer=self.tokenizer, state_dict=weights)

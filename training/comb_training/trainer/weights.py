@@ -33,19 +33,16 @@ def trained_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
     return {name: (trained[name].detach() if master is None else master).cpu() for name, master in masters.items()}
 
 
-def published_weights(model: Any, part: str, *, sharded: bool) -> dict[str, Tensor]:
-    """The trained parameters, and with LoRA what it trains beside, merged. Collective.
+def published_weights(model: Any, *, sharded: bool) -> dict[str, Tensor]:
+    """The trained parameters, and with LoRA the rest of the encoder that it is merged into. Collective.
 
     With LoRA, other ranks than the first get the trained parameters only.
-
-    Args:
-        part: submodule whose frozen weights are published where LoRA is merged into them.
     """
     weights, layers = trained_weights(model, sharded=sharded), lora_layers(model)
     if not layers:
         return weights
     base = {}
-    for name, parameter in model.get_submodule(part).named_parameters(prefix=part):
+    for name, parameter in model.encoder.named_parameters(prefix="encoder"):
         if not parameter.requires_grad:
             with _whole(parameter):
                 if distributed.is_main():

@@ -45,7 +45,7 @@ class PoolWorker(FixedWeights):
         check_engine(self.vllm_config)
         if method_of(self.vllm_config).states:
             check_states(self.vllm_config)
-        super().load_model(**options)  # type: ignore[misc]
+        super().load_model(**options)
         model = self.model_runner.get_model()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         folder, device = instance_dir(), next(model.parameters()).device

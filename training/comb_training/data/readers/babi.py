@@ -17,7 +17,7 @@ from typing import Literal
 
 from comb.documents.document import Document, Example
 from comb_training.data.grouping import Split
-from comb_training.data.records import read_text
+from comb_training.data.records import is_blank, read_text
 from comb_training.data.side import DatasetSide, reader
 
 _LINE = re.compile(r"^(\d+) (.+)$")
@@ -106,11 +106,12 @@ def _parse(path: Path, side: DatasetSide) -> list[BabiStory]:
             stories.append(BabiStory(f"{path.stem}:{len(stories)}"))
         story = stories[-1]
         if "\t" not in text:
-            story.statements.append(text.strip())
+            if not is_blank(text):
+                story.statements.append(text.strip())
             continue
         counts.read += 1
         question, answer = (part.strip() for part in text.split("\t")[:2])
-        if not question or not answer or not story.statements:
+        if is_blank(question) or is_blank(answer) or not story.statements:
             counts.drop("no question, answer, or statement before it")
             continue
         story.questions.append((tuple(story.statements), question, answer))

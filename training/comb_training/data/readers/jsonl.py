@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from comb.documents.document import Example
 from comb_training.data.grouping import Split, content_group
 from comb_training.data.hub import on_hub
-from comb_training.data.records import DatasetRow, read_records
+from comb_training.data.records import DatasetRow, read_alike, read_records
 from comb_training.data.side import DatasetSide, reader
 
 _HELDOUT = re.compile(r"(test|dev|val|valid|validation|eval|held[-_]?out)([-_.]|\d)", re.IGNORECASE)
@@ -35,20 +36,26 @@ def read_jsonl(side: DatasetSide, *, num_documents: int | None = None) -> Iterab
     if on_hub(side.path):
         records = read_records(side.path, "jsonl")
     else:
-        files, side.split = _files(Path(side.path), side.split)
-        found = [record for file in files for record in read_records(file, "jsonl", lines=True)]
+        files, side.split = _files(side)
+        found = list(chain.from_iterable(read_alike(files, "jsonl", "documents", "query", lines=True)))
         records = found if len(files) == 1 else [replace(record, number=n) for n, record in enumerate(found, 1)]
     return side.examples(partial(_example, num_documents=num_documents), records)
 
 
-def _files(path: Path, split: Split) -> tuple[list[Path], Split]:
+def _files(side: DatasetSide) -> tuple[list[Path], Split]:
+    path, split = Path(side.path), side.split
     if not path.is_dir():
         return [path], split
-    files = [file for pattern in ("*.jsonl", "*.jsonl.gz") for file in path.glob(pattern)] or list(path.glob("*.json"))
+    found = [[file for pattern in (f"*.{kind}", f"*.{kind}.gz") for file in path.glob(pattern)]
+             for kind in ("jsonl", "json", "csv", "parquet")]  # fmt: skip
+    files = found[0] or found[1]
     if not files:
         raise ValueError(
             f"no .jsonl or .json file in {path}; a folder of parquet or CSV files is named hf://{path.resolve()}"
         )
+    for file in chain.from_iterable(found):
+        if file not in files:
+            side.counts.note(f"file of another kind left out: {file.name}")
     heldout = [file for file in files if _HELDOUT.match(file.name)]
     if split == "all" or not heldout or len(heldout) == len(files):
         return sorted(files), split

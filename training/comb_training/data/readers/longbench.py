@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -21,7 +22,7 @@ import yaml
 from comb.documents.document import Example
 from comb_training.data.grouping import content_group
 from comb_training.data.hub import on_hub
-from comb_training.data.records import DatasetRow, read_records
+from comb_training.data.records import DatasetRow, read_alike
 from comb_training.data.side import DatasetSide, reader
 
 
@@ -63,7 +64,8 @@ def read_longbench(
     """
     if task is not None and task.removesuffix("_e") not in TASKS:
         raise ValueError(f"LongBench has no task {task!r}; it has: {', '.join(TASKS)}")
-    records = [record for file in _files(side.path, task) for record in read_records(file, "longbench")]
+    files = _files(side.path, task)
+    records = list(chain.from_iterable(read_alike(files, "longbench", "dataset", "context", "input")))
     return side.examples(partial(_example, task=task, num_documents=num_documents, whole=whole, bare=bare), records)
 
 

@@ -84,6 +84,9 @@ def read_natural_instructions(
     if group_by not in ("task", "instance"):
         raise ValueError(f"group_by is 'task' or 'instance', not {group_by!r}")
     tasks = _tasks(side)
+    empty = sum(not task.instances for task in tasks)
+    side.counts.read += empty
+    side.counts.drop("task without instances", empty)
     # tasks over one source have the same inputs
     groups = {
         task.name: [task.name if group_by == "task" else content_group(_input(record)) for record in task.instances]

@@ -50,11 +50,7 @@ def read_squad(
     """
     if unanswerable not in ("drop", "keep"):
         raise ValueError(f"unanswerable is 'drop' or 'keep', not {unanswerable!r}")
-    articles = (
-        _articles(read_records(side.path, "squad"))
-        if on_hub(side.path)
-        else [_article(article) for article in read_object(Path(side.path), "squad").parts("data")]
-    )
+    articles = _articles(read_records(side.path, "squad")) if on_hub(side.path) else _official(side)
     here = side.groups(name for name, _ in articles)
     articles = [(name, parts) for name, parts in articles if name in here]
     paragraphs: dict[str, list[Document]] = {}  # articles may share a title
@@ -102,6 +98,22 @@ def _example(record: DatasetRow, documents: tuple[Document, ...], name: str, *, 
     return record.example(documents, record.text("question").strip(), answers, group=name)
 
 
+def _official(side: DatasetSide) -> list[Article]:
+    """The articles of the official JSON; what has no questions is dropped and counted."""
+    content = read_object(Path(side.path), "squad")
+    found = content.parts("data")
+    if not found:
+        raise ValueError(f"{content.where}: 'data' has no article: it is a list of {{title, paragraphs}}")
+    articles = [_article(article) for article in found]
+    for reason, count in (
+        ("article without paragraphs", sum(not parts for _, parts in articles)),
+        ("paragraph without questions", sum(not rows for _, parts in articles for _, rows in parts)),
+    ):
+        side.counts.read += count
+        side.counts.drop(reason, count)
+    return articles
+
+
 def _article(record: DatasetRow) -> Article:
     """An article of the official JSON."""
     title = record.title()
@@ -121,4 +133,4 @@ def _articles(records: Iterable[DatasetRow]) -> list[Article]:
 
 
 def _document(context: str, title: str | None) -> Document | None:
-    return Document(context, title=title) if context.strip() else None
+    return Document(context, title=title) if context else None
