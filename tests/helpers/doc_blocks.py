@@ -180,6 +180,7 @@ def reader(home: Path) -> Iterator[Forks]:
     write_rows(folder / "mine.jsonl", mine(200))
     write_rows(folder / "more.jsonl", mine(40))
     write_rows(folder / "other.jsonl", mine(12))
+    write_rows(folder / "books.jsonl", [{"text": _paragraph(number, 12)} for number in range(40)])
     for name in ("a", "b"):
         (folder / f"{name}.txt").write_text(f"Document {name} is short.\n")
     fill_cache(home / "hf")
