@@ -6,10 +6,15 @@ is a new file, nothing else has to name it, and nothing is imported before someb
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -96,3 +101,36 @@ def load_plugins() -> None:
     _plugins_loaded = True
     for entry_point in metadata.entry_points(group=PLUGIN_GROUP):
         entry_point.load()()
+
+
+def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Calls with the module `name` at the end of its import; at once where that is done.
+
+    For what is to be said to a package that takes long to import, and that may never be.
+    """
+    if name in sys.modules:
+        call(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Watcher(name, call))
+
+
+class _Watcher(MetaPathFinder):
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)  # as the other finders find it
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self._call(module)
+
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec

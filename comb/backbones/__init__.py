@@ -4,3 +4,13 @@ A name or a model enters; `discovery` leaves its layers and geometry, `identity`
 `fingerprint` what an adapter knows it by, `exclusive` the right to compute on it, `forward` and `hooks` ways to run it.
 What torch and transformers don't document is reached in `torch_private` and `transformers_private` only.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from comb.registry import Registry
+
+backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.packaged")
+"""Short names for backbones: a folder that comes with the package (training registers `nano`), or what fetches one."""

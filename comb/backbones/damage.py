@@ -6,14 +6,11 @@ a git-lfs pointer gives), so the files are looked at once loading has failed.
 
 from __future__ import annotations
 
-import dis
 import fnmatch
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,10 +20,10 @@ from tokenizers import Tokenizer, __version__
 from torch import Tensor
 
 from comb.backbones.settings import PEFT, WRONG, is_validation, values_in, words_of
+from comb.backbones.tracebacks import DamagedError, raised_by_us
 from comb.backbones.transformers_private import conversion_errors, why_no_template
 from comb.documents.files import read_json
 
-OWN = ("comb", "comb_training", "comb_serving")
 MODEL_FILES = ("config.json", "generation_config.json", "model*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
@@ -40,10 +37,6 @@ _MEND = f"mend it there, or {_AGAIN}"
 
 # where a file of one of these is, there is a vocabulary
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "tokenizer*.py", "*.tiktoken")
-
-
-class DamagedError(ValueError):
-    """A file of a checkpoint isn't what it should be."""
 
 
 @contextmanager
@@ -77,19 +70,6 @@ def explained(place: str | Path, *, tokenizer: bool = False) -> Iterator[None]:
         if raised_by_us(error):
             raise
         raise _explanation(error, str(place), tokenizer) from error
-
-
-@contextmanager
-def named(place: str | Path, more: str = "") -> Iterator[None]:
-    """Puts `place`, and `more`, in front of what comb's own errors say that don't name it yet."""
-    try:
-        yield
-    except DamagedError:  # it has its file
-        raise
-    except (ValueError, OSError) as error:
-        if not raised_by_us(error) or re.search(rf"(?<!\w){re.escape(str(place))}(?!\w)", str(error)):
-            raise
-        raise ValueError(f"{place}{more}: {error}") from error
 
 
 def _explanation(error: Exception, place: str, tokenizer: bool) -> Exception:
@@ -337,26 +317,3 @@ def _refused(folder: Path) -> str | None:
         )
         return f"{path} gives no model ({words}){'' if 'pip install' in words else f': {_MEND}'}"
     return None
-
-
-def raised_by_us(error: BaseException) -> bool:
-    """Whether a ``raise`` in comb's own code made it, with words for a person, and not a slip in a line of it."""
-    if isinstance(error, AssertionError | NotImplementedError):
-        return False
-    *_, last = [None, *frames(error)]
-    if last is None or not in_comb(last):
-        return False
-    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-
-
-def in_comb(frame: TracebackType) -> bool:
-    """Whether a frame is of comb's own code."""
-    return str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in OWN
-
-
-def frames(error: BaseException) -> Iterator[TracebackType]:
-    """Where an exception passed through, the innermost last."""
-    frame = error.__traceback__
-    while frame is not None:
-        yield frame
-        frame = frame.tb_next

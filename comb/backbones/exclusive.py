@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comb.backbones.identity import check_unchanged, modules_now
+from comb.backbones.identity import check_unchanged, learn_run_state, modules_now
 from comb.locks import lock_of
 
 
@@ -72,6 +72,7 @@ def exclusive(model: Any) -> Iterator[None]:
         try:
             yield
         finally:
+            learn_run_state()
             _entered.reset(token)
             for module in training:
                 module.training = True

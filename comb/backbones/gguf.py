@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from comb.backbones.damage import DamagedError, damage_of, explained
+from comb.backbones.damage import damage_of, explained
 from comb.backbones.gguf_metadata import check_read, keep_special_tokens
+from comb.backbones.tracebacks import DamagedError
 from comb.backbones.whole import check_whole
 from comb.cache.atomic import hub_folder
 

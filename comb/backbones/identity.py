@@ -3,29 +3,32 @@
 Caches of what a model's own layers compute are only as good as the answer to "is it still the same model?". Nothing
 tells us when that changes: an optimizer writes in place, `load_state_dict` and `.to()` replace memory, peft adds,
 switches, merges and exchanges adapters. So all tensors are looked at (address, layout, dtype, torch's count of writes,
-and, as writes through ``.data`` aren't counted, a sample of the bytes), and whatever was derived from them is kept on
-the model until one of these differs.
+and, as writes through ``.data`` aren't counted, a sample of the bytes), and what else decides (`Settings`). Whatever
+was derived from them is kept on the model until one of these differs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from comb.backbones.computation import Settings, described
 from comb.backbones.forward import counted_passes
-from comb.backbones.sample import Sample
+from comb.backbones.sample import MOST, Rows, Sample
 from comb.backbones.torch_private import all_tensors_of, layouts_of, modules_of, tensors_of
 
 _CHUNK = 2**24
+_MOST_ROWS = 2**14  # of a table that is looked at row by row: learned positions have fewer
 _VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "architectures", "dtype", "use_cache")
 
 _ATTRIBUTE = "_comb_identity"
@@ -42,14 +45,35 @@ class Identity:
 
     _numbers = count()
 
-    def __init__(self, stamp: Any, tensors: list[Tensor]) -> None:
+    def __init__(self, modules: list[torch.nn.Module], stamp: Any, tensors: list[Tensor]) -> None:
         self.number = next(self._numbers)
-        self._stamp, self._sample = stamp, Sample(tensors)
-        self._facts: dict[Hashable, Any] = {}
+        self._settings = Settings(modules)
+        tables, self._closer = _tables(modules, tensors)
+        self._tables, self._rows = list(map(ref, tables)), Rows(tables)
+        self._stamp, self._facts = stamp, dict[Hashable, Any]()
+        self._sample = self._sampled(tensors)
 
-    def holds(self, stamp: Any, tensors: list[Tensor]) -> bool:
+    def _sampled(self, tensors: list[Tensor]) -> Sample:
+        buffers = self._settings.buffers
+        whole = dict.fromkeys(range(len(tensors), len(tensors) + len(buffers)), MOST)
+        return Sample([*tensors, *buffers], self._closer | whole)
+
+    def holds(self, modules: list[torch.nn.Module], stamp: Any, tensors: list[Tensor]) -> bool:
         """Whether a model is still this one."""
-        return self._stamp == stamp and self._sample.holds(tensors)
+        if self._stamp != stamp or not self._settings.holds(modules):
+            return False
+        return self._sample.holds([*tensors, *self._settings.buffers])
+
+    def reads(self, token_ids: Sequence[int]) -> bool:
+        """Whether the rows of these tokens in its tables are still what they were."""
+        tables = [table() for table in self._tables]
+        there = [table for table in tables if table is not None]
+        return len(there) == len(tables) and self._rows.hold(there, token_ids)
+
+    def learn_run_state(self, modules: list[torch.nn.Module]) -> None:
+        """Behind a pass, before anybody else's: what the model's settings differ in is what its passes write."""
+        if self._settings.learn(modules):
+            self._sample = self._sampled(_stamp(modules)[1])
 
     def fact(self, name: Hashable, find: Callable[[], Any]) -> Any:
         """What `find` returned when it was asked first. Tokens that it tries the model on are no prompt's."""
@@ -57,6 +81,15 @@ class Identity:
             with counted_passes():
                 self._facts[name] = find()
         return self._facts[name]
+
+
+class _Known:
+    """Where a model keeps its identity, the same object among its attributes all the time; a copy has its own."""
+
+    identity: Identity | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Known, ()
 
 
 @dataclass(frozen=True)
@@ -71,11 +104,13 @@ _walk: ContextVar[_Walk | None] = ContextVar("the models of this call", default=
 
 
 def identity_of(model: Any) -> Identity:
-    """Who `model` is now: the same object until a weight is written or replaced, or an adapter is added, switched,
-    exchanged or merged. One look at the model, or inside `one_walk` at most one for all questions.
+    """Who `model` is now: the same object until a weight is written or replaced, an adapter is added, switched,
+    exchanged or merged, or its `Settings` change. One look at the model, or inside `one_walk` at most one for all
+    questions.
 
     Not noticed are writes that bypass torch's count (through ``.data``, say) and change less than a sample of each
-    tensor shows, and those to weights that accelerate has offloaded: `forget_identity` is for them.
+    tensor shows (`notice_rows` is for single embeddings), and those to weights that accelerate has offloaded:
+    `forget_identity` is for them.
     """
     walk = _walk.get()
     if walk is not None and id(model) in walk.identities:
@@ -98,6 +133,25 @@ def check_unchanged() -> None:
             raise ValueError(CHANGED)
 
 
+def notice_rows(model: Any, token_ids: Iterable[int]) -> bool:
+    """Before what `model` has computed from these tokens is looked up: whether their rows of its embeddings are others
+    than they were, of which `identity_of` sees only some. Then the model is taken to be another one."""
+    ids = sorted(set(token_ids))
+    if not ids or identity_of(model).reads(ids):
+        return False
+    forget_identity(model)
+    if (walk := _walk.get()) is not None:
+        walk.identities.clear()
+    return True
+
+
+def learn_run_state() -> None:
+    """Of this call's models, behind a pass: see `Identity`."""
+    walk = _walk.get()
+    for model, identity in () if walk is None else walk.identities.values():
+        identity.learn_run_state(modules_now(model))
+
+
 def modules_now(model: Any) -> list[torch.nn.Module]:
     """All modules of `model`, each once; inside `one_walk` those that it had when it was asked first."""
     walk = _walk.get()
@@ -108,13 +162,16 @@ def modules_now(model: Any) -> list[torch.nn.Module]:
     return walk.modules[id(model)]
 
 
-def weights_fingerprint(model: Any) -> str:
+def weights_fingerprint(model: Any, *, settings: bool = True) -> str:
     """A short name for configuration, dtype, all weights' bits and adapters in use, so that fine-tunes differ.
+
+    Args:
+        settings: attributes, hooks and buffers too; not for vLLM's modules, which hold what a start happens to leave.
 
     `backbone_fingerprint` looks at the embedding only, which is all that COMB's encoder shares with a backbone; keys
     and values of decoder layers depend on every layer.
     """
-    return str(identity_of(model).fact("fingerprint", lambda: _digest(model)))
+    return str(identity_of(model).fact(("fingerprint", settings), lambda: _digest(model, settings)))
 
 
 def forget_identity(model: Any) -> None:
@@ -129,8 +186,11 @@ def one_walk() -> Iterator[None]:
 
     Nested, it walks anew: what is compiled is named after the weights that are there when compiling begins.
     """
+    outer = _walk.get()
     token = _walk.set(_Walk())
     try:
+        for model, _ in () if outer is None else outer.identities.values():
+            identity_of(model)  # in front of any pass, for `learn_run_state`
         yield
     finally:
         _walk.reset(token)
@@ -138,10 +198,19 @@ def one_walk() -> Iterator[None]:
 
 def _look(model: Any, modules: list[torch.nn.Module]) -> Identity:
     stamp, tensors = _stamp(modules)
-    identity: Identity | None = model.__dict__.get(_ATTRIBUTE)
-    if identity is None or not identity.holds(stamp, tensors):
-        identity = model.__dict__[_ATTRIBUTE] = Identity(stamp, tensors)
-    return identity
+    known: _Known = model.__dict__.setdefault(_ATTRIBUTE, _Known())
+    if known.identity is None or not known.identity.holds(modules, stamp, tensors):
+        known.identity = Identity(modules, stamp, tensors)
+    return known.identity
+
+
+def _tables(modules: Iterable[torch.nn.Module], tensors: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
+    """Embeddings that are too large to be looked at row by row, and how many rows the others have, by their place."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    found = (module.weight for module in modules if isinstance(module, torch.nn.Embedding))
+    every = {id(table): table for table in found if id(table) in places and not table.is_meta and table.numel()}
+    large = [table for table in every.values() if len(table) > _MOST_ROWS]
+    return large, {places[id(table)]: len(table) for table in every.values() if len(table) <= _MOST_ROWS}
 
 
 def _stamp(modules: list[torch.nn.Module]) -> tuple[Any, list[Tensor]]:
@@ -171,7 +240,7 @@ def _adapter(module: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _digest(model: Any) -> str:
+def _digest(model: Any, settings: bool) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     counted: set[int] = set()
@@ -180,6 +249,8 @@ def _digest(model: Any) -> str:
             if id(tensor) not in counted:  # tied weights count once
                 counted.add(id(tensor))
                 digest.update(f"{path}.{name}:{tuple(tensor.shape)}:{tensor.dtype}:{bit_sums(tensor)};".encode())
+        if settings:
+            digest.update(described(module).encode())
         for _ in _adapted([module]):
             *state, scales = _adapter(module)
             adapter = *state, tuple(sorted((name, float(scale)) for name, scale in scales.items()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from comb.backbones import backbones
 from comb.backbones.damage import (
-    DamagedError,
     check_files,
     check_settings,
     damage_of,
@@ -29,17 +28,14 @@ from comb.backbones.damage import (
 from comb.backbones.gguf import SUFFIX, convert, gguf_file
 from comb.backbones.half_precision import warn_if_slow
 from comb.backbones.settings import PEFT
+from comb.backbones.tracebacks import DamagedError
 from comb.backbones.unpublished import private_file, read_private
 from comb.backbones.whole import check_finite, check_whole
 from comb.documents.files import read_json
-from comb.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 HUB_ARGUMENTS = ("token", "cache_dir", "force_download", "local_files_only", "proxies")
-
-backbones: Registry[Path | Callable[[], Path]] = Registry("backbone", "comb.backbones.packaged")
-"""Short names for backbones: a folder that comes with the package (training registers `nano`), or what fetches one."""
 
 
 def is_hub_id(name: str) -> bool:

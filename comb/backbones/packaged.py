@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from comb.backbones import backbones
 from comb.backbones.gguf import cache_folder, converted
-from comb.backbones.loading import backbones
 
 logger = logging.getLogger(__name__)
 

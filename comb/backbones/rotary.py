@@ -100,6 +100,20 @@ def primer_limit(model: Any) -> int | None:
     return None if limit is None else limit // 2
 
 
+def configured_primer_limit(config: Any) -> int | None:
+    """`primer_limit` by a configuration alone, where no weights are loaded: of the embeddings that transformers has,
+    dynamic NTK and LongRoPE change with the length of a pass."""
+    config = config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = [position_count(config)]
+    for each in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
+        if each.get("rope_type") == "longrope":
+            original = each.get("original_max_position_embeddings")
+            limits.append(original or getattr(config, "original_max_position_embeddings", None))
+    known = [limit for limit in limits if limit is not None]
+    return min(known) // 2 if known else None
+
+
 def settle(model: Any, length: int) -> None:
     """Before a prompt of `length` tokens: another may have left an embedding with its own, longer reach."""
     for embedding in rotary_embeddings(model):

@@ -79,17 +79,6 @@ def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     tokenizer.chat_template = named if isinstance(template, dict) else named[""]
 
 
-def template_arguments(text: str, option: str = "--chat-template-kwargs") -> dict[str, Any]:
-    """What a command line's option says. Raises ValueError for other than a JSON object."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{option} {text!r} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f'{option} is a JSON object such as {{"enable_thinking": false}}, not {text!r}')
-    return found
-
-
 def _load(name_or_path: str | Path, model: Any, hub: Mapping[str, Any]) -> Any:
     place = resolve_name(name_or_path)
     backbone = getattr(getattr(model, "config", None), "backbone_name_or_path", "")

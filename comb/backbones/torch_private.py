@@ -1,7 +1,7 @@
 """Private names of torch, all of them here.
 
 Seen in torch 2.13: `Module._modules`, `_parameters`, `_buffers`, `_non_persistent_buffers_set`,
-`_forward_pre_hooks`, `Tensor._version`, `Tensor._base`, `torch.utils._python_dispatch`.
+`_forward_hooks`, `_forward_pre_hooks`, `Tensor._version`, `Tensor._base`, `torch.utils._python_dispatch`.
 
 `Module.modules()` and the like build every module's name on the way, which takes three times as long, and a cached
 question walks the whole model.
@@ -9,6 +9,7 @@ question walks the whole model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -56,6 +57,13 @@ def all_tensors_of(modules: list[nn.Module]) -> list[Tensor]:
     return [inner for tensor in tensors for _, inner in _inside("", tensor)]
 
 
+def volatile_buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a checkpoint doesn't hold: frequencies, masks."""
+    return {
+        name: found for name in module._non_persistent_buffers_set if (found := module._buffers.get(name)) is not None
+    }
+
+
 def _inside(name: str, tensor: Any) -> list[tuple[str, Tensor]]:
     if not is_traceable_wrapper_subclass(tensor):
         return [(name, tensor)]
@@ -81,6 +89,11 @@ def layouts_of(tensors: list[Tensor]) -> tuple[tuple[Any, ...], ...]:
 def base_of(tensor: Tensor) -> Tensor:
     """The tensor of which this one is a view, or itself."""
     return tensor if tensor._base is None else tensor._base
+
+
+def hook_dicts_of(modules: list[nn.Module]) -> list[Mapping[int, Any]]:
+    """The hooks around the forward of each of them, in dictionaries that stay the same ones."""
+    return [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
 
 
 def pre_hooks_of(module: nn.Module) -> int:

@@ -29,6 +29,7 @@ With ``--out`` the JSON is written after every row; tables and plot come at the 
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,42 +41,20 @@ import torch
 import typer
 from rich.console import Console
 from tqdm import tqdm
-from typer.core import TyperGroup
-from typer.main import get_command_from_info
-from typer.models import CommandInfo
 
 from comb.backbones.unpublished import public
+from comb.bench.commands import benchmarks
 from comb.cache.store import StoreFullError
 from comb.evaluation.plot import Panel, draw
 from comb.evaluation.record import check_writable, environment, write_json
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Row as Row
 from comb.evaluation.table import TextTable
-from comb.registry import Registry
 
-benchmarks: Registry[Callable[..., None]] = Registry("benchmark", "comb.bench")
-"""The commands below `comb bench`; an extension has its own folder walked too (`look_in`)."""
 _REFUSALS = (ValueError, MemoryError, NotImplementedError, StoreFullError, torch.OutOfMemoryError)
 K = TypeVar("K")
 T = TypeVar("T")
 _WIDTH = 110
-
-
-class _Benchmarks(TyperGroup):
-    """Looks for benchmarks when one is asked for: they import more than `comb --help` needs."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return benchmarks.names()
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        try:
-            info = CommandInfo(cmd_name, callback=benchmarks.get(cmd_name))
-        except ValueError as error:
-            ctx.fail(str(error))
-        return get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
-
-
-bench = typer.Typer(cls=_Benchmarks, help="Compare methods: quality, time, memory.", no_args_is_help=True)
 
 
 @dataclass(frozen=True)
@@ -108,8 +87,9 @@ class BenchmarkReport:
     def __post_init__(self) -> None:
         asked = {each.name: getattr(self.options, each.name) for each in fields(self.options) if each.name != "out"}
         self._made_with = environment(benchmark=self.name, **asked)
-        # the tables need some 105 columns; on a narrower terminal lines wrap, which is better than columns that vanish
-        self.console = Console(width=max(Console().width, _WIDTH))
+        # a file has no width: there tables are whole
+        narrow = Console().is_terminal or "COLUMNS" in os.environ
+        self.console = Console() if narrow else Console(width=_WIDTH)
 
     def add(self, row: Row) -> None:
         """One more result, which is in the file at once."""

@@ -10,11 +10,12 @@ import torch
 import typer
 
 from comb import methods
-from comb.backbones.tokenizer import load_tokenizer, template_arguments
+from comb.backbones.tokenizer import load_tokenizer
 from comb.bench.harness import BenchmarkReport, OutOptions
 from comb.bench.work import random_model
 from comb.documents.datasets import Counts, read_dataset
 from comb.documents.document import Example, PromptBuilder
+from comb.documents.rendering import template_arguments
 from comb.evaluation.record import read_training
 from comb.evaluation.run import NO_DOCUMENTS, Setting
 from comb.model.source import load_named, named_device

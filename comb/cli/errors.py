@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from comb.backbones.damage import frames, in_comb, raised_by_us
+from comb.backbones.tracebacks import frames, in_comb, raised_by_us
 
 DEBUG = "--debug shows the traceback"
 

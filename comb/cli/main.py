@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections import Counter
@@ -16,9 +17,10 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from comb.bench.harness import bench
+from comb.bench.commands import bench
 from comb.documents.splitting import DEFAULT_SPLITTER
-from comb.engine.decoding import DEFAULT_MAX_NEW_TOKENS
+from comb.engine import DEFAULT_MAX_NEW_TOKENS
+from comb.registry import when_imported
 
 app = typer.Typer(
     help="Position-independent caching for LLMs: compile a document once, link it anywhere.",
@@ -55,14 +57,22 @@ def _options(
     ] = False,
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="show it")] = False,
 ) -> None:
-    from transformers.utils import logging as transformers_logging
-
     level = logging.INFO if verbose else logging.WARNING
     handler = RichHandler(console=errors, show_time=False, show_path=False)
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler], force=True)
     if not verbose:
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
+        when_imported("transformers.utils.logging", _quiet)
+        when_imported("deepspeed.utils.logging", _no_notice)
+
+
+def _no_notice(deepspeed_logging: Any) -> None:
+    # printed wherever accelerate asks whether a model is DeepSpeed's, in the middle of the bar
+    deepspeed_logging.logger.addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
+
+
+def _quiet(transformers_logging: Any) -> None:
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
 
 
 @app.command()
@@ -183,8 +193,9 @@ def ask(
     question: Annotated[str, typer.Argument(help="the question")],
     doc: Annotated[list[Path] | None, typer.Option("--doc", help="a text file to answer from; repeatable")] = None,
     method: Annotated[
-        str, typer.Option(help="comb, full, legolink:16, ...; by default the adapter's own (comb, linktokens), or full")
-    ] = "",
+        str | None,
+        typer.Option(help="comb, full, legolink:16, ...; by default the adapter's own, of a plain model primed"),
+    ] = None,
     splitter: Annotated[
         str, typer.Option(help="how long documents are cut: whole, paragraphs:512, ...")
     ] = DEFAULT_SPLITTER,
@@ -207,20 +218,22 @@ def ask(
     device: DeviceOption = "auto",
 ) -> None:
     """Asks a question about documents, and says what was cached, compiled and recomputed."""
-    from comb.backbones.adapter import trained_method
-    from comb.backbones.tokenizer import load_tokenizer, template_arguments
-    from comb.cache.store import PICacheStore
     from comb.documents.document import Document
     from comb.documents.files import read_text
-    from comb.engine.engine import PICEngine
-    from comb.model.source import ModelSource, load_named
+    from comb.documents.rendering import template_arguments
 
     if encoder not in ("on", "off"):
         raise ValueError(f"--encoder is on or off, not {encoder!r}")
     arguments = template_arguments(chat_template_kwargs)
     documents = [Document(read_text(path), id=path.name) for path in doc or []]
+
+    # takes seconds, so behind what can be wrong with the options
+    from comb.backbones.tokenizer import load_tokenizer
+    from comb.cache.store import PICacheStore
+    from comb.engine.engine import PICEngine
+    from comb.model.source import ModelSource, load_named
+
     loaded = load_named(model, backbone=backbone, dtype=dtype, device=device)
-    method = method or trained_method(loaded) or "full"
     store = None if cache is None else PICacheStore(device=str(loaded.device), disk_path=cache)
     tokenizer = load_tokenizer(model, loaded, chat_template_kwargs=arguments)
     source = ModelSource(model, {"backbone": backbone, "dtype": dtype}, str(loaded.device))
@@ -306,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     import os
 
+    gc.set_threshold(50_000)  # looking for garbage while torch and transformers are imported is half a second
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--debug" in given:
         os.environ["COMB_DEBUG"] = "1"  # for the processes of a server, too

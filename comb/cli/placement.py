@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from comb.documents.datasets import read_dataset
 from comb.documents.document import PromptBuilder
 from comb.evaluation.placement import Placement, measure_placement, short_prompts
-from comb.evaluation.table import text_table
+from comb.evaluation.table import FittedTable
 
 EXAMPLES = 512
 BAR = 40
 
 
-def describe_placement(backbone: Any, tokenizer: Any, dataset: str, path: Path | None, count: int) -> Table:
+def describe_placement(backbone: Any, tokenizer: Any, dataset: str, path: Path | None, count: int) -> FittedTable:
     """The measured losses as bars, and the layers that `count` cross blocks belong in front of.
 
     Raises:
@@ -33,7 +31,7 @@ def describe_placement(backbone: Any, tokenizer: Any, dataset: str, path: Path |
     return placement_table(measure_placement(backbone, chosen), count, f"{len(chosen)} questions of {dataset}")
 
 
-def placement_table(placement: Placement, count: int, measured_on: str) -> Table:
+def placement_table(placement: Placement, count: int, measured_on: str) -> FittedTable:
     """Layer, nats per answer token that are lost when documents are hidden there, and a bar."""
     best = placement.best(min(count, len(placement.losses)))
     most = max(max(placement.losses.values()), 1e-9)
@@ -43,4 +41,4 @@ def placement_table(placement: Placement, count: int, measured_on: str) -> Table
         lines.append((f"{layer}", f"{loss:.3f}", f"{bar}{' *' if layer in best else ''}"))
     caption = f"all layers together: {placement.without:.3f}\nmodel.cross_attention_layers={best}"
     title = f"where documents are read ({measured_on})"
-    return text_table(("layer", "nats lost without", ""), lines, title, caption, left=("",))
+    return FittedTable(("layer", "nats lost without", ""), lines, title, caption, left=("",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, chain
 from typing import Any
 
@@ -53,13 +53,27 @@ class Document:
         return self.id or f"doc-{key[:12]}"
 
 
-def as_document(item: str | Document) -> Document:
-    """A `Document`, from one or from plain text. Raises ValueError for anything else."""
+DocumentLike = str | Document | Mapping[str, Any]
+"""A text, a `Document`, or its fields by name, as in rows and requests: ``{"text": ..., "title": ...}``."""
+
+
+def as_document(item: DocumentLike) -> Document:
+    """A `Document`. Raises ValueError for what isn't `DocumentLike`."""
     if isinstance(item, Document):
         return item
     if isinstance(item, str):
         return Document(item)
-    raise ValueError(f"a document is a str or a comb.Document, not {type(item).__name__}")
+    if not isinstance(item, Mapping):
+        raise ValueError(f"a document is a str, a comb.Document or a dict with text, not {type(item).__name__}")
+    known = [each.name for each in fields(Document)]
+    if foreign := [name for name in item if name not in known]:
+        raise ValueError(f"a document has {', '.join(known)}, no {foreign[0]!r}")
+    for name in ("id", "title"):
+        if not isinstance(item.get(name), str | None):
+            raise ValueError(f"a document's {name} is a str, not {type(item[name]).__name__}")
+    if item.keys() <= {"id", "title"}:
+        raise ValueError(f"a document without text: {dict(item)!r:.80} (ids of add_documents go into document_ids=)")
+    return Document(**item)
 
 
 def stopping_tokens(tokenizer: Any, characters: str) -> list[int]:

@@ -7,6 +7,7 @@ the two differ by more than the markers, it computes with a text that a document
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
@@ -16,9 +17,6 @@ from functools import cache, lru_cache, partial
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
-
-from jinja2.exceptions import TemplateError
-from transformers.utils import chat_template_utils
 
 from comb.documents.messages import Generated, Message, Reference, message_parts
 from comb.locks import lock_of
@@ -70,8 +68,10 @@ def render_chat(
     slots = [slot for message in chat for slot in message.slots]
     if not slots:
         return _render(tokenizer, [message.written([]) for message in chat], arguments)
-    if not makes_tokens(tokenizer):  # all renderings are of one moment, also around midnight
-        clock = cache(lambda form: chat_template_utils.datetime.now().strftime(form))
+    if not makes_tokens(tokenizer):
+        from transformers.utils import chat_template_utils
+
+        clock = cache(lambda form: chat_template_utils.datetime.now().strftime(form))  # one moment also at midnight
         arguments = {"strftime_now": clock, **arguments}
     return _with_slots(chat, slots, lambda written: _render(tokenizer, written, arguments))
 
@@ -220,6 +220,8 @@ def _render(tokenizer: Any, messages: Sequence[Message], arguments: Mapping[str,
                 tokenizer, tokenizer.apply_chat_template(chat, **{**given, "tokenize": True, "return_dict": False})
             )
     except Exception as error:  # a template is a program, and may raise anything
+        from jinja2.exceptions import TemplateError
+
         words = " ".join(str(error).split()) or type(error).__name__
         # without its folder: clients of a server read it too
         place = PurePath(str(getattr(tokenizer, "name_or_path", ""))).name
@@ -403,3 +405,14 @@ def _spelled(tokenizer: Any, ids: Sequence[int]) -> Rendered:
         offsets.append((position - inside, position + length))
         position += length
     return Rendered(b"".join(pieces).decode(), token_ids=tuple(ids), offsets=tuple(offsets))
+
+
+def template_arguments(text: str, option: str = "--chat-template-kwargs") -> dict[str, Any]:
+    """What a command line's option says. Raises ValueError for other than a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f'{option} is a JSON object such as {{"enable_thinking": false}}, not {text!r}')
+    return found

@@ -4,3 +4,5 @@
 same steps into turns that go on from one another, `decoding` runs ``generate`` and streams, `segmenter` cuts and keys
 documents, `report` says where an answer came from. `workers` compiles the documents of one request side by side.
 """
+
+DEFAULT_MAX_NEW_TOKENS = 256

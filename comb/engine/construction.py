@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from comb import methods
+from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
 from comb.cache.store import PICacheStore
 from comb.engine.workers import CompileExecutor
@@ -23,6 +24,24 @@ def default_store(model: Any) -> PICacheStore:
     device = backbone_of(model).get_input_embeddings().weight.device
     host_bytes = 0 if device.type == "cpu" else DEFAULT_STORE_BYTES
     return PICacheStore(device=device, device_bytes=DEFAULT_STORE_BYTES, host_bytes=host_bytes)
+
+
+def default_method(model: Any, tokenizer: Any, parameters: dict[str, Any], store: PICacheStore, salt: str) -> Method:
+    """What an adapter was trained for; of a plain model `primed`, or `full` where its documents can't be linked.
+
+    Raises:
+        ValueError: as `make_method` does, where parameters of `primed` were given.
+    """
+    trained = trained_method(model)
+    if trained is not None:
+        return make_method(trained, model, tokenizer, parameters, store, salt)
+    try:
+        return make_method("primed", model, tokenizer, parameters, store, salt)
+    except ValueError as error:
+        if parameters:
+            raise
+        logger.warning("no method was named, and primed can't be used, so documents stand in the prompt: %s", error)
+        return make_method("full", model, tokenizer, parameters, store, salt)
 
 
 def make_method(

@@ -12,7 +12,7 @@ from typing import Any
 
 from comb.backbones.identity import one_walk
 from comb.documents.catalog import KeyedSegment
-from comb.documents.document import Document
+from comb.documents.document import DocumentLike
 from comb.documents.messages import Generated, Message, referenced_documents
 from comb.documents.rendering import renders_chats
 from comb.engine.decoding import AnswerStream, FirstTokenTimer, check_no_streamer, check_wanted
@@ -59,7 +59,7 @@ class Conversation:
     def __init__(
         self,
         engine: AnswerSteps,
-        documents: Sequence[str | Document] = (),
+        documents: Sequence[DocumentLike] = (),
         *,
         document_ids: Sequence[str] = (),
         messages: Sequence[Message] = (),
@@ -105,7 +105,7 @@ class Conversation:
     def ask(
         self,
         question: str,
-        documents: Sequence[str | Document] = (),
+        documents: Sequence[DocumentLike] = (),
         *,
         document_ids: Sequence[str] = (),
         **generate_kwargs: Any,
@@ -121,7 +121,7 @@ class Conversation:
     def stream(
         self,
         question: str,
-        documents: Sequence[str | Document] = (),
+        documents: Sequence[DocumentLike] = (),
         *,
         document_ids: Sequence[str] = (),
         **generate_kwargs: Any,
@@ -150,7 +150,7 @@ class Conversation:
     def _next(
         self,
         question: str,
-        documents: Sequence[str | Document],
+        documents: Sequence[DocumentLike],
         document_ids: Sequence[str],
         generate_kwargs: Mapping[str, Any],
     ) -> RunTurn:
@@ -208,7 +208,7 @@ class Conversation:
             relinked=asked.relinked + bool(begin.reason),
         )
 
-    def _asked(self, question: str, documents: Sequence[str | Document], document_ids: Sequence[str]) -> _History:
+    def _asked(self, question: str, documents: Sequence[DocumentLike], document_ids: Sequence[str]) -> _History:
         """The history with the question in it."""
         now = self._history
         new = [*now.first, *self._engine.segments_of(documents, document_ids)]

@@ -18,11 +18,11 @@ import torch
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from comb.engine import DEFAULT_MAX_NEW_TOKENS
 from comb.engine.report import Answer, Report
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_NEW_TOKENS = 256
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A SentencePiece token of one byte. A run of them that isn't UTF-8 is written as replacement characters throughout."""

@@ -13,7 +13,6 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from comb import methods
-from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.identity import forget_identity, one_walk
 from comb.backbones.loading import HUB_ARGUMENTS, load_model
@@ -22,10 +21,10 @@ from comb.backbones.tokenizer import load_tokenizer
 from comb.cache.store import PICacheStore, StoreFullError
 from comb.documents import splitting
 from comb.documents.catalog import KeyedSegment, UnknownDocumentError, by_document
-from comb.documents.document import Document, PromptBuilder
+from comb.documents.document import DocumentLike, PromptBuilder
 from comb.documents.messages import Message
 from comb.documents.splitting import DEFAULT_SPLITTER, Boundaries, Splitter
-from comb.engine.construction import default_store, executor_of, make_method
+from comb.engine.construction import default_method, default_store, executor_of, make_method
 from comb.engine.conversation import Conversation
 from comb.engine.decoding import AnswerStream, check_no_streamer
 from comb.engine.report import Answer, DocumentReport, Report
@@ -33,7 +32,7 @@ from comb.engine.steps import AnswerSteps, PreparedQuestion, Question, Request
 from comb.engine.workers import CompileExecutor
 from comb.mac import MacConfig
 from comb.methods.base import Method
-from comb.model.source import ModelSource
+from comb.model.source import ModelSource, named_device
 
 __all__ = ["Answer", "DocumentReport", "PICEngine", "Report", "Request", "UnknownDocumentError"]
 
@@ -50,7 +49,7 @@ class PICEngine(AnswerSteps):
         model: `CombForCausalLM`, or any Hugging Face causal LM for methods that need no encoder.
         tokenizer: the model's tokenizer.
         method: a name from ``comb.methods.names()``, ``"name:parameters"``, or a `Method` instance; by default the one
-            that the model's adapter was trained for.
+            that the model's adapter was trained for, of a plain model ``primed``, or ``full`` where that can't be.
         store: where PICaches are kept; by default in memory, at most 4 GiB (and 4 GiB on the host for a GPU model).
             What stands in front of documents is cached with the model (`heads`, at most 1 GiB), for all engines on it.
         splitter: KVSplit, how long documents are cut into segments that are compiled each on its own: a name with its
@@ -97,7 +96,9 @@ class PICEngine(AnswerSteps):
         super().__init__(
             model,
             tokenizer,
-            make_method(method or trained_method(model) or "comb", model, tokenizer, parameters, store, salt),
+            default_method(model, tokenizer, parameters, store, salt)
+            if method is None
+            else make_method(method, model, tokenizer, parameters, store, salt),
             store=store,
             salt=salt,
             prompt_builder=PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder,
@@ -114,11 +115,14 @@ class PICEngine(AnswerSteps):
         name_or_path: str | Path,
         *,
         tokenizer: Any = None,
+        device: str = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> PICEngine:
         """An engine from an adapter or a plain model: a folder, Hub id or registered name.
 
+        The model goes to `device`: "auto" is a GPU if there is one, as on the command line; with ``device_map``, or
+        quantised, it stays where it was loaded.
         `arguments` are the engine's, parameters of its method among them, and all others those of
         ``AutoModelForCausalLM.from_pretrained`` (what both know, as ``token`` of the Hub, is the latter's; of a method
         it is written as ``method="name:parameters"``).
@@ -132,7 +136,12 @@ class PICEngine(AnswerSteps):
             chosen = methods.get(methods.parse(method)[0])
             names |= {"quantize", *chosen.parameter_names()} - set(HUB_ARGUMENTS)
         options = {name: arguments.pop(name) for name in names & arguments.keys()}
+        placed = named_device(device, "device")
+        if "device_map" in arguments and device != "auto":
+            raise ValueError(f"device={device!r} and device_map both say where the model goes: give one of them")
         model = load_model(name_or_path, **arguments)
+        if "device_map" not in arguments and getattr(backbone_of(model), "hf_quantizer", None) is None:
+            model = model.to(placed)
         if tokenizer is None:
             places = ("revision", "subfolder", *HUB_ARGUMENTS)
             hub = {key: value for key, value in arguments.items() if key in places}
@@ -140,7 +149,7 @@ class PICEngine(AnswerSteps):
         elif chat_template_kwargs:
             raise ValueError("chat_template_kwargs are of the model's own tokenizer: give one of both")
         if options.get("workers"):
-            options.setdefault("source", ModelSource(str(name_or_path), arguments))
+            options.setdefault("source", ModelSource(str(name_or_path), arguments, str(model.device)))
         return cls(model, tokenizer, **options)
 
     def close(self) -> None:
@@ -159,7 +168,7 @@ class PICEngine(AnswerSteps):
     def ask(
         self,
         question: Question,
-        documents: Sequence[str | Document] = (),
+        documents: Sequence[DocumentLike] = (),
         *,
         document_ids: Sequence[str] = (),
         encoder: bool | None = None,
@@ -182,13 +191,13 @@ class PICEngine(AnswerSteps):
         request = Request(question, documents, document_ids)
         return self.ask_batch([request], encoder=encoder, **generate_kwargs)[0]
 
-    def chat(self, messages: Sequence[Message], documents: Sequence[str | Document] = (), **options: Any) -> Answer:
+    def chat(self, messages: Sequence[Message], documents: Sequence[DocumentLike] = (), **options: Any) -> Answer:
         """`ask` with chat messages."""
         return self.ask(messages, documents, **options)
 
     def ask_batch(
         self,
-        requests: Iterable[Request | tuple[Question, Sequence[str | Document]]],
+        requests: Iterable[Request | tuple[Question, Sequence[DocumentLike]]],
         *,
         encoder: bool | None = None,
         **generate_kwargs: Any,
@@ -206,7 +215,7 @@ class PICEngine(AnswerSteps):
     def stream(
         self,
         question: Question,
-        documents: Sequence[str | Document] = (),
+        documents: Sequence[DocumentLike] = (),
         *,
         document_ids: Sequence[str] = (),
         encoder: bool | None = None,
@@ -229,9 +238,7 @@ class PICEngine(AnswerSteps):
 
         return AnswerStream(run, self.tokenizer)
 
-    def _prepared(
-        self, request: Request | tuple[Question, Sequence[str | Document]], encoder: bool
-    ) -> PreparedQuestion:
+    def _prepared(self, request: Request | tuple[Question, Sequence[DocumentLike]], encoder: bool) -> PreparedQuestion:
         if isinstance(request, str | Mapping):
             raise ValueError(f"a request is a Request or a tuple (question, documents), not {request!r:.80}")
         row = request if isinstance(request, Request) else Request(*request)
@@ -239,7 +246,7 @@ class PICEngine(AnswerSteps):
 
     def conversation(
         self,
-        documents: Sequence[str | Document] = (),
+        documents: Sequence[DocumentLike] = (),
         *,
         document_ids: Sequence[str] = (),
         messages: Sequence[Message] = (),
@@ -259,7 +266,7 @@ class PICEngine(AnswerSteps):
     # ---- documents ----
 
     def add_documents(
-        self, documents: Sequence[str | Document], *, pin: bool = False, ttl: float | None = None
+        self, documents: Sequence[DocumentLike], *, pin: bool = False, ttl: float | None = None
     ) -> list[str]:
         """Compiles documents now; returns their ids for ``document_ids=``.
 
@@ -323,7 +330,7 @@ class PICEngine(AnswerSteps):
     # ---- the same in the papers' words (EPIC sec. 5: Implementation) ----
 
     def generate_context_cache(
-        self, chunks: Sequence[str | Document], *, pin: bool = False, ttl: float | None = None
+        self, chunks: Sequence[DocumentLike], *, pin: bool = False, ttl: float | None = None
     ) -> list[str]:
         """Compiles static chunks; returns their cache ids. `add_documents` under the papers' name."""
         return self.add_documents(chunks, pin=pin, ttl=ttl)

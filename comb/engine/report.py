@@ -101,7 +101,8 @@ class Report:
         prompt_tokens: that the decoder held as its prompt, without padding; with ``comb`` that is the query alone.
         computed_tokens: all tokens that passed through the backbone for this answer's prompt: of documents compiled in
             this request, of a head that wasn't cached, in linking, and what was left. A token that passed some of the
-            layers only counts as that share of one; what an encoder computed is said by `documents`.
+            layers only counts as that share of one, also in an encoder made of the backbone's layers; what an encoder
+            of its own computed is said by `documents`.
         compiled_tokens: of these, to compile documents; in a batch at the first question that has them.
         head_tokens: of the prompt's head, that were cached.
         recomputed_tokens: document tokens that the backbone prefilled while linking; a part of `computed_tokens`.

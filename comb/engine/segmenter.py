@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from comb.documents.catalog import KeyedSegment
-from comb.documents.document import Document, PromptBuilder, as_document
+from comb.documents.document import Document, DocumentLike, PromptBuilder, as_document
 from comb.documents.splitting import Splitter, split_document
 from comb.methods.base import Method
 
@@ -49,7 +49,7 @@ class Segmenter:
     cut: CutDocument
     salt: str = ""
 
-    def segments(self, documents: Sequence[str | Document]) -> list[KeyedSegment]:
+    def segments(self, documents: Sequence[DocumentLike]) -> list[KeyedSegment]:
         """All documents' segments, in order. Raises ValueError for empty ones, and for one that isn't in a list."""
         if isinstance(documents, str | Document | bytes | Mapping) or not isinstance(documents, Iterable):
             raise ValueError(

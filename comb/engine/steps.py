@@ -26,7 +26,7 @@ from comb.backbones.tokenizer import check_tokenizer
 from comb.cache.picache import PICache
 from comb.cache.store import PICacheRef, PICacheStore
 from comb.documents.catalog import DocumentCatalog, KeyedSegment
-from comb.documents.document import Document, Prompt, PromptBuilder
+from comb.documents.document import DocumentLike, Prompt, PromptBuilder
 from comb.documents.messages import Message, referenced_documents
 from comb.documents.splitting import Splitter
 from comb.engine.decoding import FirstTokenTimer, answer_text, check_wanted, decoding_settings, trim, with_length
@@ -48,7 +48,7 @@ class Request:
     """One question for `PICEngine.ask_batch`; a plain ``(question, documents)`` does as well."""
 
     question: Question
-    documents: Sequence[str | Document] = ()
+    documents: Sequence[DocumentLike] = ()
     document_ids: Sequence[str] = ()
 
 
@@ -146,7 +146,7 @@ class AnswerSteps:
         return Segmenter(self.method, self.tokenizer, self.prompt_builder, self.splitter, self._cut, self.salt)
 
     def segments_of(
-        self, documents: Sequence[str | Document] = (), document_ids: Sequence[str] = ()
+        self, documents: Sequence[DocumentLike] = (), document_ids: Sequence[str] = ()
     ) -> list[KeyedSegment]:
         """The segments that documents, and behind them added ones, are compiled as."""
         return self.segmenter.segments(documents) + self.segmenter.keyed_anew(self.catalog.find(document_ids))
@@ -194,6 +194,8 @@ class AnswerSteps:
         if not (encoder and self.method.uses_encoder):  # else documents are no tokens of the prompt
             own = len(prompt.head) + sum(map(len, prompt.gaps)) + len(prompt.tail)
             self.method.check_prompt(sum(len(segment.token_ids) for segment in every), own)
+        if encoder and self.method.notice_rows(prompt.query):
+            every = self.segmenter.keyed_anew(every)
         return PreparedQuestion(every, prompt)
 
     # ---- acquire: PICaches from the store, compiled where it has none ----
@@ -226,7 +228,7 @@ class AnswerSteps:
             else:
                 picaches = self.executor.compile(self.method, token_ids)
                 # other processes' passes aren't counted here
-                passed.tokens = 0 if self.method.uses_encoder or self.method.keeps_tokens_only else sum(lengths)
+                passed.tokens = sum(lengths) * self.method.compile_depth
         # the weights may have changed since the keys were made, or in between: nothing is filed under another's name
         with one_walk():
             if self.segmenter.keyed_anew(segments) != list(segments):

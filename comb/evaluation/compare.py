@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from comb.documents.document import Document, Example, stopping_tokens, until_stop
+from comb.documents.document import DocumentLike, Example, stopping_tokens, until_stop
 from comb.engine.construction import default_store
 from comb.engine.decoding import trim
 from comb.engine.engine import PICEngine
@@ -171,7 +171,7 @@ def _row(
 
 @contextmanager
 def linked(
-    engine: PICEngine, question: str, documents: Sequence[str | Document]
+    engine: PICEngine, question: str, documents: Sequence[DocumentLike]
 ) -> Iterator[tuple[DecodeState, dict[str, int]]]:
     """The state for `question` over `documents`, and what it cost: the steps of `ask` up to decoding."""
     on = engine.with_encoder(None)

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from statistics import fmean
 
-import numpy
-
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 # \w without the underscore: rouge-score's [a-z0-9]+ on English text, and still words in other scripts
@@ -126,6 +124,8 @@ def bootstrap(
     Args:
         weights: of the values in each mean; by default all are alike.
     """
+    import numpy
+
     generator = numpy.random.default_rng(len(values))
     data, weight = numpy.asarray(values, dtype=float), numpy.ones(len(values))
     if weights is not None:

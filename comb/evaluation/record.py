@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from comb.backbones.unpublished import public, read_private, write_private
 from comb.documents.files import read_json
 from comb.hub.card.facts import TRAINING
@@ -28,6 +26,8 @@ def environment(**settings: Any) -> dict[str, Any]:
 
     It is published with the number, so folders and files are there by their names alone.
     """
+    import torch
+
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     installed = {dist.name.lower(): dist.version for dist in metadata.distributions() if dist.name}
     versions = {package: installed[package] for package in PACKAGES if package in installed}

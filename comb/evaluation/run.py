@@ -69,6 +69,8 @@ class MethodResult:
         note: anything else a reader has to know.
         intervals: 95% bootstrap intervals of em, f1 and rouge_l over the questions.
         same, rouge_l_full: share of answers that are `full`'s, and ROUGE-L with those; None where it wasn't asked.
+        kl, closed: nats per token from `full` at its answers, and 1 - KL over that of "none", of `kl_questions`; None
+            where they weren't measured (`summary.with_divergence`).
     """
 
     method: str
@@ -88,6 +90,9 @@ class MethodResult:
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     same: float | None = None
     rouge_l_full: float | None = None
+    kl: float | None = None
+    closed: float | None = None
+    kl_questions: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, for tables and JSON."""
@@ -118,7 +123,7 @@ def evaluate(
         ValueError: if there is no example or no method, a method is unknown or doesn't fit the model, or no prompt has
             room. Single questions whose prompts are too long for one of the methods are left out for all of them.
     """
-    setting, examples, note = _prepared(model, examples, methods, max_new_tokens, builder)
+    setting, examples, note = prepared(model, examples, methods, max_new_tokens, builder)
     if note:
         logger.warning(note)
     results = []
@@ -143,12 +148,12 @@ def rehearse(
     Raises:
         ValueError: as `evaluate` does.
     """
-    setting, examples, _ = _prepared(model, examples, methods, max_new_tokens, builder)
+    setting, examples, _ = prepared(model, examples, methods, max_new_tokens, builder)
     for method in methods:
         setting.engine(method).ask(*setting.request(method, examples[0]), max_new_tokens=1)
 
 
-def _prepared(
+def prepared(
     model: tuple[Any, Any],
     examples: Sequence[Example],
     methods: Sequence[str],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from comb.documents.document import Example
-from comb.evaluation.compare import question_name
+from comb.documents.document import Example, PromptBuilder
+from comb.evaluation.compare import AnswerRules, compare, question_name
+from comb.evaluation.journal import Journal
 from comb.evaluation.metrics import agreement, bootstrap, contains, exact_match, f1, rouge_l
-from comb.evaluation.run import NO_DOCUMENTS, Timing
+from comb.evaluation.run import NO_DOCUMENTS, MethodResult, Timing, prepared
 from comb.evaluation.table import Column, Row, TextTable, divergence, fixed, ms, percent
 
 QUALITY: dict[str, Callable[[str, Sequence[str]], float]] = {
@@ -19,6 +21,8 @@ QUALITY: dict[str, Callable[[str, Sequence[str]], float]] = {
     "rouge_l": rouge_l,
 }
 """Of an answer and those that count."""
+KL_QUESTIONS = 64
+"""Of an evaluation, of which KL is taken at most: question by question, it takes as long as the answers."""
 
 
 def summarize(
@@ -32,8 +36,8 @@ def summarize(
 
     ``em``, ``f1``, ``contains`` and ``rouge_l`` are means over the ``n`` questions that it and `full` have answered,
     ``same`` and ``rouge_l_full`` compare its answers with those of `full`; ``kl`` and ``top1_agreement`` are means over
-    ``kl_n`` tokens of ``kl_questions`` questions, and ``closed`` is 1 - KL over the KL of "none". ``intervals`` and
-    ``minus_full`` (mean, low, high) are by question, 95%.
+    ``kl_n`` tokens of ``kl_questions`` questions, and ``closed`` is 1 - KL over the KL of "none" at the same
+    questions. ``intervals`` and ``minus_full`` (mean, low, high) are by question, 95%.
 
     Args:
         rows: of `compare`, for these `examples`; of a question that a method has twice, the last one counts.
@@ -62,11 +66,51 @@ def summarize(
                 "ttft_cached_s": Timing.of(cached),
             }
         )
-    nothing = next((row for row in found if row["method"] == NO_DOCUMENTS and row.get("kl")), None)
+    nothing = by_method.get(NO_DOCUMENTS, {})
     for row in found:
-        if nothing is not None and row.get("kl") is not None:
-            row["closed"] = 1 - row["kl"] / nothing["kl"]
+        mine = by_method[row["method"]]
+        both = [(mine[question], nothing[question]) for question in mine if question in nothing and question in full]
+        if row.get("kl") is not None and any(none["kl"] for _, none in both):
+            least = [max(none["kl"] * none["tokens"], 1e-9) for _, none in both]
+            left = [each["kl"] * each["tokens"] / none for (each, _), none in zip(both, least, strict=True)]
+            row["closed"] = 1 - sum(share * none for share, none in zip(left, least, strict=True)) / sum(least)
+            low, high = bootstrap(left, least)
+            row["intervals"]["closed"] = (1 - high, 1 - low)
     return found
+
+
+def with_divergence(
+    model: tuple[Any, Any],
+    examples: Sequence[Example],
+    results: Sequence[MethodResult],
+    *,
+    max_new_tokens: int = 48,
+    builder: PromptBuilder | None = None,
+    progress: bool = True,
+) -> list[MethodResult]:
+    """What `evaluate` found, with KL to full recompute over the first `KL_QUESTIONS` questions; arguments as there."""
+    specs = list(dict.fromkeys(["full", *(result.method for result in results), NO_DOCUMENTS]))
+    journal = Journal(None, {})
+    try:
+        setting, fitting, _ = prepared(model, examples, specs, max_new_tokens, builder)
+    except ValueError as error:  # full recompute has no room, where an encoder has
+        return [replace(results[0], note=_joined(results[0].note, f"No KL: {error}.")), *results[1:]]
+    asked, rules = fitting[:KL_QUESTIONS], AnswerRules(max_new_tokens, setting.builder.stop)
+    refused = compare(setting, asked, specs, journal, rules=rules, answers=0, title="KL", progress=progress)
+    found = {row["method"]: row for row in summarize(journal.rows, asked, specs, refused, {})}
+    measured = []
+    for result in results:
+        row = found[result.method]
+        ends = {key: row["intervals"][key] for key in ("kl", "closed") if key in row.get("intervals", {})}
+        why = f"No KL of {result.method}: {row['refused']}." if row["refused"] else ""
+        values = {name: row[name] for name in ("kl", "closed", "kl_questions") if name in row}
+        note, intervals = _joined(result.note, why), result.intervals | ends
+        measured.append(replace(result, note=note, intervals=intervals, **values))
+    return measured
+
+
+def _joined(*texts: str) -> str:
+    return " ".join(filter(None, texts))
 
 
 def _means(questions: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Example]]) -> dict[str, Any]:

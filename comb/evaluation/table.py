@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +17,6 @@ from comb.evaluation.run import MethodResult, Timing
 
 Row = dict[str, Any]
 """What was measured once, by name. Where nothing could be, ``row["refused"]`` says why."""
-_LONGEST_NAME = 18  # of a method, before it folds
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TextTable:
     def __rich__(self) -> Group:
         """For the terminal; notes are as wide as it is, not as the table."""
         heads = [column.name for column in self.columns]
-        table = text_table(heads, self.lines(), self.title, left=[c.name for c in self.columns if c.names])
+        table = FittedTable(heads, self.lines(), self.title, left=[c.name for c in self.columns if c.names])
         return Group(table, *(Text(note, style="dim") for note in self.notes()))
 
     def markdown(self) -> str:
@@ -84,26 +84,53 @@ class TextTable:
         return "\n".join([f"### {self.title}", "", *lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
 
 
-def text_table(
-    names: Sequence[str],
-    lines: Sequence[Sequence[str]],
-    title: str | None = None,
-    caption: str | None = None,
-    *,
-    left: Sequence[str] = ("method",),
-) -> Table:
-    """A rich table; the columns in `left` begin at the left, the others are numbers."""
-    table = Table(
-        title=title, caption=escape(caption) if caption else None, title_justify="left", caption_justify="left",
-        box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
-    )  # fmt: skip
-    for number, name in enumerate(names):
-        text = name in left
-        width = min(max(map(len, (name, *(line[number] for line in lines)))), _LONGEST_NAME) if text else None
-        table.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text, min_width=width)
-    for line in lines:
-        table.add_row(*line)
-    return table
+@dataclass(frozen=True)
+class FittedTable:
+    """A table for the terminal: columns that have no room beside the others stand below them, and no word is lost.
+
+    Args:
+        left: names of columns that begin at the left; the others are numbers.
+    """
+
+    names: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    title: str | None = None
+    caption: str | None = None
+    left: Sequence[str] = ("method",)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """One or more tables, each beginning with the columns that say which row this is."""
+        leading = max(
+            1, next((place for place, name in enumerate(self.names) if name not in self.left), len(self.names))
+        )
+        said, rest, title = [*range(leading)], [*range(leading, len(self.names))], self.title
+        while True:
+            count = next(
+                (n for n in range(len(rest), 1, -1) if self._width([*said, *rest[:n]]) <= options.max_width), 1
+            )
+            shown, rest = [*said, *rest[:count]], rest[count:]
+            fits = self._width(shown) <= options.max_width
+            yield self._table(shown, title, None if rest else self.caption, fold=not fits)
+            if not rest:
+                return
+            title = None
+
+    def _width(self, places: Sequence[int]) -> int:
+        """In columns of the terminal, of a table of these columns; two are between two of them, and one at each end."""
+        cells = ((self.names[place], *(line[place] for line in self.lines)) for place in places)
+        return sum(max(map(cell_len, column)) for column in cells) + 2 * len(places)
+
+    def _table(self, places: Sequence[int], title: str | None, caption: str | None, *, fold: bool) -> Table:
+        table = Table(
+            title=title, caption=escape(caption) if caption else None, title_justify="left", caption_justify="left",
+            box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
+        )  # fmt: skip
+        for name in (self.names[place] for place in places):
+            justify: Literal["left", "right"] = "left" if name in self.left else "right"
+            table.add_column(name, justify=justify, overflow="fold", no_wrap=not fold)
+        for line in self.lines:
+            table.add_row(*(line[place] for place in places))
+        return table
 
 
 def refusals(items: Iterable[tuple[str, str]]) -> list[str]:
@@ -158,6 +185,8 @@ _QUALITY = (
     Column("EM %", "em", percent),
     Column("F1 %", "f1", percent),
     Column("ROUGE-L", "rouge_l", percent),
+    Column("KL", "kl", divergence, "from full recompute's next-token distribution, nats per token of its answer"),
+    Column("KL closed %", lambda row: _closed(row), note="of the KL without documents, with its 95% interval"),
     Column("TTFT cold", "ttft_cold_s", _quartiles, "time to first token in ms, median (quartiles)"),
     Column("TTFT cached", "ttft_cached_s", _quartiles, "the same, asked again"),
     Column("B/token", "cache_bytes_per_document_token", fixed(0), "bytes of cache per document token"),
@@ -167,14 +196,25 @@ _QUALITY = (
 
 def result_table(results: Sequence[MethodResult], title: str = "") -> TextTable:
     """EM, F1 and ROUGE-L in percent, times with quartiles."""
-    remarks = [f"{results[0].n} questions; times one request at a time."]
+    asked = max(result.kl_questions for result in results)
+    kl = f"; KL over {asked if asked < results[0].n else 'all'} of them" if asked else ""
+    remarks = [f"{results[0].n} questions{kl}; times one request at a time."]
     said = ", ".join("{} {}-{}".format(r.method, *map(percent, r.intervals["em"])) for r in results if r.intervals)
     if said:
         remarks.append(f"EM, 95% intervals (bootstrap over questions): {said}.")
-    # two columns more would not fit a terminal
     alike = [(r.method, r.same, r.rouge_l_full) for r in results if r.method != "full"]
     agreed = [f"{name} {percent(a)} ({percent(b)})" for name, a, b in alike if a is not None and b is not None]
     if agreed:
         remarks.append(f"The same answer as full recompute's, % (ROUGE-L with it): {', '.join(agreed)}.")
     remarks += [result.note for result in results if result.note]
-    return TextTable(title, _QUALITY, [result.to_dict() for result in results], remarks)
+    rows = [result.to_dict() for result in results]
+    columns = [column for column in _QUALITY if asked or not column.name.startswith("KL")]
+    return TextTable(title, columns, rows, remarks)
+
+
+def _closed(row: Row) -> str | None:
+    """``96.1 (95.0-97.0)``."""
+    if row.get("closed") is None:
+        return None
+    low, high = row["intervals"]["closed"]
+    return percent(low) if low == high else f"{percent(row['closed'])} ({percent(low)}-{percent(high)})"

@@ -17,9 +17,9 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
-from comb.backbones import damage
+from comb.backbones import backbones, damage
 from comb.backbones.adapter import AdapterConfig, is_adapter
-from comb.backbones.loading import backbones, is_hub_id, load_config
+from comb.backbones.loading import is_hub_id, load_config
 from comb.backbones.unpublished import public
 from comb.documents.files import read_text
 from comb.hub.card.facts import RESULTS, TRAINING

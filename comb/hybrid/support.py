@@ -105,6 +105,8 @@ def _find(model: Any) -> HybridSupport | str:
             return _try(model)
     except (UnmovableError, TransitionError) as error:
         return str(error)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        return f"its layers of states are read in no known way ({type(error).__name__}: {error})"
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import UnsupportedBackboneError
@@ -226,5 +226,4 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
         return self
 
 
-AutoConfig.register(LinkTokensConfig.model_type, LinkTokensConfig)
-AutoModelForCausalLM.register(LinkTokensConfig, LinkTokensForCausalLM)
+AutoModelForCausalLM.register(LinkTokensConfig, LinkTokensForCausalLM)  # AutoConfig: comb/__init__.py

@@ -6,9 +6,9 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from comb.backbones.exclusive import backbone_of, exclusive
 from comb.backbones.forward import cache_argument, takes_positions
+from comb.backbones.identity import notice_rows
 from comb.backbones.rotary import drops_cache, length_limit, prompt_limit, settle
 from comb.backbones.state_cache import StateCache, generating_behind
 from comb.backbones.whole import CheckedLogits, check_logits
@@ -354,10 +355,20 @@ class Method(ABC):
     def fingerprint(self) -> str:
         """Everything that changes what `compile` gives: model and adapter, parameters, dtype."""
 
+    @property
+    def compiled_behind(self) -> Sequence[int]:
+        """Tokens in front of a segment while it is compiled."""
+        return ()
+
+    def notice_rows(self, token_ids: Iterable[int]) -> bool:
+        """Whether the embeddings of these tokens have changed in silence; from then on the model is another one."""
+        return notice_rows(self.model if self.uses_encoder else self.backbone, token_ids)
+
     def keys_of(self, segments: Sequence[Sequence[int]], salt: str = "") -> list[str]:
         """The `content_key` of each segment's PICache; other methods that compile alike have the same."""
         if not segments:  # a question without documents needs no identity
             return []
+        self.notice_rows(chain(self.compiled_behind, *segments))
         made_by = self.compile_name or self.name
         fields = {"fingerprint": self.fingerprint, "method": made_by, "dtype": self.dtype, "salt": salt}
         return [content_key(ids, **fields) for ids in segments]
@@ -410,6 +421,11 @@ class Method(ABC):
     def batches(self) -> bool:
         """Whether `link_batch` takes several rows."""
         return type(self).link_batch is not Method.link_batch
+
+    @property
+    def compile_depth(self) -> float:
+        """Share of the backbone's layers that a token passes in `compile`."""
+        return 0.0 if self.keeps_tokens_only else 1.0
 
     @property
     def backbone(self) -> Any:

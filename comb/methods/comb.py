@@ -59,6 +59,14 @@ class Comb(Method):
         """Rows are padded, which not every model takes."""
         return takes_padded_rows(self.backbone)
 
+    @property
+    def compile_depth(self) -> float:
+        return float(self.model.compile_depth)
+
+    @property
+    def compiled_behind(self) -> Sequence[int]:
+        return self.model.encoder.config.primer or ()
+
     def compile(self, segments: Sequence[Sequence[int]]) -> list[PICache]:
         """One CrossPICache per segment.
 

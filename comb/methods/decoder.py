@@ -134,6 +134,10 @@ class Decoder(TakesPrimer):
         """Whether segments know themselves behind text that linked prompts don't have."""
         return bool(self.primer)
 
+    @property
+    def compiled_behind(self) -> Sequence[int]:
+        return self.dummy_ids()
+
     def dummy_ids(self) -> list[int]:
         """Tokens in front of a segment while it is compiled."""
         return list(self.primer)

@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
+from comb.backbones.exclusive import exclusive
 from comb.backbones.fingerprint import backbone_fingerprint
+from comb.backbones.identity import identity_of
 from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
-from comb.linking.support import takes_padded_rows
+from comb.linking.support import distance, made_up_tokens, takes_padded_rows, tolerance_of
 from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
 from comb.methods.continuation import continue_tokens, why_not_continue
 from comb.methods.past_state import PastState
+from comb.waits import on_device
+
+_TOKENS = 6  # of a prompt that is tried
 
 
 @register("full")
@@ -27,6 +32,8 @@ class Full(Method):
 
     def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
+        if reason := why_not_decoded(self.backbone):
+            raise ValueError(f"{type(self.backbone).__name__} can't be asked: {reason}")
         # token ids don't change with the weights, so taking it once is enough
         self._fingerprint = backbone_fingerprint(self.backbone)
 
@@ -68,6 +75,32 @@ class Full(Method):
 
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
         return continue_inlined(self, past, row)
+
+
+def why_not_decoded(model: Any) -> str:
+    """Why what ``generate`` begins with isn't what a model's own forward pass gives; empty if it is.
+
+    RoBERTa's positions begin behind its padding's, and ``generate`` numbers them from zero.
+    """
+    reason: str = identity_of(model).fact("decodes", lambda: _why_not_decoded(model))
+    return reason
+
+
+@torch.no_grad()
+def _why_not_decoded(model: Any) -> str:
+    table = model.get_input_embeddings().weight
+    if table.is_meta:
+        return ""
+    ids = on_device(made_up_tokens(model, _TOKENS)[None], table.device)
+    try:
+        found = DecodeState(model, ids, torch.ones_like(ids), past_key_values=continued_cache(model)).logits[0]
+        with exclusive(model):
+            own = model(input_ids=ids, use_cache=False).logits[0, -1]
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        return f"transformers' `generate` doesn't run on it ({type(error).__name__}: {error})"
+    if distance(found, own) > tolerance_of(model):  # not finite: other checks say so
+        return "transformers' `generate` gives it other positions or other tokens than its own forward pass has"
+    return ""
 
 
 def continue_inlined(method: Method, past: PastState, row: LinkRequest) -> DecodeState:

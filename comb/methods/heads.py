@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from comb.backbones.identity import weights_fingerprint
+from comb.backbones.identity import notice_rows, weights_fingerprint
 from comb.cache.picache import DecoderPICache, PICache
 from comb.cache.store import PICacheStore, PICacheTooLargeError
 from comb.hybrid.support import is_hybrid
@@ -54,6 +54,7 @@ class HeadCache:
         They stay valid when they are evicted meanwhile. The caller holds the model's lock.
         """
         head, found, reused = tuple(token_ids), PrefixPieces(), 0
+        notice_rows(model, head)
         with self._lock:
             ends, longer = self._plan((weights_fingerprint(model), salt), head, is_hybrid(model))
         for start, end in pairwise((0, *ends)):

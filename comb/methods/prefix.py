@@ -22,7 +22,7 @@ from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
 from comb.methods.continuation import pass_size, why_not_continue
 from comb.methods.exact_prefix import PrefixPieces, acquire_piece
-from comb.methods.full import continue_inlined, token_ids, token_picache
+from comb.methods.full import continue_inlined, token_ids, token_picache, why_not_decoded
 from comb.methods.heads import head_cache_of
 from comb.methods.past_state import PastState
 
@@ -49,7 +49,7 @@ class Prefix(Method):
 
     def __init__(self, model: Any, *, store: PICacheStore | None = None, salt: str = "", **parameters: Any) -> None:
         super().__init__(model, **parameters)
-        reason = why_not_continue(self.backbone)
+        reason = why_not_continue(self.backbone) or why_not_decoded(self.backbone)
         if reason:
             raise ValueError(f"method 'prefix' can't be used with this model: {reason}; use method='full'")
         self.store = PICacheStore() if store is None else store

@@ -38,6 +38,10 @@ class Quantized(Method):
         return f"{self.method.fingerprint}/{self.scheme}"
 
     @property
+    def compiled_behind(self) -> Sequence[int]:
+        return self.method.compiled_behind
+
+    @property
     def places_documents(self) -> bool:
         return self.method.places_documents
 

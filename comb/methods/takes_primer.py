@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -49,6 +49,10 @@ class TakesPrimer(Method):
                 "compile in: documents stand behind them, so give a shorter one"
             )
         return tuple(ids)
+
+    @property
+    def compiled_behind(self) -> Sequence[int]:
+        return self.primer
 
     @abstractmethod
     def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:

@@ -41,6 +41,16 @@ class AdapterModel(PreTrainedModel):
 
     backbone: PreTrainedModel
 
+    def _of_the_backbone(self, *_: Any, **__: Any) -> Any:
+        """What transformers' models have for PEFT's adapters, which would look for layers of theirs here."""
+        raise ValueError(
+            f"PEFT's adapters are the backbone's: call this on model.backbone. Without documents {type(self).__name__} "
+            "is the plain backbone; the engine's encoder=False makes it that with them, too"
+        )
+
+    add_adapter = load_adapter = set_adapter = delete_adapter = enable_peft_hotswap = _of_the_backbone
+    enable_adapters = disable_adapters = disable_adapter = active_adapters = get_adapter_state_dict = _of_the_backbone
+
     @classmethod
     def from_pretrained(
         cls,

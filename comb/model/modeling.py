@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
     GenerationMixin,
@@ -26,7 +25,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from comb.backbones.discovery import BackboneInfo, inspect_backbone
 from comb.backbones.fingerprint import backbone_fingerprint
-from comb.backbones.forward import decoder_of
+from comb.backbones.forward import count_tokens, decoder_of
 from comb.backbones.hooks import LayerHooks
 from comb.backbones.identity import bit_sums, identity_of, weights_fingerprint
 from comb.cache.picache import CrossPICache
@@ -162,6 +161,12 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             encoded.update(zip(batch, self.encode_batch(batch), strict=True))
         return [encoded[segment] for segment in segments]
 
+    @property
+    def compile_depth(self) -> float:
+        """Share of the backbone's layers that a document passes while it is compiled; 0 for an encoder of its own."""
+        shared = self.encoder.config.shared_layers
+        return self.config.cross_attention_layers[-1] / self.info.num_layers if shared else 0.0
+
     def encode_batch(self, segments: list[tuple[int, ...]]) -> list[KeyValues]:
         """Keys and values per segment, all in one pass; with gradients where they are enabled."""
         if self.encoder.config.shared_layers:
@@ -181,6 +186,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
             states = self._read_states(
                 nn.utils.rnn.pad_sequence(rows, batch_first=True), self._behind_primer(len(rows), device)
             )
+            count_tokens(sum(map(len, segments)) * self.compile_depth)
         finally:
             if training:
                 self.backbone.train()
@@ -210,6 +216,7 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         def run(count: int) -> Cache:
             cache = DynamicCache(config=self.backbone.config)
             self._read_states(on_device(torch.tensor(primer), device).expand(count, -1), cache)
+            count_tokens(count * len(primer) * self.compile_depth)
             return cache
 
         # layers behind the last one that is read have nothing in it
@@ -408,6 +415,10 @@ class CombForCausalLM(CombPreTrainedModel, GenerationMixin):
         finally:
             _disabled.reset(token)
 
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """`encoder_disabled`, under PEFT's name."""
+        return self.encoder_disabled()
+
     # --- training ------------------------------------------------------------------------------------------
 
     def gradient_checkpointing_enable(
@@ -494,5 +505,4 @@ class _ReadAtEveryStep(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-AutoConfig.register("comb", CombConfig)
-AutoModelForCausalLM.register(CombConfig, CombForCausalLM)
+AutoModelForCausalLM.register(CombConfig, CombForCausalLM)  # AutoConfig: comb/__init__.py

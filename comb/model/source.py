@@ -80,11 +80,11 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def named_device(name: str) -> str:
-    """A device as a command line names it; "auto" is a GPU if there is one. Raises ValueError for one that isn't."""
+def named_device(name: str, option: str = "--device") -> str:
+    """A device as users name it; "auto" is a GPU if there is one. Raises ValueError for one that isn't."""
     there = torch.cuda.is_available()
     if name.startswith("cuda") and not there:
-        raise ValueError(f"--device {name}, but there is no GPU that torch can use; --device cpu runs anywhere")
+        raise ValueError(f"{option} {name}, but there is no GPU that torch can use; {option} cpu runs anywhere")
     return ("cuda" if there else "cpu") if name == "auto" else name
 
 

@@ -52,6 +52,10 @@ def serve(
 
     All other options are vLLM's.
     """
+    if encoder not in ("on", "off"):
+        raise ValueError(f"--encoder is on or off, not {encoder!r}")
+
+    # takes seconds, so behind what can be wrong with the options
     from comb.model.weights import check_checkpoint
     from comb_serving.config.options import ServeOptions
     from comb_serving.config.tenants import key_hash
@@ -59,8 +63,6 @@ def serve(
     from comb_serving.launch.preflight import check_plain_options, check_start, check_tokenizer_there
     from comb_serving.linking.methods import FULL, LinkMethod
 
-    if encoder not in ("on", "off"):
-        raise ValueError(f"--encoder is on or off, not {encoder!r}")
     engine: dict[str, Any] = {}
     if method is not None:
         method = LinkMethod.parse(method).name
@@ -117,7 +119,7 @@ def serve(
 
 def add_commands(app: typer.Typer) -> None:
     """Adds `serve` and `bench serve` to the `comb` application."""
-    from comb.bench.harness import benchmarks
+    from comb.bench.commands import benchmarks
 
     benchmarks.look_in("comb_serving.bench")
     app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from comb import CombForCausalLM, Document, methods
 from comb.backbones.tokenizer import tokenizer_fingerprint
@@ -15,6 +15,8 @@ from comb.cache.store import PICacheStore, PICacheTooLargeError, StoreFullError
 from comb.documents import splitting
 from comb.documents.document import PromptBuilder
 from comb.engine.engine import PICEngine, Request, UnknownDocumentError
+from comb.methods import MethodSpec
+from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.tiny_engine import (
     BOOK,
     CITY,
@@ -216,9 +218,67 @@ def test_a_failing_compile_leaves_nothing_behind(engine: PICEngine, monkeypatch:
     assert states(engine.ask(QUESTION, [LAKE, CITY], max_new_tokens=1)) == ["hit", "compiled"]
 
 
+def test_documents_may_be_their_fields_by_name(engine: PICEngine) -> None:
+    engine.prompt_builder = PromptBuilder(engine.tokenizer, document_template="{title}: {text}")
+    given = [Document(LAKE, id="lake", title="Water"), CITY]
+    wanted = engine.ask(QUESTION, given, max_new_tokens=NEW)
+    by_name = [{"text": LAKE, "id": "lake", "title": "Water"}, {"text": CITY}]
+    assert engine.add_documents(by_name)[0] == "lake"
+    for documents in (by_name, [by_name[0], CITY]):
+        answer = engine.ask(QUESTION, documents, max_new_tokens=NEW)
+        assert answer.token_ids == wanted.token_ids
+        assert states(answer) == ["hit", "hit"]
+    for wrong, why in (
+        ({"text": LAKE, "titel": "Water"}, "no 'titel'"),
+        ({"id": "lake"}, "document_ids="),
+        ({"text": LAKE, "title": 3}, "title is a str, not int"),
+        ({"text": [LAKE]}, "text is a str, not list"),
+        ({"text": " "}, "empty document"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            engine.ask(QUESTION, [wrong])
+
+
+def test_the_default_method_is_primed_where_it_can_be(
+    backbone: LlamaForCausalLM, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = make_backbone(max_position_embeddings=4096)
+    engine = PICEngine(wide, tokenizer)
+    report = engine.ask(QUESTION, [LAKE], max_new_tokens=1).report
+    assert (report.method, report.documents[0].state) == ("primed", "compiled")
+    assert engine.method.spec is not None
+    more = {**engine.method.spec.parameters, "k": 3}
+    assert PICEngine(wide, tokenizer, k=3).method.spec == MethodSpec("primed", more)
+    assert PICEngine(make_comb(), tokenizer).method.name == "comb"
+    assert not caplog.records
+    mamba = HYBRIDS["qwen3_5"]()
+    mamba.vocab_size = 259
+    engine = PICEngine(AutoModelForCausalLM.from_config(mamba), tokenizer)
+    assert engine.ask(QUESTION, [LAKE], max_new_tokens=1).report.method == "full"
+    assert "documents stand in the prompt" in caplog.text
+
+
+def test_the_engine_goes_to_a_gpu_as_the_command_line_does(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_backbone().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    moved: list[Any] = []
+    monkeypatch.setattr("transformers.PreTrainedModel.to", lambda self, *places: moved.append(places) or self)
+    PICEngine.from_pretrained(tmp_path, method="full")
+    with pytest.raises(ValueError, match="device cuda, but there is no GPU"):
+        PICEngine.from_pretrained(tmp_path, method="full", device="cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    PICEngine.from_pretrained(tmp_path, method="full")
+    PICEngine.from_pretrained(tmp_path, method="full", device="cpu")
+    assert moved == [("cpu",), ("cuda",), ("cpu",)]
+    with pytest.raises(ValueError, match="device_map both say"):
+        PICEngine.from_pretrained(tmp_path, method="full", device="cpu", device_map="cpu")
+
+
 def test_a_plain_model_has_no_encoder(backbone: LlamaForCausalLM, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"from_backbone.*comb train"):
-        PICEngine(backbone, tokenizer)
+        PICEngine(backbone, tokenizer, method="comb")
     with pytest.raises(ValueError, match="unknown method"):
         PICEngine(backbone, tokenizer, method="ful")
     with pytest.raises(ValueError, match="no parameter k"):

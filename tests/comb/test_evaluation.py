@@ -20,7 +20,8 @@ from comb.evaluation.metrics import agreement
 from comb.evaluation.plot import Lines, plot_results, plot_training
 from comb.evaluation.record import environment, write_results
 from comb.evaluation.run import MethodResult, Setting, Timing, evaluate
-from comb.evaluation.table import result_table, text_table
+from comb.evaluation.summary import with_divergence
+from comb.evaluation.table import FittedTable, result_table
 from tests.helpers.training import TOKENIZER, backbone, comb_model
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "progress": False}
@@ -161,10 +162,43 @@ def test_tables_show_percent_and_milliseconds() -> None:
     assert {line.count("|") for line in lines} == {8 + 1}
 
 
-def test_a_crowded_table_keeps_its_first_heading_whole() -> None:
-    console = Console(width=74, file=io.StringIO())
-    console.print(text_table(("method", *"abcdefg"), [("full", *(["12345678"] * 7))]))
-    assert "method" in console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_columns_without_room_stand_below_and_nothing_is_lost(width: int) -> None:
+    heads = ("method", "left", *(f"head {letter}" for letter in "abcdef"))
+    lines = [(name, "some words", *(f"{number}2345678" for number in range(6))) for name in ("full", "legolink:16,a=b")]
+    console = Console(width=width, file=io.StringIO())
+    console.print(FittedTable(heads, lines, "a title of some words", "a caption", left=("method", "left")))
+    text = console.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+    assert max(map(len, text.splitlines())) <= width
+    squeezed = "".join(text.split())
+    for cell in ("a title of some words", "a caption", *heads[2:], *lines[0][2:]):
+        assert cell.replace(" ", "") in squeezed
+    blocks = text.count("method")
+    assert text.count("legolink:16,a=b") == text.count("full") == blocks
+    assert (blocks == 1) == (width == 120)
+
+
+def test_kl_is_measured_beside_the_answers(
+    model: CombForCausalLM, questions: list[Example], results: dict[str, MethodResult]
+) -> None:
+    found = {row.method: row for row in with_divergence((model, TOKENIZER), questions, [*results.values()], **OPTIONS)}
+    assert (found["full"].kl, found["full"].closed) == (0.0, 1.0)
+    assert found["none"].closed == 0.0
+    assert found["prefix"].kl == pytest.approx(0, abs=1e-5)
+    comb = found["comb"]
+    assert comb.kl is not None
+    assert comb.closed == pytest.approx(1 - comb.kl / (found["none"].kl or 0))
+    low, high = comb.intervals["closed"]
+    assert low < comb.closed < high
+    assert comb.kl_questions == len(questions)
+    assert {**comb.intervals, "kl": 0, "closed": 0} == {**results["comb"].intervals, "kl": 0, "closed": 0}
+    table = result_table([*found.values()]).markdown()
+    assert "6 questions; KL over all of them" in table
+    assert f"{100 * comb.closed:.1f} ({100 * low:.1f}-{100 * high:.1f})" in table
+    without = [dataclasses.replace(questions[0], documents=(Document("a long fact " * 20),))]
+    [result] = with_divergence((model, TOKENIZER), without, [results["comb"]], **OPTIONS)
+    assert result.kl is None
+    assert "No KL: no question fits" in result.note
 
 
 def test_json_says_how_it_was_made(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from comb.backbones import backbones
 from comb.backbones.gguf import gguf_file
-from comb.backbones.loading import backbones, load_backbone, resolve_name
+from comb.backbones.loading import load_backbone, resolve_name
 from comb.backbones.packaged import PackagedModel
 
 

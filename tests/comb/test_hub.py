@@ -197,7 +197,7 @@ def test_a_card_written_on_the_hub_by_hand_stays(adapter: Path, hub: Hub, api: H
     hub.add("me/tiny", {"README.md": b"---\nlicense: mit\n---\n"})  # what the Hub's own form makes
     push(adapter, "me/tiny", api=api)
     assert ModelCard(on_the_hub(hub)).data.license == "mit"
-    assert "A [COMB]" in on_the_hub(hub)
+    assert "A COMB adapter" in on_the_hub(hub)
     hub.repositories["me/tiny"].commit({"README.md": b"---\nlibrary_name: comb\n---\nMine.\n"}, "edit README.md")
     plan = plan_push(adapter, "me/tiny", api=api)
     assert plan.card == "---\nlibrary_name: comb\n---\nMine.\n"

@@ -264,8 +264,18 @@ def test_documents_while_the_encoder_is_off(model: CombForCausalLM, query: torch
     pics = model.encode(SEGMENTS[:1])
     with model.encoder_disabled(), pytest.raises(ValueError, match="encoder is disabled"):
         model(query, documents=[pics, []])
-    with model.encoder_disabled():
+    with model.disable_adapter():  # as peft calls it
+        with pytest.raises(ValueError, match="encoder is disabled"):
+            model(query, documents=[pics, []])
         model(query, documents=[[], []])
+
+
+@pytest.mark.parametrize(
+    "name", ["disable_adapters", "enable_adapters", "set_adapter", "active_adapters", "add_adapter"]
+)
+def test_what_peft_adds_to_models_is_the_backbones(model: CombForCausalLM, name: str) -> None:
+    with pytest.raises(ValueError, match=r"model\.backbone\..*encoder=False"):
+        getattr(model, name)()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig
 
 from comb import CombForCausalLM
+from comb.backbones import backbones
 from comb.documents.datasets import hub_id
 from comb.hub.card.facts import read_evaluations
 from comb.hub.card.parts import TAGS, Card, edited_last, with_own
@@ -110,6 +111,83 @@ def test_training_and_scores_stand_in_the_card(adapter: Path) -> None:
     (adapter / "training.json").write_text("{")
     with pytest.raises(ValueError, match=r"training\.json is damaged"):
         plan_push(adapter, "me/x")
+
+
+def test_only_the_adapters_own_scores_are_its(adapter: Path) -> None:
+    measured = {
+        "kl": 0.05,
+        "closed": 0.956,
+        "kl_questions": 64,
+        "intervals": {"em": [0.9, 1.0], "closed": [0.94, 0.97]},
+    }
+    own, plain, none = ({**ROW, **measured, "method": name} for name in ("comb:quantize=int8", "full", "none"))
+    write_results(adapter, "squad", plain, own, none)
+    refresh_card(adapter)
+    card = ModelCard.load(adapter / "README.md")
+    assert {r.metric_args["method"] for r in card.data.eval_results} == {"comb:quantize=int8"}
+    found = {r.metric_type: (r.metric_value, r.metric_args["questions"]) for r in card.data.eval_results}
+    assert found["kl_divergence"] == (0.05, 64)
+    assert found["kl_closed"] == (95.6, 64)
+    assert found["exact_match"] == (96.0, 400)
+    for name in ("comb:quantize=int8", "full", "none"):
+        assert (
+            f"| `{name}` | 400 | 96.0 | 90.0 to 100.0 | 99.0 | 98.5 | 0.0500 | 95.6 | 94.0 to 97.0 | 12.0 ms |"
+            in card.text
+        )
+
+
+def test_own_rows_are_called_by_their_file_and_plots_are_shown(adapter: Path) -> None:
+    data = {"dataset": "jsonl", "path": "/home/me/letters/mine.jsonl"}
+    heldout = {"examples": 40, "start": {"closed": 0.9, "closed_low": 0.88, "closed_high": 0.92},
+               "end": {"closed": 0.96, "closed_low": 0.95, "closed_high": 0.97}}  # fmt: skip
+    (adapter / "training.json").write_text(json.dumps({"config": {"data": data}, "heldout": heldout}))
+    (adapter / "results.json").write_text(json.dumps({"config": {"data": data}, "results": [ROW]}))
+    refresh_card(adapter)
+    card = ModelCard.load(adapter / "README.md")
+    assert "![" not in card.text
+    assert {(r.dataset_type, r.dataset_name) for r in card.data.eval_results} == {("mine.jsonl", "mine.jsonl")}
+    assert "jsonl`" not in card.text.replace("`mine.jsonl`", "")
+    assert "/home" not in str(card)
+    assert "`mine.jsonl` not known here" in card.text
+    assert "96.0% (95.0 to 97.0) of the KL without documents, on 40 held-out questions" in card.text
+    assert "untrained 90.0% (88.0 to 92.0) |" in card.text
+    for name in ("loss.png", "results.png"):
+        (adapter / name).touch()
+    refresh_card(adapter)
+    text = (adapter / "README.md").read_text()
+    assert "](loss.png)" in text
+    assert "](results.png)" in text
+
+
+def test_known_names_have_licences_languages_and_a_base_model(adapter: Path) -> None:
+    path = adapter / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "backbone_name_or_path": "smollm2-135m"}))
+    sets = [{"dataset": "squad", "path": "train-v2.0.json"}, {"dataset": "mine.jsonl"}]
+    (adapter / "training.json").write_text(json.dumps({"config": {"data": {"mixture": sets}}}))
+    refresh_card(adapter)
+    card = ModelCard.load(adapter / "README.md")
+    assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (card.data.license, card.data.language) == ("apache-2.0", ["en"])
+    assert "| languages | of the backbone: en |" in card.text
+    assert "| `squad` cc-by-sa-4.0, en; `mine.jsonl` not known here |" in card.text
+    assert "shijuzhao" not in card.text
+    for name in backbones:  # whatever has a name of ours
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "backbone_name_or_path": name}))
+        refresh_card(adapter)
+        assert ModelCard.load(adapter / "README.md").data.license == "apache-2.0"
+
+
+def test_the_cards_lines_work_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("comb_training")
+    CombForCausalLM.from_backbone("nano", num_encoder_layers=2).save_pretrained(tmp_path / "made-here")
+    text = (tmp_path / "made-here" / "README.md").read_text()
+    assert "pip install comb-pic\n" in text
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len(code.splitlines()) == 3
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_ids_of_datasets() -> None:

@@ -152,3 +152,54 @@ def test_the_doctor_passes_a_backbone_of_few_positions(positions: int, tmp_path:
     assert [each.method for each in check_methods(model, ["primed", "naive", "legolink-0"]) if not each.passed] == []
     with pytest.raises(ValueError, match=rf"leaves documents {positions // 2} of the backbone's {positions} positions"):
         CombForCausalLM.from_backbone(tmp_path, max_document_tokens=positions)
+
+
+def encoder_decoder_part() -> Any:
+    """Its cache has as many layers as the encoder that it doesn't have."""
+    sizes = {"d_model": 32, "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    return made("BartForCausalLM", "BartConfig", vocab_size=96, encoder_layers=1, decoder_layers=2, **sizes)
+
+
+def behind_padding(kind: str) -> Any:
+    sizes = {**SMALL, "vocab_size": 260, "max_position_embeddings": 128, "is_decoder": True, "pad_token_id": 1}
+    return made(f"{kind}ForCausalLM", f"{kind}Config", **sizes, eos_token_id=256)
+
+
+def with_mask_token() -> Any:
+    """`generate` puts a token of its own behind the prompt."""
+    sizes = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "causal": True, "use_lang_emb": False, "n_langs": 1}
+    return made("XLMWithLMHeadModel", "XLMConfig", vocab_size=96, **sizes)
+
+
+@pytest.mark.parametrize("spec", ["full", "prefix", "naive", "legolink:2"])
+@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert", "Data2VecText"])
+def test_positions_that_generate_numbers_otherwise_than_the_model_are_refused(kind: str, spec: str) -> None:
+    with pytest.raises(ValueError, match=r"other positions|change with the position|no rotary") as refusal:
+        PICEngine(behind_padding(kind), byte_tokenizer(), method=spec)
+    assert "\n" not in str(refusal.value)
+    if spec == "full":
+        assert f"{kind}ForCausalLM" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("make", "reason"), [(encoder_decoder_part, "doesn't run"), (with_mask_token, "other tokens")])
+def test_what_generate_does_not_do_as_the_model_does_is_refused(make: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        methods.create("full", make())
+
+
+@pytest.mark.parametrize("kind", ["OPT", "Bloom", "CTRLLMHead", "BioGpt", "XGLM", "GPT2LMHead"])
+def test_positions_of_other_kinds_are_the_models_own(kind: str) -> None:
+    """Offsets, ALiBi, tables of sines: the first token and those behind it."""
+    sizes = {**SMALL, "max_position_embeddings": 128, "ffn_dim": 48, "word_embed_proj_dim": 32, "d_model": 32}
+    if kind == "GPT2LMHead":
+        sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = made(f"{kind}{'' if 'LMHead' in kind else 'ForCausalLM'}{'Model' if 'LMHead' in kind else ''}",
+                 f"{kind.removesuffix('LMHead')}Config", **sizes)  # fmt: skip
+    for spec in ("full", "prefix"):
+        method = methods.create(spec, model)
+        state = method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+        answer, logits = state.generate_with_logits(max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        with torch.no_grad():
+            own = model(input_ids=torch.cat([PROMPT, torch.tensor([answer[:-1]])], dim=1)).logits[0, -4:]
+        assert float((logits - own).abs().max() / own.abs().max()) < 1e-4
+        state.release()

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from comb import PICEngine
 from comb.model.modeling import CombForCausalLM
 from tests.helpers.families import open_gates, tiny
+from tests.helpers.tiny_engine import CITY, LAKE, make_backbone, make_comb
 
 FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "qwen3_next")
 DOCUMENTS = [(5, 6, 7, 8, 9), (10, 11), (3,)]
@@ -183,3 +185,17 @@ def test_packed_rows_are_the_padded_ones(documents: list[tuple[int, ...]], dista
     for (keys, values), (same_keys, same_values) in zip(padded, model.encode_batch(list(documents)), strict=True):
         torch.testing.assert_close(keys, same_keys)
         torch.testing.assert_close(values, same_values)
+
+
+def test_what_documents_pass_of_the_backbone_is_computed(tokenizer: Any) -> None:
+    model = CombForCausalLM.from_backbone(make_backbone(num_hidden_layers=4), cross_attention_layers=[1, 3],
+                                          shared_layers=True)  # fmt: skip
+    engine = PICEngine(model, tokenizer)
+    cold, warm = (engine.ask("Deep?", [LAKE, CITY], max_new_tokens=1).report for _ in range(2))
+    text = sum(document.tokens for document in cold.documents)
+    assert cold.compiled_tokens == round(0.75 * text)  # three of four layers
+    assert cold.computed_tokens == warm.computed_tokens + cold.compiled_tokens
+    assert warm.compiled_tokens == 0
+    assert f"({cold.compiled_tokens} to compile)" in str(cold)
+    own = PICEngine(make_comb(), tokenizer).ask("Deep?", [LAKE], max_new_tokens=1).report
+    assert own.compiled_tokens == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comb import LinkTokensForCausalLM, PICacheStore, PICEngine
+from comb.backbones.identity import identity_of
 from comb.locks import lock_of
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.families import tiny
@@ -345,3 +348,141 @@ def test_an_adapter_that_transformers_exchanges_is_another(tmp_path: Path) -> No
         assert answers[-1] == ask(loaded).token_ids
         assert "weights have changed" in chat.ask(QUESTION, max_new_tokens=1).report.relinked or len(answers) == 1
     assert len(set(answers)) == len(answers)
+
+
+# ---- what a sample of the weights doesn't hold ----
+
+
+@pytest.mark.parametrize("name", ["naive", "comb", "prefix", "primed", "naive:quantize=int8"])
+def test_the_rows_that_a_prompt_reads_are_all_looked_at(name: str) -> None:
+    """One row alone, written through ``.data``, of a table that is too large to be looked at whole."""
+    model = make_comb(make_backbone(vocab_size=20_000)) if name == "comb" else make_backbone(vocab_size=20_000)
+    options: dict[str, Any] = {"primer": list(range(15_000, 15_030))} if name == "primed" else {}
+    engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method=name, **options)
+    chat = engine.conversation([LAKE], messages=[{"role": "system", "content": "Answer in Xhosa."}])
+    table = model.get_input_embeddings().weight
+    tokens = {*make_tokenizer()(LAKE).input_ids, *options.get("primer", [])}
+    for token in sorted(tokens)[::4]:
+        engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+        table.data[token] += 0.5
+        answer = engine.ask(QUESTION, [LAKE], max_new_tokens=NEW)
+        assert states(answer) == ["compiled"], token
+    fresh = PICEngine(copy.deepcopy(model), make_tokenizer(template=TEMPLATE), method=name, **options)
+    assert answer.token_ids == fresh.ask(QUESTION, [LAKE], max_new_tokens=NEW).token_ids
+    # rows that only the head or the conversation has read
+    chat.ask(QUESTION, max_new_tokens=1)
+    table.data[ord("X")] += 0.5
+    assert "have changed" in chat.ask("And?", max_new_tokens=1).report.relinked
+    engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+    table.data[19_999] += 0.5  # that nobody reads
+    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["hit"]
+
+
+def test_the_rows_of_learned_positions_are_all_looked_at() -> None:
+    model = tiny("gpt2", vocab_size=260, n_positions=600)
+    engine = PICEngine(model, byte_tokenizer(), method="prefix")
+    for place in range(0, 20, 3):
+        engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+        model.transformer.wpe.weight.data[place] += 0.5
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"], place
+
+
+def scaled(module: Any, args: Any, output: Any) -> Any:
+    return (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+
+
+def patched(module: Any) -> None:
+    own = module.forward
+    module.forward = lambda *args, **kwargs: scaled(module, args, own(*args, **kwargs))
+
+
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "frequencies": lambda model: model.model.rotary_emb.inv_freq.data.mul_(1.5),
+    "frequencies, counted": lambda model: model.model.rotary_emb.inv_freq.mul_(1.5),
+    "other frequencies": lambda model: model.model.rotary_emb.register_buffer(
+        "inv_freq", model.model.rotary_emb.inv_freq * 1.5, persistent=False
+    ),
+    "magnitude": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.2),
+    "scale": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.9),
+    "epsilon": lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 0.5),
+    "window": lambda model: setattr(model.config, "sliding_window", 6),
+    "activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.ReLU()),
+    "hook": lambda model: model.model.layers[0].mlp.register_forward_hook(scaled),
+    "hook in front": lambda model: model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda _, args: (args[0] * 1.5,)
+    ),
+    "forward": lambda model: patched(model.model.layers[0].self_attn.v_proj),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_else_decides_what_is_computed_is_noticed(name: str, tmp_path: Path) -> None:
+    kind = "mistral" if name == "window" else "llama"
+    model = tiny(kind, vocab_size=260)
+    before = copy.deepcopy(model)
+    store = PICacheStore(disk_path=tmp_path)
+    engine = PICEngine(model, byte_tokenizer(), method="naive", store=store)
+    first = engine.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW)
+    change = SETTINGS[name](model)
+    answer = engine.ask(QUESTION, [*DOCUMENTS, BOOK], max_new_tokens=NEW)
+    assert states(answer) == ["compiled"] * 3
+    assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["hit", "hit"]
+    store.flush()
+    again = PICEngine(before, byte_tokenizer(), method="naive", store=PICacheStore(disk_path=tmp_path))
+    found = again.ask(QUESTION, [*DOCUMENTS, BOOK], max_new_tokens=NEW)
+    assert states(found) == ["hit", "hit", "compiled"]
+    assert again.ask(QUESTION, DOCUMENTS, max_new_tokens=NEW).token_ids == first.token_ids
+    if "hook" in name:
+        change.remove()
+        assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["hit", "hit"]
+
+
+def test_a_forward_that_its_class_is_given_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_backbone()
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: own(self, x) * 1.5)
+    assert states(engine.ask(QUESTION, DOCUMENTS, max_new_tokens=1)) == ["compiled", "compiled"]
+
+
+def test_what_only_watches_or_is_written_by_passes_changes_nothing() -> None:
+    model = make_backbone()
+    rotary, passes = model.model.rotary_emb, []
+    own = rotary.forward
+
+    def counting(x: Tensor, position_ids: Tensor) -> Any:
+        """As embeddings of older files do, that keep the longest pass in mind."""
+        rotary.longest = max(getattr(rotary, "longest", 0), int(position_ids.max()))
+        rotary.register_buffer("table", torch.arange(rotary.longest), persistent=False)
+        return own(x, position_ids)
+
+    rotary.forward = counting
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+
+    def watch(module: Any, args: Any, output: Any) -> None:
+        passes.append(module)
+
+    for documents in ([LAKE], [LAKE, CITY], [LAKE, CITY, BOOK]):
+        assert states(engine.ask(QUESTION, documents, max_new_tokens=1))[-1] == "compiled"
+        model.model.layers[0].register_forward_hook(watch)
+        assert states(engine.ask(QUESTION, documents, max_new_tokens=1)) == ["hit"] * len(documents)
+    assert passes
+
+
+def test_what_is_known_of_a_model_goes_with_it_and_with_its_weights() -> None:
+    model = make_backbone(vocab_size=20_000)
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    alive: list[Any] = []
+    for _ in range(4):
+        engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+        alive.append(weakref.ref(identity_of(model)))
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    engine.ask(QUESTION, [LAKE], max_new_tokens=1)
+    gc.collect()
+    assert [each() for each in alive] == [None] * 4
+    gone = weakref.ref(model.model.embed_tokens)
+    del engine, model
+    gc.collect()
+    assert gone() is None

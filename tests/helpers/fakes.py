@@ -57,6 +57,7 @@ class Echo:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     gate: asyncio.Event | None = None
     fails: bool = False
+    says: str = "a"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -91,7 +92,7 @@ class Echo:
 
     async def _stream(self, receive: Any, send: Any, usage: dict[str, int]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        first = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
+        first = {"choices": [{"index": 0, "delta": {"content": self.says}, "finish_reason": None}]}
         last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
         events = [json.dumps(event, separators=(",", ":")) for event in (first, last, {"choices": [], "usage": usage})]
         for event in (*events, "[DONE]"):

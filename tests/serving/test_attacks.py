@@ -91,6 +91,22 @@ async def test_a_text_that_no_prompt_has_room_for_is_refused_unread(path: str, b
     server.check_idle()
 
 
+@pytest.mark.parametrize("where", ["body", "document", "comb", "message", "vllm_xargs", "document id"])
+async def test_a_name_of_megabytes_takes_nobodys_time(where: str) -> None:
+    name = "documents" * 1_600_000
+    named: dict[str, dict[str, Any]] = {
+        "body": {**chat(), name: 1},
+        "document": chat(documents=[{"text": "x", name: 1}]),
+        "document id": chat(documents=[{"text": "x", "id": name}]),
+        "comb": chat(comb={name: 1}),
+        "message": chat(messages=[{**ASKED[0], name: 1}]),
+        "vllm_xargs": chat(vllm_xargs={name: 1}),
+    }
+    server, data = Server(max_tokens=10**6, encoder=False), json.dumps(named[where]).encode()
+    async with others_are_served():
+        assert (await server.client().post(CHAT, data)).status in (200, 400)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -359,6 +359,14 @@ async def test_a_stream_carries_the_report_in_its_first_chunk_and_usage_where_vl
     server.check_idle()
 
 
+async def test_what_an_answer_says_is_not_taken_for_the_streams_own_lines() -> None:
+    server = Server()
+    server.echo.says = 'data: {"usage": 1}\n\ndata: [DONE]'
+    events = (await server.client().post(CHAT, chat(stream=True))).events
+    assert events[0]["choices"][0]["delta"]["content"] == server.echo.says
+    assert [("comb" in event) for event in events[:-1]] == [True, False, False]
+
+
 async def test_a_client_that_leaves_mid_stream_or_while_waiting_holds_nothing() -> None:
     server = Server()
     server.echo.gate = asyncio.Event()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from comb.backbones.tokenizer import load_tokenizer
 from comb_serving.api.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from comb_training.nano import CHECKPOINT
 from tests.helpers.plain import PlainLibrary
@@ -22,6 +23,7 @@ from tests.helpers.served import QUESTION, TEXTS, Served, logprobs, serve, state
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 METHOD = "legolink:4"
+TOKENIZER = load_tokenizer(CHECKPOINT)
 METHODS = [METHOD, "naive", "legolink:9", "full"]
 MORE = [*TEXTS, "Cy sleeps in the hall and dreams of the red ball.", "The garden is behind the kitchen."]
 CLOSE = 1e-4  # of log-probabilities
@@ -127,6 +129,84 @@ def test_the_other_apis_and_streams_say_the_same(plain: Served) -> None:
     assert found["comb"]["method"] == METHOD
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
     assert states(plain.chat(MORE, tools=tools, tool_choice="none")) == ["pool"] * len(MORE)
+
+
+# bytes of characters that take several tokens, half of which come out as no character, and ordinary words
+FACES = TOKENIZER("😀🧅é über 漢字 \u200d").input_ids
+STREAMED: dict[str, dict[str, Any]] = {
+    "words": {"temperature": 0},
+    "half characters": {"allowed_token_ids": FACES, "temperature": 1.0, "seed": 4},
+    "a stop string": {
+        "allowed_token_ids": FACES, "temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False,
+    },
+    "a stop string, shown": {
+        "allowed_token_ids": FACES, "temperature": 1.0, "seed": 5, "stop": ["é", " "], "ignore_eos": False,
+        "include_stop_str_in_output": True,
+    },
+    "several": {"allowed_token_ids": FACES, "temperature": 1.0, "seed": 6, "n": 3},
+    "several, of words": {"temperature": 1.0, "seed": 6, "n": 2, "stop": ["the"], "ignore_eos": False},
+}  # fmt: skip
+
+
+def answers_of(found: Any) -> dict[int, tuple[str, list[str], Any]]:
+    """By choice: the text, its tokens as log-probabilities name them, and why it ended; of an answer or its events."""
+    texts: dict[int, tuple[str, list[str], Any]] = {}
+    for event in found if isinstance(found, list) else [found]:
+        for choice in event["choices"]:
+            said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            logs = choice.get("logprobs") or {}
+            tokens = [each["token"] for each in logs.get("content") or ()] + list(logs.get("tokens") or ())
+            text, before, reason = texts.get(choice["index"], ("", [], None))
+            reason = choice.get("finish_reason") or reason
+            texts[choice["index"]] = text + (said.get("content") or ""), before + tokens, reason
+    return texts
+
+
+def events_of(stream: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data:") for line in stream.splitlines() if line.startswith("data:")]
+    return [json.loads(line) for line in lines if "[DONE]" not in line]
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_streams_pieces_are_its_answer(plain: Served, path: str, name: str) -> None:
+    asked = (
+        {"prompt": "Where is Ada?", "logprobs": 0} if path == COMPLETIONS else {"messages": QUESTION, "logprobs": True}
+    )
+    body = {"model": "nano", "documents": MORE, "max_tokens": 40, "ignore_eos": True, **asked, **STREAMED[name]}
+    status, whole = plain.request("POST", path, body)
+    assert status == 200, whole
+    status, stream = plain.request("POST", path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert status == 200, stream
+    events = events_of(stream)
+    found, wanted = answers_of(events), answers_of(whole)
+    assert found == wanted
+    assert len(found) == body.get("n", 1)
+    assert events[0]["comb"]["documents"]
+    assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    if "half" in name:
+        assert "\N{REPLACEMENT CHARACTER}" in found[0][0]
+        assert any(len(character.encode()) > 1 for character in found[0][0].replace("\N{REPLACEMENT CHARACTER}", ""))
+    if "stop" in name:
+        assert found[0][2] == "stop"
+        assert found[0][0].endswith(("é", " ")) == ("shown" in name)
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_streams_of_the_other_apis_are_their_answers(plain: Served, path: str) -> None:
+    longest = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    asked = {"input": QUESTION[0]["content"]} if path == RESPONSES else {"messages": QUESTION}
+    for more in ({}, {"stop_sequences": ["the"]} if path == MESSAGES else {"ignore_eos": True}):
+        body = {"model": "nano", "documents": MORE, longest: 40, "temperature": 0, **asked, **more}
+        (_, whole), (status, stream) = (plain.request("POST", path, {**body, **one}) for one in ({}, {"stream": True}))
+        assert status == 200, stream
+        deltas = [event.get("delta") for event in events_of(stream)]
+        if path == RESPONSES:
+            text = "".join(part["text"] for item in whole["output"] for part in item["content"])
+            assert "".join(delta for delta in deltas if isinstance(delta, str)) == text != ""
+        else:
+            text = "".join(part["text"] for part in whole["content"])
+            assert "".join((delta or {}).get("text") or "" for delta in deltas) == text != ""
 
 
 def test_registered_documents_stand_in_messages(plain: Served, library: PlainLibrary) -> None:

@@ -17,9 +17,10 @@ from comb.linking.blocks import visible
 from comb_training.config import config_from_dict
 from comb_training.data.batches import TrainingExample
 from comb_training.models import training_method
-from comb_training.models.linktokens import RowCollator
+from comb_training.models.linktokens import RowCollator, starting_tokens
 from comb_training.train import run_training
 from comb_training.trainer.trainer import CombTrainer
+from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.training import TOKENIZER, backbone, examples, trainer
 
 
@@ -142,6 +143,33 @@ def test_rows_over_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
     result = run_training(settings, progress=False)
     assert result.counts.dropped["prompt and answer of more than 60 tokens"]
     assert result.statistics.examples
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 120, "factor": 8.0}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "few positions": {"max_position_embeddings": 200},
+    "another beyond a length": {"max_position_embeddings": 960, "rope_parameters": LONGROPE},
+    "another at every length": {
+        "max_position_embeddings": 180, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_the_passage_is_cut_alike_in_training_and_wherever_documents_are_primed(name: str, tmp_path: Path) -> None:
+    """By the library, which has the weights, and by a server, which has the configuration alone."""
+    from comb_serving.vllm.linking.setup import linking_options
+
+    model = byte_llama(**ROPES[name])
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    passage = PICEngine.from_pretrained(str(tmp_path), method="primed").method.primer
+    assert 30 < len(passage) <= 100
+    served = linking_options("primed", str(tmp_path))["kv_transfer_config"]["kv_connector_extra_config"]
+    assert served["primer"] == list(passage)
+    assert starting_tokens(str(tmp_path), None) == list(passage)
+    assert starting_tokens(str(tmp_path), 7) == list(passage[-7:])
 
 
 def test_what_can_not_be_trained_is_refused() -> None:

@@ -96,7 +96,7 @@ def test_scores_of_an_older_adapter_do_not_stay_in_the_card(config_for: Callable
     run_training(config_for(answers="gold"), progress=False)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "exact match" not in card
-    assert "| data | `jsonl` (not on the Hub) |" in card
+    assert "| data | `data.jsonl` (not on the Hub) |" in card
 
 
 def test_wandb_offline(config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_the_terminal_keeps_what_was_measured_on_held_out_questions(
         ("train.report_to=wandbb", "train.report_to: wandbb is not installed"),
         (f"train.output_dir={__file__}/out", "test_runs.py is no folder that can be written to"),
         ("train.deepspeed=configs/deepspeed/zero2.json", "train.deepspeed needs a launcher"),
-        ("model.options=.*'shared_layer'.*shared_layers"),
+        ("model.options={shared_layer: true}", "model.options=.*'shared_layer'.*shared_layers"),
         ("data.max_query_tokens=1", "no example is left to train on: .* dropped: query and answer of more than 1"),
         ("eval.methods=[full, comp]", "unknown method 'comp'; known: .*comb"),
         ("eval.methods=['full@fixedd:3']", "unknown splitter 'fixedd'"),

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from comb.backbones.loading import backbones
-from comb.documents.datasets import datasets
-
 if TYPE_CHECKING:
     import typer
 
 
 def register() -> None:
     """Says where dataset readers and the nano backbones are found; calling it again changes nothing."""
+    from comb.backbones import backbones
+    from comb.documents.datasets import datasets
+
     datasets.look_in("comb_training.data.readers")
     backbones.look_in("comb_training.nano.checkpoints")
 

@@ -25,6 +25,7 @@ from comb.evaluation.metrics import Scores
 from comb.evaluation.plot import plot_training
 from comb.evaluation.record import environment, write_training
 from comb.evaluation.run import MethodResult, evaluate, rehearse
+from comb.evaluation.summary import with_divergence
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
 from comb_training.answers import answer_prepared
@@ -256,16 +257,20 @@ def evaluate_heldout(
     model: Any, tokenizer: Any, config: Config, examples: Sequence[Example], *, progress: bool = True
 ) -> list[MethodResult]:
     """Compares `config.eval.methods` on the examples of `evaluation_questions`."""
-    return evaluate(
+    how: dict[str, Any] = {
+        "max_new_tokens": config.eval.max_new_tokens,
+        "builder": prompt_builder(config.data, tokenizer),
+        "progress": progress,
+    }
+    results = evaluate(
         (model, tokenizer),
         examples,
         config.eval.methods,
-        max_new_tokens=config.eval.max_new_tokens,
         batch_size=config.eval.batch_size,
         timing_examples=config.eval.timing_examples,
-        builder=prompt_builder(config.data, tokenizer),
-        progress=progress,
+        **how,
     )
+    return with_divergence((model, tokenizer), examples, results, **how)
 
 
 def _targets(run: PreparedRun, progress: bool) -> tuple[Sequence[TrainingExample], Scores | None]:

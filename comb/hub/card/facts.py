@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub import EvalResult
+from typing import TYPE_CHECKING, Any
 
 from comb.backbones.unpublished import public
-from comb.documents.datasets import hub_id
+from comb.documents.datasets import HUB, hub_id
 from comb.hub.redaction import known_secrets, redact_json
 
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
 TRAINING, RESULTS = "training.json", "results*.json"
-METRICS = (("em", "exact_match", "exact match"), ("f1", "f1", "F1"), ("rouge_l", "rouge", "ROUGE-L"))
-"""Key in the results, the Hub's metric, its name for people."""
+METRICS = (
+    ("em", "exact_match", "exact match", 100),
+    ("f1", "f1", "F1", 100),
+    ("rouge_l", "rouge", "ROUGE-L", 100),
+    ("kl", "kl_divergence", "KL to full recompute, nats per token", 1),
+    ("closed", "kl_closed", "share of the KL without documents closed", 100),
+)
+"""Key in the results, the Hub's metric or ours, its name for people, and by what it is multiplied."""
 
 
 def read_training(folder: Path) -> dict[str, Any] | None:
@@ -31,7 +39,7 @@ def read_training(folder: Path) -> dict[str, Any] | None:
     if {"all", "trainable"} <= counts.keys() and (config.get("train") or {}).get("lora_rank") is None:
         # with LoRA the encoder's own weights are frozen too, and belong to the adapter all the same
         frozen = counts["all"] - counts["trainable"]
-    sets = dict.fromkeys((str(data["dataset"]), hub_id(data["dataset"], data.get("path"))) for data in _sets(config))
+    sets = dict.fromkeys((_name(data), hub_id(data["dataset"], data.get("path"))) for data in _sets(config))
     return {**record, "command": _command(record), "datasets": list(sets), "frozen": frozen}
 
 
@@ -45,15 +53,21 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
         record = _read(path)
         if record is not None and "results" in record:
             parts = list(_sets(record.get("config")))
-            names = dict.fromkeys(str(part["dataset"]) for part in parts)
+            names = dict.fromkeys(map(_name, parts))
             id = hub_id(parts[0]["dataset"], parts[0].get("path")) if len(names) == 1 else None
             dataset = ", ".join(names) or path.stem
             found.append({**record, "command": _command(record), "dataset": dataset, "hub_id": id})
     return found
 
 
-def eval_results(evaluations: list[dict[str, Any]]) -> list[EvalResult]:
-    """The scores as the Hub's model index: percent, one entry per dataset, method and metric."""
+def eval_results(evaluations: list[dict[str, Any]], own: str) -> list[EvalResult]:
+    """The scores as the Hub's model index, one entry per dataset, method and metric: percent, KL in nats.
+
+    Args:
+        own: the adapter's method. Scores of others are the backbone's, and not in it.
+    """
+    from huggingface_hub import EvalResult
+
     return [
         EvalResult(
             task_type="question-answering",
@@ -61,15 +75,20 @@ def eval_results(evaluations: list[dict[str, Any]]) -> list[EvalResult]:
             dataset_name=evaluation["dataset"],
             dataset_split=evaluation.get("split"),
             metric_type=metric,
-            metric_name=f"{label}, method {row['method']}, {row.get('n', 0)} questions",
-            metric_value=round(100 * row[key], 2),
-            metric_args={"method": row["method"], "questions": row.get("n", 0)},
+            metric_name=f"{label}, method {row['method']}, {_questions(row, key)} questions",
+            metric_value=round(scale * row[key], 2 if scale > 1 else 4),
+            metric_args={"method": row["method"], "questions": _questions(row, key)},
         )
         for evaluation in evaluations
         for row in evaluation["results"]
-        for key, metric, label in METRICS
+        if re.split("[:@]", row["method"])[0] == own
+        for key, metric, label, scale in METRICS
         if row.get(key) is not None
     ]
+
+
+def _questions(row: Mapping[str, Any], key: str) -> int:
+    return int(row.get("kl_questions" if key in ("kl", "closed") else "n") or 0)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -84,6 +103,14 @@ def _read(path: Path) -> dict[str, Any] | None:
     argv = content.pop("argv", None)  # whose program is told by its folder
     found: dict[str, Any] = public(content)
     return found if argv is None else {**found, "argv": argv}
+
+
+def _name(part: Mapping[str, Any]) -> str:
+    """What a set is called: a person's own by its file, not by the reader of such files."""
+    name, path = str(part["dataset"]), part.get("path")
+    if name == "jsonl" and path:
+        name = str(path)
+    return name if name.startswith(HUB) else Path(name).name
 
 
 def _sets(config: Any) -> Iterator[Mapping[str, Any]]:

@@ -19,9 +19,10 @@ from huggingface_hub import CardData, RepoCard
 BEGIN, END = "<!-- comb: generated, rewritten on every save -->", "<!-- comb: end of the generated part"
 _END = re.compile(re.escape(END) + r"(?:, pushed (\w+))? -->")
 GENERATED = ("library_name", "pipeline_tag", "base_model", "base_model_relation", "datasets", "metrics", "model-index")
-"""Values of the header that comb writes. `TAGS` are joined with a person's."""
+"""Values of the header that comb writes. `TAGS` are joined with a person's, and of `SETTLED` `render` takes either."""
 TAGS = ["comb", "position-independent-caching", "kv-cache", "rag"]
 LICENCE = ("license", "license_name", "license_link")
+SETTLED = (*LICENCE, "language")
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class Card:
 
     @property
     def is_written(self) -> bool:
-        """Whether a person has written anything; before the first push a licence is taken for the backbone's."""
+        """Whether a person has written anything; before the first push `SETTLED` are taken for what was looked up."""
         own = self.own
-        keys = own["header"].keys() - (() if self.pushed else LICENCE)
+        keys = own["header"].keys() - (() if self.pushed else SETTLED)
         return any([keys, own["tags"], own["before"], own["after"]])
 
     def __str__(self) -> str:
@@ -117,8 +118,8 @@ def with_own(generated: Card, person: Card | None, *, pushing: bool = False) -> 
     if person.is_own:
         return person
     own = person.own
-    # the licence is settled where the card is generated
-    header = {**{name: value for name, value in own["header"].items() if name not in LICENCE}, **generated.header}
+    # licence and languages are settled where the card is generated
+    header = {**{name: value for name, value in own["header"].items() if name not in SETTLED}, **generated.header}
     if tags := [*generated.header.get("tags", ()), *own["tags"]]:
         header["tags"] = tags
     header = {name: header[name] for name in dict.fromkeys([*person.header, *header]) if name in header}

@@ -105,8 +105,9 @@ class ResponseWriter:
 
     def _event(self, event: bytes) -> bytes:
         """The event with what is ours in it: the report in the first one, our tokens where there is a usage."""
-        name, found, data = event.rpartition(b"data:")  # some streams name their events in a line before it
-        if not found or b"\ndata:" in name or (self._reported and b'"usage"' not in data):
+        # some streams name their events in a line before it; what an answer says may hold the word, too
+        name, found, data = (b"\n" + event).partition(b"\ndata:")
+        if not found or b"\ndata:" in data or (self._reported and b'"usage"' not in data):
             return event
         try:
             payload = json.loads(data)
@@ -118,7 +119,7 @@ class ResponseWriter:
         if not self._reported and "error" not in payload:
             self._reported, payload = True, {**payload, "comb": self.comb()}
         text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-        return name + b"data: " + text.encode("utf-8", "surrogatepass")
+        return (name + b"\ndata: ").removeprefix(b"\n") + text.encode("utf-8", "surrogatepass")
 
     def _amend_usage(self, payload: dict[str, Any]) -> None:
         """Counts documents in a usage, which the Responses and Messages APIs may have one level deeper."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from comb.backbones.loading import backbone_beside, resolve_name
-from comb.backbones.tokenizer import template_arguments
+from comb.documents.rendering import template_arguments
 from comb_serving.config.instance import READY, instance_folder, note_segments
 from comb_serving.config.options import ADMIN_KEY, OPTIONS, POOL, ServeOptions
 from comb_serving.config.tenants import key_hash

@@ -31,11 +31,15 @@ def answers(
 
     Can be stopped at any time and started again. Under torchrun each rank answers its share.
     """
-    from comb_training.answers import answer_prepared, choose_engine
     from comb_training.config import load_config, of_file, override
-    from comb_training.trainer.prepare import prepare
 
     settings = load_config(config, overrides or [])
+    options = dict(engine_option(item) for item in vllm or [])
+
+    # takes seconds, so behind what can be wrong with the options
+    from comb_training.answers import answer_prepared, choose_engine
+    from comb_training.trainer.prepare import prepare
+
     chosen = choose_engine(engine)
     if vllm and chosen != "vllm":
         raise ValueError(f"--vllm is for vLLM, but the engine is {chosen}")
@@ -43,7 +47,6 @@ def answers(
         settings = override(settings, ["model.device=cpu"])
     if settings.train.answers == "gold":
         console.print("comb train with train.answers=gold takes the data's answers, and won't look for these")
-    options = dict(engine_option(item) for item in vllm or [])
     with of_file(config, overrides or []):
         run = prepare(settings)
     _show_answers(answer_prepared(run, engine=chosen, engine_options=options, wait=False), run, show)

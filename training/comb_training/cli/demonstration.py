@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.datasets import read_dataset
@@ -24,7 +23,7 @@ from comb.engine.engine import Answer, PICEngine
 from comb.evaluation.plot import plot_results
 from comb.evaluation.record import write_results
 from comb.evaluation.run import evaluate
-from comb.evaluation.table import result_table, text_table
+from comb.evaluation.table import FittedTable, result_table
 from comb.hub.push import refresh_card
 from comb.model.modeling import CombForCausalLM
 from comb_training.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -134,7 +133,7 @@ def _ask(model: CombForCausalLM, tokenizer: Any, examples: Sequence[Example], co
         console.print(_answer_table(answers))
 
 
-def _answer_table(answers: dict[str, Answer]) -> Table:
+def _answer_table(answers: dict[str, Answer]) -> FittedTable:
     lines = []
     for name, answer in answers.items():
         report = answer.report
@@ -142,4 +141,4 @@ def _answer_table(answers: dict[str, Answer]) -> Table:
         summary = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         lines.append((name, answer.text, summary, str(report.prompt_tokens), f"{1000 * report.ttft_s:.1f} ms"))
     heads = ("", "answer", "documents", "prompt tokens", "first token")
-    return text_table(heads, lines, left=heads[:3])
+    return FittedTable(heads, lines, left=heads[:3])

@@ -37,12 +37,7 @@ def evaluate(
     also: Annotated[list[str] | None, typer.Option("--set", hidden=True, help="The same as KEY=VALUE.")] = None,
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
-    from comb.backbones.tokenizer import load_tokenizer
-    from comb.evaluation.record import check_writable
-    from comb.hub.push import read_card
-    from comb.methods import split_specs
     from comb_training.config import Config, override, trained_config
-    from comb_training.models.loading import load_checkpoint
 
     settings = trained_config(checkpoint)
     given: list[str] = []
@@ -64,6 +59,17 @@ def evaluate(
         raise ValueError(f"{checkpoint} {why} that names its data: add data=FILE, or --dataset and --path")
     elif path is not None:
         given.append(f"data.path={json.dumps(path)}")
+    if out is not None and out.suffix == ".png":
+        raise ValueError(f"--out {out}: results are JSON, and their plot goes to {out}; name a .json file")
+    override(settings, given)
+
+    # takes seconds, so behind what can be wrong with the options
+    from comb.backbones.tokenizer import load_tokenizer
+    from comb.evaluation.record import check_writable, read_training
+    from comb.hub.push import read_card
+    from comb.methods import split_specs
+    from comb_training.models.loading import load_checkpoint
+
     if methods is not None:
         given.append(f"eval.methods={json.dumps(split_specs(methods))}")
     if limit is not None:
@@ -73,8 +79,6 @@ def evaluate(
         raise ValueError("eval.methods is empty: name at least one method to compare, for example full")
     check_methods(settings)
     if out is not None:
-        if out.suffix == ".png":
-            raise ValueError(f"--out {out}: results are JSON, and their plot goes to {out}; name a .json file")
         check_writable(out.parent, out.name, out.with_suffix(".png").name)
         read_card(out.parent)  # of an adapter, whose card will show the results
     model = load_checkpoint(checkpoint, settings)
@@ -82,6 +86,7 @@ def evaluate(
     arguments = settings.data.chat_template_kwargs
     tokenizer = load_tokenizer(checkpoint, model, chat_template_kwargs=arguments)
     show_evaluation(model, tokenizer, settings, out, split=split)
+    show_heldout((read_training(checkpoint) or {}).get("heldout") or {})
 
 
 def _asked_about(settings: Config, named: str | Sequence[Any], path: str | None) -> tuple[Config, bool]:
@@ -147,3 +152,22 @@ def show_evaluation(
         except ImportError:
             console.print("no plot: matplotlib is not installed (pip install 'comb-pic\\[demo]')")
     console.print(escape(f"written: {', '.join(written)}"))
+
+
+def show_heldout(measured: dict[str, Any]) -> None:
+    """What the training has gained on its held-out examples."""
+    if not measured:
+        return
+    start, end, where = measured["start"], measured["end"], f"on {measured['examples']} held-out questions"
+    if "closed" not in end:
+        console.print(f"loss {where}: {start['loss']:.4f} -> {end['loss']:.4f}")
+        return
+    before, after = (
+        f"{100 * at['closed']:.1f}% ({100 * at['closed_low']:.1f} to {100 * at['closed_high']:.1f})"
+        for at in (start, end)
+    )
+    console.print(
+        f"KL to full recompute {where}: {start['kl']:.4f} -> {end['kl']:.4f} nats per token, without documents "
+        f"{end['kl_none']:.4f}; closed: {after}, untrained: {before} (at the data's answers)",
+        soft_wrap=True,
+    )

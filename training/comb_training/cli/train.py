@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from comb_training.cli.evaluate import check_methods, show_evaluation
+from comb_training.cli.evaluate import check_methods, show_evaluation, show_heldout
 
 if TYPE_CHECKING:
     from comb_training.plan import Plan
@@ -39,11 +39,14 @@ def train(
 ) -> None:
     """Fine-tune an encoder for a frozen backbone."""
     from comb_training.config import load_config, of_file
+
+    settings = load_config(config, overrides or [])
+
+    # takes seconds, so behind what can be wrong with the options
     from comb_training.models.loading import load_checkpoint
     from comb_training.train import rehearse_evaluation, run_training
     from comb_training.trainer import distributed
 
-    settings = load_config(config, overrides or [])
     evaluation = evaluation and settings.eval.limit > 0 and bool(settings.eval.methods)
     with of_file(config, overrides or []):
         if evaluation:
@@ -75,7 +78,7 @@ def train(
     record = result.record
     if losses := [loss for _, loss in record["losses"]]:
         console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {record['steps']} steps, {record['seconds']:.0f} s")
-    _show_heldout(record["heldout"])
+    show_heldout(record["heldout"])
     if result.terminated:
         again = ["comb", "train", str(config), *(overrides or []), "--resume", "auto"]
         console.print(
@@ -97,25 +100,6 @@ def train(
 def _status(signal_name: str) -> int:
     """Exit status of a run that a signal ended, as shells give it: a scheduler must not take it for done."""
     return 128 + signal.Signals[signal_name] if signal_name else 0
-
-
-def _show_heldout(measured: dict[str, Any]) -> None:
-    """What the training has gained on held-out examples."""
-    if not measured:
-        return
-    start, end, where = measured["start"], measured["end"], f"on {measured['examples']} held-out questions"
-    if "closed" not in end:
-        console.print(f"loss {where}: {start['loss']:.4f} -> {end['loss']:.4f}")
-        return
-    before, after = (
-        f"{100 * at['closed']:.1f}% ({100 * at['closed_low']:.1f} to {100 * at['closed_high']:.1f})"
-        for at in (start, end)
-    )
-    console.print(
-        f"KL to full recompute {where}: {start['kl']:.4f} -> {end['kl']:.4f} nats per token, without documents "
-        f"{end['kl_none']:.4f}; closed: {after}, untrained: {before}",
-        soft_wrap=True,
-    )
 
 
 def _show_plan(run: Plan) -> None:

@@ -152,8 +152,9 @@ class DataConfig:
 
     @property
     def label(self) -> str:
-        """The datasets' names, for titles."""
-        names = [entry.dataset for entry in self.mixture] or [self.dataset]
+        """The datasets' names, for titles; a person's own rows are called by their file."""
+        sets = [(entry.dataset, entry.path) for entry in self.mixture] or [(self.dataset, self.path)]
+        names = [path if name == "jsonl" and path else name for name, path in sets]
         return ", ".join(dict.fromkeys(name if name.startswith(HUB) else Path(name).name for name in names))
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from comb.backbones.damage import named
+from comb.backbones.tracebacks import named
 from comb.documents.files import read_text
 from comb.evaluation.record import read_training
 from comb.hub.card.facts import TRAINING

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich.table import Table
 
-from comb.evaluation.table import text_table
+from comb.evaluation.table import FittedTable
 from comb_training.data.batches import TrainingExample
 from comb_training.data.mixture import set_name
 
@@ -80,7 +79,7 @@ _LENGTHS = {
 }
 
 
-def data_table(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> Table:
+def data_table(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics]) -> FittedTable:
     """All examples, and then each set of a mixture. Its documents are the different ones."""
     lines = []
     for name, own in ({"all": statistics} | dict(sets)).items():
@@ -90,4 +89,4 @@ def data_table(statistics: TokenStatistics, sets: Mapping[str, TokenStatistics])
             spread: Spread = getattr(own, key)
             values = (spread.min, spread.median, spread.p90, spread.max, spread.total)
             lines.append(["", what, *(f"{int(v):,}" if v == int(v) else f"{v:,.1f}" for v in values)])
-    return text_table(HEADS, lines, left=HEADS[:2])
+    return FittedTable(HEADS, lines, left=HEADS[:2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from comb.backbones.loading import backbones
+from comb.backbones import backbones
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 HYBRID_CHECKPOINT = Path(__file__).parent / "hybrid_checkpoint"

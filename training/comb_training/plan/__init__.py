@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.damage import DamagedError
 from comb.backbones.loading import resolve_name
+from comb.backbones.tracebacks import DamagedError
 from comb.documents.datasets import Counts, MissingDataError
 from comb.model.modeling import CombForCausalLM
 from comb.model.weights import check_checkpoint

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.markup import escape
-from rich.table import Table
 
-from comb.evaluation.table import text_table
+from comb.evaluation.table import FittedTable
 from comb_training.data.token_statistics import data_table
 from comb_training.plan import Plan
 from comb_training.plan.activations import FACTOR
@@ -30,7 +29,7 @@ COLUMNS = {
 }
 
 
-def blocks(plan: Plan) -> Iterator[Table | str]:
+def blocks(plan: Plan) -> Iterator[FittedTable | str]:
     """What there is to show of a plan: tables, and text in rich's markup."""
     if plan.parameters is not None:
         yield _sums(plan.parameters)
@@ -56,7 +55,7 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 10**8 else f"{count / 1e6:.2f} M"
 
 
-def _memory_table(plan: Plan) -> Table:
+def _memory_table(plan: Plan) -> FittedTable:
     """A row per way of sharding, in one unit."""
     power, unit = (30, "GiB") if max(memory.total for memory in plan.memory) >= 2**28 else (20, "MiB")
 
@@ -69,7 +68,7 @@ def _memory_table(plan: Plan) -> Table:
     where = "one GPU" if plan.ranks == 1 else f"each of {plan.ranks} GPUs"
     title = f"memory on {where} in {unit}{'; this run first' if plan.ranks > 1 else ''}"
     heads = ("", *COLUMNS, *(() if plan.size is None else ("activations",)), "total", "CPU")
-    return text_table(heads, list(map(row, plan.memory)), title, left=("",))
+    return FittedTable(heads, list(map(row, plan.memory)), title, left=("",))
 
 
 def _about_memory(plan: Plan) -> str:

@@ -5,7 +5,9 @@ vLLM makes one object for each side; they share only `LinkingMetadata`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -35,19 +37,22 @@ class SeamJob:
     Args:
         blocks: of the request.
         ranges: of its prompt, that are left.
+        token_ids: of its prompt, packed: every row that computes a seam gets a copy of all in front of it, which as
+            Python's numbers would take a client's many small documents seconds.
         interiors: with linear layers, whose state can't be ahead of itself: what is put between its seams, by where
             it ends. Each has to be there before the tokens behind it are computed, and so there is one seam in a step.
+        tokens: in `ranges`.
     """
 
     request: Any
+    token_ids: array[int]
     blocks: Blocks
-    ranges: list[Range]
+    ranges: deque[Range]
     interiors: dict[int, ComposeCommand]
+    tokens: int = field(init=False)
 
-    @property
-    def tokens(self) -> int:
-        """That are left."""
-        return sum(end - start for start, end in self.ranges)
+    def __post_init__(self) -> None:
+        self.tokens = sum(end - start for start, end in self.ranges)
 
 
 class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
@@ -111,7 +116,9 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
             if link.method is not None and link.method.states:
                 interiors[load.end] = ComposeCommand(handle, load.end - load.start, ids)
         if left.seams:
-            self.jobs[request.request_id] = SeamJob(request, ids, list(left.seams), interiors)
+            self.jobs[request.request_id] = SeamJob(
+                request, array("i", request.prompt_token_ids), ids, deque(left.seams), interiors
+            )
 
     def chunk(self, name: str, computed: int, count: int) -> int:
         """Of `count` tokens, how many a request may compute in a step: one that captures states stops at both ends.

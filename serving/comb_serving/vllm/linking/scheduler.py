@@ -70,7 +70,7 @@ class LinkingScheduler(CheckedScheduler):
         rows = self.max_num_running_reqs - len(self.running)
         for name, job in list(self.connector.jobs.items()):
             while job.ranges and tokens > 0 and rows > 0:
-                start, end = job.ranges.pop(0)
+                start, end = job.ranges.popleft()
                 if (interior := job.interiors.pop(start, None)) is not None:
                     output.kv_connector_metadata.composes.append(interior)
                 count = min(end - start, tokens)
@@ -79,9 +79,9 @@ class LinkingScheduler(CheckedScheduler):
                 output.num_scheduled_tokens[row.req_id] = count
                 output.total_num_scheduled_tokens += count
                 self.finished_req_ids.add(row.req_id)  # told with the next step
-                tokens, rows = tokens - count, rows - 1
+                tokens, rows, job.tokens = tokens - count, rows - 1, job.tokens - count
                 if start + count < end:
-                    job.ranges.insert(0, (start + count, end))
+                    job.ranges.appendleft((start + count, end))
                 if job.interiors:
                     break
             if not job.ranges:
@@ -91,7 +91,7 @@ class LinkingScheduler(CheckedScheduler):
                 self.finished_recving_kv_req_ids.add(name)  # its own first step comes behind this one
 
     def _row(self, job: SeamJob, start: int, end: int) -> NewRequestData:
-        tokens = job.request.prompt_token_ids[: end + 1]
+        tokens: Any = job.token_ids[: end + 1]
         return NewRequestData(
             req_id=f"{SEAM}{next(self._numbers)}",
             prompt_token_ids=tokens,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from comb.backbones.discovery import position_count
 from comb.backbones.fingerprint import same_embedding
 from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
+from comb.backbones.rotary import configured_primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
 from comb_serving.linking.methods import LinkMethod
@@ -62,8 +62,7 @@ def primer_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | No
         return [config.placeholder_id] * config.num_link_tokens
     if not method.primed:
         return []
-    positions = position_count(load_config(checkpoint).get_text_config(decoder=True))
-    return primer_ids(True, load_tokenizer(checkpoint), None if positions is None else positions // 2)
+    return primer_ids(True, load_tokenizer(checkpoint), configured_primer_limit(load_config(checkpoint)))
 
 
 def method_of(vllm_config: Any) -> LinkMethod:

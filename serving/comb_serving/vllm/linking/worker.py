@@ -80,7 +80,7 @@ class PoolWorker(FixedWeights):
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
             bytes_per_token=pool.bytes_per_token,
-            fingerprint=weights_fingerprint(model) + pool.front_digest(),
+            fingerprint=weights_fingerprint(model, settings=False) + pool.front_digest(),
             dtype=str(config.dtype).removeprefix("torch."),
             max_document_tokens=config.max_model_len - 1,  # one token has to be sampled, if nobody sees it
             vocab_size=config.get_vocab_size(),
