@@ -22,7 +22,7 @@ from comb.backbones.exclusive import backbone_of
 from comb.backbones.fingerprint import backbone_fingerprint
 from comb.bench.harness import BenchmarkReport, benchmark
 from comb.bench.options import Methods, QuestionOptions, drop_too_long, split_methods
-from comb.documents.datasets import Counts
+from comb.documents.datasets import DATA, Counts
 from comb.documents.document import Example
 from comb.evaluation.compare import AnswerRules, compare, made_by
 from comb.evaluation.journal import Journal
@@ -49,7 +49,8 @@ class MethodsOptions(QuestionOptions):
     )
     sets: Annotated[str, typer.Option(help="sets of --config, separated by commas; all by default")] = ""
     data: Annotated[
-        str | None, typer.Option(help="the same as --dataset; with --config the folder of its sets' files")
+        str | None,
+        typer.Option(help="the same as --dataset; with --config the folder of its sets' files, data by default"),
     ] = None
     limit: Annotated[int, typer.Option("--questions", "--limit", min=1, help="questions per set that are answered")] = (
         50
@@ -167,7 +168,7 @@ def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[
 
 
 def _question_set(plain: Setting, each: EvaluationSet, options: MethodsOptions, wanted: int) -> QuestionSet:
-    folder = Path(options.data or "../shared/data")
+    folder = Path(options.data or DATA)
     template = each.asked(folder)
     rules = AnswerRules(options.max_new_tokens or each.max_new_tokens, template.stop)
     setting = replace(plain, builder=template.builder(plain.tokenizer), query_template=template.query)

@@ -39,6 +39,7 @@ from comb.bench.mac import measure_mac
 from comb.bench.methods import compare_methods
 from comb.bench.options import DeviceOptions, Seed
 from comb.bench.parallel import parallel
+from comb.documents.datasets import DATA
 from comb.evaluation.run import Timing
 from comb.evaluation.sets import read_sets
 from comb.evaluation.table import Column, Row, TextTable
@@ -76,9 +77,7 @@ class PaperOptions(DeviceOptions):
     config: Annotated[
         Path | None, typer.Option(help="the paper's sets: configs/longbench.yaml, or samples: configs/evaluation.yaml")
     ] = None
-    data: Annotated[Path, typer.Option(help="folder in which the files of --config's sets are")] = Path(
-        "../shared/data"
-    )
+    data: Annotated[Path, typer.Option(help="folder in which the files of --config's sets are")] = Path(DATA)
     only: Annotated[str, typer.Option(help="only rows whose figure or table begins like this")] = ""
     seed: Seed = 0
 

@@ -16,6 +16,8 @@ from comb.registry import Registry
 
 HUB = "hf://"
 """How a path to a set on the Hugging Face Hub begins: ``hf://org/name?config=...&split=...``."""
+DATA = "data"
+"""Folder of the public sets that `scripts/fetch-data` gets, where none is named."""
 _ON_HUB = r"([\w.-]+/[\w.-]+)(\?.*)?"
 
 
@@ -195,6 +197,18 @@ def locate(name: str, path: str | Path | None = None) -> tuple[str, str | Path |
     )
 
 
+def below(folder: str | Path, path: str) -> str:
+    """Where a set is that a file of sets names: a path below the folder of all sets' data, unless it is a whole one.
+
+    A set on the Hub is read from ``FOLDER/org/name``, a copy of its repository, where there is one.
+    """
+    if not path.startswith(HUB):
+        return str(Path(folder, path))
+    name, mark, query = path.removeprefix(HUB).partition("?")
+    copy = Path(folder, name)
+    return f"{HUB}{copy.resolve()}{mark}{query}" if not name.startswith("/") and copy.is_dir() else path
+
+
 def _at_home(path: str) -> str:
     # shells leave the ~ in data=~/mine.jsonl
     return str(Path(path).expanduser()) if path.startswith("~") else path
@@ -217,7 +231,7 @@ def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> D
     reader = datasets.get(name)
     _check_options(name, reader, options)
     if path is not None and not str(path).startswith(HUB) and not os.path.exists(path):  # noqa: PTH110  which a name too long for one, or with a NUL, isn't an error of
-        raise MissingDataError(f"dataset {name!r}: there is no file or folder {str(path)!r}")
+        raise MissingDataError(f"dataset {name!r}: there is no file or folder {str(path)!r}{_elsewhere(name)}")
     try:
         dataset = reader(path, **options)
     except ValueError as error:
@@ -227,6 +241,15 @@ def read_dataset(name: str, path: str | Path | None = None, **options: Any) -> D
     if not dataset.examples:
         raise ValueError(f"dataset {name!r} gives no example ({dataset.counts})")
     return dataset
+
+
+def _elsewhere(name: str) -> str:
+    if name == "jsonl":  # rows of one's own
+        return ""
+    return (
+        f". scripts/fetch-data gets public sets into {DATA}/ (--list shows which); what lies elsewhere is named by "
+        "data.path=..., in comb bench by --data FOLDER"
+    )
 
 
 def _check_options(name: str, reader: DatasetReader, options: dict[str, Any]) -> None:

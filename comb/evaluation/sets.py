@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from comb.documents.datasets import HUB, Dataset, read_dataset
+from comb.documents.datasets import Dataset, below, read_dataset
 from comb.documents.document import Example, PromptBuilder
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class EvaluationSet:
     """Questions of one dataset, and how they are asked.
 
     Args:
-        dataset: a registered name. path: its file below the folder of all sets' data, or ``hf://...``.
+        dataset: a registered name. path: its file below the folder of all sets' data, or ``hf://...`` (`below`).
         split: the side that is scored; templates were chosen on the other one.
         options: of the dataset's reader.
         prompt: the name of its prompt, where the template is a file of prompts.
@@ -110,9 +110,7 @@ class EvaluationSet:
 
     def read(self, data: Path, seed: int = 0) -> Dataset:
         """All its questions, `spread`."""
-        path: str | Path | None = self.path
-        if path is not None and not str(path).startswith(HUB):
-            path = data / path
+        path = None if self.path is None else below(data, self.path)
         found = read_dataset(self.dataset, path, split=self.split, seed=seed, **self.options)
         return replace(found, examples=tuple(spread(found.examples, seed)))
 

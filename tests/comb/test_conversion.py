@@ -17,9 +17,7 @@ from comb.model.conversion import convert_release
 from tests.helpers.byte_text import byte_tokenizer
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "data" / "reference" / "combllama_tiny"
-needs_reference = pytest.mark.skipif(
-    not REFERENCE.exists(), reason="the reference checkpoint ../shared/data/reference/combllama_tiny is not here"
-)
+needs_reference = pytest.mark.skipif(not REFERENCE.exists(), reason="the release's reference checkpoint is not here")
 
 
 @needs_reference

@@ -68,7 +68,7 @@ def run_real_demo(model_name: str, adapter: Path | None, console: Console) -> li
     if not found:
         console.print(
             f"[yellow]No trained adapter in {folder}: comb is left out.[/yellow] To train one: comb train "
-            f"configs/{model_name}.yaml data.path=FOLDER; then comb demo --model {model_name} --adapter "
+            f"configs/{model_name}.yaml; then comb demo --model {model_name} --adapter "
             f"{config.train.output_dir}"
         )
     place = str(folder) if found else config.model.backbone

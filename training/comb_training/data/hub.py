@@ -11,8 +11,8 @@ from comb.documents.datasets import HUB
 
 _ADVICE = (
     ", and that the Hub can be reached (HF_HUB_OFFLINE not set; HF_TOKEN for sets that ask for it). Without network, "
-    "download the set elsewhere (hf download {name} --repo-type dataset --local-dir FOLDER) and use "
-    f"{HUB}FOLDER with the folder's full path"
+    "download it elsewhere (hf download {name} --repo-type dataset --local-dir FOLDER/{name}): a mixture takes it by "
+    f"data.path=FOLDER, comb bench by --data FOLDER, and anything by {HUB}FOLDER/{{name}} with the full path"
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comb.documents.datasets import Counts, locate, read_dataset
+from comb.documents.datasets import Counts, below, locate, read_dataset
 from comb.documents.document import Example
 from comb_training.config import DataConfig
 from comb_training.data.hub import on_hub
@@ -113,7 +113,7 @@ def sources(data: DataConfig) -> list[Source]:
             Source(
                 entry.name,
                 entry.dataset,
-                _under(data.path, entry.path),
+                entry.path if data.path is None or entry.path is None else below(data.path, entry.path),
                 options(own, entry.options),
                 entry.weight,
                 entry.limit,
@@ -121,7 +121,3 @@ def sources(data: DataConfig) -> list[Source]:
             )
         )
     return found
-
-
-def _under(folder: str | None, path: str | None) -> str | None:
-    return path if folder is None or path is None or on_hub(path) else str(Path(folder, path))

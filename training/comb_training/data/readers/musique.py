@@ -14,7 +14,7 @@ from comb_training.data.records import DatasetRow
 from comb_training.data.side import row_reader
 
 
-@row_reader("musique")
+@row_reader("musique", hub_id="dgslibisey/MuSiQue")
 def read_musique(record: DatasetRow, *, num_documents: int | None = None) -> Example | str:
     """The example of a row.
 
