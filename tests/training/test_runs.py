@@ -179,7 +179,7 @@ def test_a_run_without_an_evaluation_ends_well(config_for: Callable[..., Any], t
         losses.append(json.loads((tmp_path / "out" / "training.json").read_text())["losses"])
     # what was tried before the training left no trace in it
     assert losses[1:] == losses[:-1]
-    result = invoke("eval", str(tmp_path / "out"), "--set", "eval.methods=[]")
+    result = invoke("eval", str(tmp_path / "out"), "eval.methods=[]")
     assert "eval.methods is empty" in str(result.exception)
 
 
@@ -340,6 +340,12 @@ def test_what_is_loaded_to_go_on_trains_and_the_backbone_is_frozen(
     model = dataclasses.replace(config.model, init_from=str(tmp_path / "adapter"))
     names = {name for name, _ in fresh.named_parameters()}
     assert trained(dataclasses.replace(config, model=model)) == {n for n in names if not n.startswith("backbone.")}
+    own = {"num_encoder_layers": fresh.config.num_encoder_layers,
+           "cross_attention_layers": tuple(fresh.config.cross_attention_layers)}  # fmt: skip
+    assert trained(dataclasses.replace(config, model=dataclasses.replace(model, **own)))
+    for other in ({"num_encoder_layers": 7}, {"cross_attention_layers": (0,)}):
+        with pytest.raises(ValueError, match="can't change the adapter of model.init_from, which has"):
+            trained(dataclasses.replace(config, model=dataclasses.replace(model, **other)))
 
 
 def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:

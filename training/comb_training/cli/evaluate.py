@@ -34,7 +34,6 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Questions at most.")] = None,
     split: Annotated[str, typer.Option(help="heldout, train or all.")] = "heldout",
     out: Annotated[Path | None, typer.Option(help="JSON for the results; a plot is written beside it.")] = None,
-    also: Annotated[list[str] | None, typer.Option("--set", hidden=True, help="The same as KEY=VALUE.")] = None,
 ) -> None:
     """Compare methods on held-out data: exact match, F1, ROUGE-L, time to first token, bytes of cache."""
     from comb_training.config import Config, override, trained_config
@@ -42,7 +41,7 @@ def evaluate(
     settings = trained_config(checkpoint)
     given: list[str] = []
     named: str | list[Any] | None = dataset
-    for item in [*(overrides or []), *(also or [])]:
+    for item in overrides or []:
         key, _, value = item.partition("=")
         if key != "data" or not isinstance(rows := yaml.safe_load(value), str | list):
             given.append(item)

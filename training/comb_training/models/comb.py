@@ -32,7 +32,14 @@ class CombTraining(TrainingMethod):
         """A fresh encoder on the configured backbone, or the adapter of `model.init_from`, on the configured device."""
         if config.model.init_from is None:
             return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
-        return _with_lora(self.continued(config), config)
+        model = self.continued(config)
+        for name in ("num_encoder_layers", "cross_attention_layers", "encoder_causal"):
+            wanted, found = getattr(config.model, name), getattr(model.config, name)
+            if wanted not in (None, False, found) and list(wanted if isinstance(wanted, tuple) else ()) != found:
+                raise ValueError(
+                    f"model.{name}={wanted} can't change the adapter of model.init_from, which has {found}: leave it out"
+                )
+        return _with_lora(model, config)
 
     def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
         options = trained_options(config)
