@@ -340,11 +340,11 @@ def test_what_is_loaded_to_go_on_trains_and_the_backbone_is_frozen(
     model = dataclasses.replace(config.model, init_from=str(tmp_path / "adapter"))
     names = {name for name, _ in fresh.named_parameters()}
     assert trained(dataclasses.replace(config, model=model)) == {n for n in names if not n.startswith("backbone.")}
-    own = {"num_encoder_layers": fresh.config.num_encoder_layers,
+    own = {"num_encoder_layers": fresh.config.encoder_config.num_hidden_layers,
            "cross_attention_layers": tuple(fresh.config.cross_attention_layers)}  # fmt: skip
     assert trained(dataclasses.replace(config, model=dataclasses.replace(model, **own)))
     for other in ({"num_encoder_layers": 7}, {"cross_attention_layers": (0,)}):
-        with pytest.raises(ValueError, match="can't change the adapter of model.init_from, which has"):
+        with pytest.raises(ValueError, match=r"can't change the adapter of model.init_from, which has"):
             trained(dataclasses.replace(config, model=dataclasses.replace(model, **other)))
 
 

@@ -33,12 +33,15 @@ class CombTraining(TrainingMethod):
         if config.model.init_from is None:
             return self._fresh(config, config.model.backbone, config.model.first_cross_layers)
         model = self.continued(config)
-        for name in ("num_encoder_layers", "cross_attention_layers", "encoder_causal"):
-            wanted, found = getattr(config.model, name), getattr(model.config, name)
-            if wanted not in (None, False, found) and list(wanted if isinstance(wanted, tuple) else ()) != found:
-                raise ValueError(
-                    f"model.{name}={wanted} can't change the adapter of model.init_from, which has {found}: leave it out"
-                )
+        own = model.config
+        for name, has in (
+            ("num_encoder_layers", own.encoder_config.num_hidden_layers),
+            ("cross_attention_layers", own.cross_attention_layers),
+        ):
+            wanted = getattr(config.model, name)
+            wanted = list(wanted) if isinstance(wanted, tuple) else wanted
+            if wanted not in (None, has):
+                raise ValueError(f"model.{name}={wanted} can't change the adapter of model.init_from, which has {has}")
         return _with_lora(model, config)
 
     def _fresh(self, config: Config, backbone: Any, layers: Sequence[int] | None) -> CombForCausalLM:
