@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from comb import CombForCausalLM
 from comb.documents.document import PromptBuilder
@@ -279,12 +281,6 @@ def test_demo_fails_when_the_encoder_has_learned_nothing(tmp_path: Path, monkeyp
     assert {"model.safetensors", "results.png", "loss.png", "training.json"} <= {path.name for path in out.iterdir()}
 
 
-def test_trained_weights_stay_in_float32(config_for: Callable[..., Any]) -> None:
-    model = run_training(override(config_for(answers="gold"), ["model.dtype=bfloat16"]), progress=False).model
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    assert model.backbone.dtype == torch.bfloat16
-
-
 def test_evaluating_on_the_training_dataset_keeps_its_split(
     config_for: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,3 +371,18 @@ def test_heldout_answers_are_scored_and_drawn(tmp_path: Path) -> None:
     assert result.record["heldout_em"][-1] == (4, found.em)
     assert result.record["heldout_f1"][-1] == (4, pytest.approx(found.f1))
     assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def test_an_adapter_is_saved_in_the_backbones_dtype(config_for: Callable[..., Any], tmp_path: Path) -> None:
+    config = config_for(answers="gold", steps=2, save_steps=1)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
+    trained = run_training(config, progress=False).model
+    out = Path(config.train.output_dir)
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    # the master weights of a run that goes on are not rounded
+    assert {tensor.dtype for tensor in load_file(out / "checkpoint-1" / "model.safetensors").values()} == {
+        torch.float32
+    }
+    state = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    own = {name: value for name, value in trained.state_dict().items() if not name.startswith("backbone.")}
+    assert all(torch.equal(value, state[name]) for name, value in own.items())

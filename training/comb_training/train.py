@@ -28,6 +28,7 @@ from comb.evaluation.run import MethodResult, evaluate, rehearse
 from comb.evaluation.summary import with_divergence
 from comb.hub.card.facts import RESULTS
 from comb.hub.push import refresh_card
+from comb.model.adapter import floating
 from comb_training.answers import answer_prepared
 from comb_training.config import Config, TrainConfig
 from comb_training.data.batches import TrainingExample, join_questions
@@ -160,7 +161,7 @@ def run_training(
         trainer.save_model(folder)
         if model is not None:
             unload(model)
-            result.model = model
+            result.model = model._place(floating(model.backbone.dtype))  # what is evaluated is what was written
         if distributed.is_main():
             _write_record(config, record, folder)
         trainer.log.end(trainer.step, trainer.ended_by)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import set_seed
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
+from comb.model.adapter import floating
 from comb_training.config import TrainConfig
 from comb_training.data.batches import IGNORED, TrainingExample
 from comb_training.models import training_method
@@ -325,12 +326,17 @@ class CombTrainer:
         return trained_weights(self.model, sharded=self.sharded)
 
     def save_model(self, folder: str | Path) -> None:
-        """Writes what is published: the trained weights, LoRA merged. Collective.
+        """Writes what is published: the trained weights in the backbone's dtype, LoRA merged. Collective.
+
+        In that dtype they are loaded and served, and documents then take no more bytes than the backbone's own.
 
         Raises:
             TrainingDivergedError: if one of them is NaN or infinite.
         """
-        weights = published_weights(self.model, sharded=self.sharded)
+        dtype = floating(self.model.backbone.dtype)
+        weights = {
+            name: tensor.to(dtype) for name, tensor in published_weights(self.model, sharded=self.sharded).items()
+        }
         check_finite(weights)
         if distributed.is_main():
             self.model.save_pretrained(folder, tokenizer=self.tokenizer, state_dict=weights)
