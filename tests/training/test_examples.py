@@ -34,6 +34,13 @@ def test_ask(capsys: pytest.CaptureFixture[str]) -> None:
     assert second.count("hit") == 3
 
 
+def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    example("chat").main("nano", "legolink:4")
+    first, second = [line for line in capsys.readouterr().out.splitlines() if "tokens were there" in line]
+    assert ", 0 tokens" in first
+    assert "'vell': 'continued', 'marta': 'compiled'" in second
+
+
 def test_train_and_publish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     towns = {"Anna": "Rome", "Bo": "Oslo", "Cleo": "Bern", "Dan": "Kiel", "Eve": "Rome", "Finn": "Oslo", "Gus": "Bern"}
     rows = [

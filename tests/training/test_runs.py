@@ -20,7 +20,7 @@ from comb import CombForCausalLM
 from comb.documents.document import PromptBuilder
 from comb.evaluation.run import evaluate
 from comb_training.cli import demonstration
-from comb_training.config import config_from_dict, load_config, override, trained_config
+from comb_training.config import config_from_dict, load_config, trained_config
 from comb_training.data.mixture import read_examples
 from comb_training.models import training_method
 from comb_training.nano import CHECKPOINT
