@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ _HOMES = {
     "comb.linktokens.modeling": ("LinkTokensConfig", "LinkTokensForCausalLM"),
     "comb.model.modeling": ("CombConfig", "CombEncoderConfig", "CombForCausalLM"),
 }
+_IMPORTING = threading.RLock()  # transformers' own lazy names aren't safe when threads ask for them at once
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [*_HOME_OF, "methods"]
@@ -54,10 +56,12 @@ __all__ = [*_HOME_OF, "methods"]
 
 def __getattr__(name: str) -> Any:
     if name == "methods":
-        return import_module("comb.methods")
+        with _IMPORTING:
+            return import_module("comb.methods")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'comb' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    with _IMPORTING:
+        value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
     return value
 
 

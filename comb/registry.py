@@ -124,12 +124,17 @@ class _Watcher(MetaPathFinder):
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(fullname)  # as the other finders find it
+        try:
+            spec = find_spec(fullname)  # as the other finders find it
+        finally:
+            sys.meta_path.insert(0, self)  # who only looks for it doesn't import it
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_call(module: ModuleType) -> None:
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 self._call(module)
 
             spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]

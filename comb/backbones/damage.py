@@ -24,9 +24,9 @@ from comb.backbones.tracebacks import DamagedError, raised_by_us
 from comb.backbones.transformers_private import conversion_errors, why_no_template
 from comb.documents.files import read_json
 
-MODEL_FILES = ("config.json", "generation_config.json", "model*", "pytorch_model*", "adapter_*")
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
+    "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "tekken.json",
 )  # fmt: skip
 SETTINGS = ("config.json", "generation_config.json")
@@ -131,6 +131,8 @@ def damage_in(folder: Path, *, tokenizer: bool = False) -> str | None:
     """
     patterns = ("config.json", *TOKENIZER_FILES) if tokenizer else MODEL_FILES
     chosen = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        chosen = [path for path in chosen if not path.name.startswith("pytorch_model")]  # which nobody reads then
     found = next((found for path in chosen if (found := damage_of(path)) is not None), None)
     return found or (_no_vocabulary(folder) if tokenizer else None)
 

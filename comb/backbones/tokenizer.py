@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,14 +69,13 @@ def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"chat_template_kwargs can't set {name!r}, which the messages and whoever renders them say"
             )
-        if not isinstance(value, str | bool | int | float):
+        if not isinstance(value, str | bool | int | float) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"chat_template_kwargs: {name!r} is a text, a number, true or false, not {value!r}")
-        default = f"{{% if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif %}}"
-        # the newline behind a block is not printed: a template that begins with one has to keep it
-        named = {
-            key: text if default in text else default + "\n" * text.startswith("\n") + text
-            for key, text in named.items()
-        }
+        # whoever says it last decides; the newline behind a block is not printed
+        told = re.compile(rf"^{{% if {name} is not defined %}}{{% set {name} = .* %}}{{% endif %}}\n", re.MULTILINE)
+        default = f"{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}"
+        line = f"{{% if {name} is not defined %}}{default}{{% endif %}}\n"
+        named = {key: line + told.sub("", text, count=1) for key, text in named.items()}
     tokenizer.chat_template = named if isinstance(template, dict) else named[""]
 
 

@@ -95,10 +95,18 @@ def _named(keys: Iterable[str]) -> str:
     return f"{len(found)} weight{'s' * (len(found) > 1)} ({', '.join(found[:3])}{more})"
 
 
+# buffers that earlier versions of transformers saved and made anew, and scales of a cache that isn't quantised here
+_BUFFERS = {"masked_bias", "inv_freq", "causal_mask", "version", "position_ids", "k_scale", "v_scale"}
+_MASKS = ("gptj", "codegen", "gpt_neo")  # whose `attn.bias` is a causal mask, and no bias
+
+
 def _is_inside(key: str, model: Any) -> bool:
     """Whether a weight stands in a layer of a stack that the model has, in its modules or behind its last layer."""
     module: Any = model
     *path, leaf = key.split(".")
+    masked = leaf == "bias" and path[-1:] in (["attn"], ["attention"]) and model.config.model_type in _MASKS
+    if masked or leaf in _BUFFERS:
+        return False
     layers = int(getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
     inside = False
     for part in path:

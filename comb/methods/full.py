@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from comb.backbones.exclusive import exclusive
 from comb.backbones.fingerprint import backbone_fingerprint
@@ -93,8 +94,15 @@ def _why_not_decoded(model: Any) -> str:
         return ""
     ids = on_device(made_up_tokens(model, _TOKENS)[None], table.device)
     try:
-        found = DecodeState(model, ids, torch.ones_like(ids), past_key_values=continued_cache(model)).logits[0]
         with exclusive(model):
+            own_settings = getattr(model, "generation_config", None)
+            try:
+                # a model's own (stop strings, which need a tokenizer; several answers) are no part of what is tried
+                model.generation_config = GenerationConfig(pad_token_id=0)
+                state = DecodeState(model, ids, torch.ones_like(ids), past_key_values=continued_cache(model))
+                found = state.logits[0]
+            finally:
+                model.generation_config = own_settings
             own = model(input_ids=ids, use_cache=False).logits[0, -1]
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
         return f"transformers' `generate` doesn't run on it ({type(error).__name__}: {error})"

@@ -203,3 +203,15 @@ def test_positions_of_other_kinds_are_the_models_own(kind: str) -> None:
             own = model(input_ids=torch.cat([PROMPT, torch.tensor([answer[:-1]])], dim=1)).logits[0, -4:]
         assert float((logits - own).abs().max() / own.abs().max()) < 1e-4
         state.release()
+
+
+@pytest.mark.parametrize("name", ["stop_strings", "num_return_sequences"])
+def test_a_models_own_generation_settings_dont_keep_it_from_being_asked(name: str, tmp_path: Path) -> None:
+    model = byte_llama()
+    more: dict[str, Any] = {"stop_strings": {"stop_strings": ["W"]}}.get(name, {"do_sample": True, name: 2})
+    for key, value in more.items():
+        setattr(model.generation_config, key, value)
+    engine = PICEngine(model, byte_tokenizer(), method="full")
+    assert model.generation_config.to_diff_dict().items() >= more.items()
+    if name == "stop_strings":
+        assert engine.ask("How deep?", ["The lake is deep."], max_new_tokens=3).text is not None

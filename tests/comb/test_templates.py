@@ -337,3 +337,26 @@ def test_what_no_template_can_be_given_is_refused(arguments: dict[str, Any], mes
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
         set_template_defaults(tokenizer, {"enable_thinking": False})
+
+
+def test_the_last_default_of_a_template_counts() -> None:
+    front = "  {% if true %}{{ '>' }}{% endif %}"
+    tokenizer = byte_tokenizer(front + MADE_UP["thinking of earlier answers is dropped"])
+    chat = [{"role": "user", "content": "Hi"}]
+    wanted = {value: by_itself(tokenizer, chat, enable_thinking=value) for value in (True, False)}
+    assert wanted[True] != wanted[False]
+    for value in (False, True, False):
+        set_template_defaults(tokenizer, {"enable_thinking": value})
+        assert by_itself(tokenizer, chat) == wanted[value]
+    assert tokenizer.chat_template.count("enable_thinking is not defined") == 1
+
+
+def test_any_text_can_be_a_default() -> None:
+    tokenizer = byte_tokenizer("{{ persona }}" + MADE_UP["plain"])
+    chat = [{"role": "user", "content": "Hi"}]
+    for persona in ("😀", 'it\'s {{ 1 }} %} "x"\n'):
+        wanted = by_itself(tokenizer, chat, persona=persona)
+        set_template_defaults(tokenizer, {"persona": persona})
+        assert by_itself(tokenizer, chat) == wanted
+    with pytest.raises(ValueError, match="is a text, a number, true or false"):
+        set_template_defaults(tokenizer, {"persona": float("inf")})

@@ -13,9 +13,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from comb import CombForCausalLM, PICEngine
+from comb.backbones.damage import check_files
 from comb.backbones.loading import load_backbone, resolve_name
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
 from tests.helpers.families import FAMILIES, tiny
@@ -199,3 +208,43 @@ def test_a_gguf_tokenizer_begins_texts_as_the_file_says(tmp_path: Path, model: A
     (file,) = write_gguf(tmp_path / "m.gguf", model, byte_tokenizer(), keys={"tokenizer.ggml.add_bos_token": wanted})
     tokenizer = AutoTokenizer.from_pretrained(resolve_name(file))
     assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) == wanted
+
+
+SMALL = {"vocab_size": 64, "n_positions": 32}
+OLD: dict[str, Callable[[], Any]] = {
+    "llama": byte_llama,
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=16, n_layer=1, n_head=2)),
+    "gptj": lambda: GPTJForCausalLM(GPTJConfig(**SMALL, n_embd=16, n_layer=1, n_head=2, rotary_dim=4)),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2,
+                  word_embed_proj_dim=16, max_position_embeddings=32)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llama", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.self_attn.k_scale"]),
+        ("gptj", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
+        ("gpt2", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
+        ("opt", ["model.decoder.version"]),
+    ],
+)
+def test_buffers_that_old_checkpoints_hold_are_no_other_model(tmp_path: Path, family: str, names: list[str]) -> None:
+    model = OLD[family]()
+    model.save_pretrained(tmp_path)
+    change(tmp_path, **{name: torch.ones(1) for name in names})
+    loaded = load_backbone(tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_files_that_nobody_reads_are_no_damage(folder: Path) -> None:
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "gone.bin"}}')
+    (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (folder / "model_info.json").write_text("[]")
+    (folder / "tokenizer_stats.json").write_text("[]")
+    check_files(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="git-lfs pointer|gone.bin"):
+        check_files(folder)

@@ -58,7 +58,7 @@ def test_recipes_with_the_real_sizes_of_their_backbones(name: str) -> None:
     assert f"({trained:.2f} B) trained" in output
     assert "memory on each of 4 GPUs" in output
     assert "the Hub did not give its configuration" in output
-    assert "train-v2.0.json" in output  # what is missing
+    assert "no data and batches: " in output  # which is missing
     assert ("linear layers count as softmax attention" in output) == (name == "qwen3.5-9b")
     assert max(map(len, result.output.splitlines())) <= 80
     assert not (ROOT / load_config(CONFIGS[name]).train.output_dir).exists()
@@ -157,7 +157,7 @@ def test_nano_recipes_without_data_are_counted() -> None:
         result = dry_run(str(CONFIGS[name]))
         assert result.exit_code == 0, result.output
         assert counted(result.output)[0] == 1_100_928
-        assert "needs a path" in " ".join(result.output.split())
+        assert "no data and batches: " in " ".join(result.output.split())
         assert "no activations" in " ".join(result.output.split())
         assert " activations " not in result.output.split("no activations")[0]
 

@@ -160,8 +160,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.questions_per_row > 1 and self.head is None:
             raise ValueError(
-                "data.questions_per_row joins questions as plain text: give data.head ('' for none), as without one "
-                "the tokenizer's chat template writes them"
+                "data.questions_per_row joins questions as plain text: give data.head ('' for none, on a command line "
+                "data.head=\"''\"), as without one the tokenizer's chat template writes them"
             )
         if self.chat_template_kwargs and self.head is not None:
             raise ValueError("data.chat_template_kwargs are for a chat template, and with data.head there is none")

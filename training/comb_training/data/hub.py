@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from comb.documents.datasets import HUB
+from comb.documents.datasets import HUB, MissingDataError
 
 _ADVICE = (
     ", and that the Hub can be reached (HF_HUB_OFFLINE not set; HF_TOKEN for sets that ask for it). Without network, "
@@ -25,7 +25,8 @@ def load_hub_rows(path: str, dataset: str) -> Any:
     """The rows, as mappings. What follows ``hf://`` may also be a folder here (``hf:///data/name``).
 
     Raises:
-        ValueError: for a name that is none, without the package datasets, or when it can't load the set.
+        ValueError: for a name that is none, without the package datasets, or when it can't load the set
+            (`MissingDataError` where the Hub can't be reached).
     """
     name, options = _parse(path, dataset)
     try:
@@ -42,7 +43,8 @@ def load_hub_rows(path: str, dataset: str) -> Any:
         told = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
         reason = next(iter(str(told).strip().splitlines()), "")
         advice = "" if name.startswith("/") else _ADVICE.format(name=name)
-        raise ValueError(
+        kind = MissingDataError if isinstance(told, ConnectionError) else ValueError  # a dry run goes on without it
+        raise kind(
             f"dataset {dataset!r}: {path} can't be loaded ({type(told).__name__}: {reason}). Check name, config and "
             f"split{advice}"
         ) from error
