@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from comb import CombForCausalLM
+from comb.backbones.settings import WRONG
 from comb.cli import main as cli
 from comb.linktokens.modeling import LinkTokensForCausalLM
 from tests.helpers.byte_text import byte_llama, byte_tokenizer
@@ -534,3 +535,13 @@ def test_a_process_of_its_own(place: Path) -> None:
     assert (run.returncode, run.stdout) == (1, "")
     assert "Traceback" not in run.stderr
     assert run.stderr.strip().splitlines()[-1].endswith("run `git lfs pull` in model")
+
+
+def test_settings_that_transformers_and_peft_work_with_are_taken() -> None:
+    for file, content in (
+        ("config.json", {"vision_config": {"num_hidden_layers": 0}, "local_rope_theta": -1}),
+        ("generation_config.json", {"max_length": 4096.0, "top_k": 50.0, "bos_token_id": [1], "eos_token_id": 257.0}),
+        ("tokenizer_config.json", {"num_image_token": 256, "chat_template": {"default": "{{ messages }}"}}),
+        ("adapter_config.json", {"peft_type": "LORA", "fan_in_fan_out": None, "use_dora": 0, "bias": "none"}),
+    ):
+        assert WRONG[file](content) is None, file

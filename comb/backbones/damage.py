@@ -26,8 +26,8 @@ from comb.documents.files import read_json
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_*")
 TOKENIZER_FILES = (
-    "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*", "merges.txt",
-    "*.model", "tekken.json",
+    "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.model", "tekken.json",
 )  # fmt: skip
 SETTINGS = ("config.json", "generation_config.json")
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",

@@ -21,6 +21,9 @@ _NUMBERS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num
             "eta_cutoff", "repetition_penalty", "length_penalty", "max_time", "guidance_scale")  # fmt: skip
 
 
+_ROLES = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+
+
 def values_in(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """All values with their names, however deep."""
     if isinstance(content, dict):
@@ -35,14 +38,16 @@ def values_in(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _wrong_in_config(content: Mapping[str, Any]) -> str | None:
     """Numbers with which a model can be made, and computes nothing, or NaN."""
-    for name, value in values_in(content):
+    # what a vision tower or a head for further tokens says, the text model doesn't read
+    read = {key: value for key, value in content.items() if not key.endswith("_config") or key == "text_config"}
+    for name, value in values_in(read):
         if isinstance(value, float) and math.isnan(value):
             return f"{name} is NaN"
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if name in _SIZES and value < 1:
+        if name in _SIZES and value < 1 and (name, value) != ("max_position_embeddings", -1):  # no limit
             return f"{name} is {value}, and has to be at least 1"
-        if "theta" in name and not 0 < value < math.inf:
+        if name == "rope_theta" and not 0 < value < math.inf:
             return f"{name} is {value}, and has to be above 0"
         if name.endswith(("_eps", "epsilon")) and not 0 <= value < math.inf:
             return f"{name} is {value}, and has to be at least 0"
@@ -62,15 +67,15 @@ def _wrong_in_generation(content: Mapping[str, Any]) -> str | None:
         value = content.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value != value):
             return f"{name} is {value!r}, not a number"
-        if isinstance(value, float) and name in _NUMBERS[:8]:
+        if isinstance(value, float) and not value.is_integer() and name in _NUMBERS[:8]:
             return f"{name} is {value!r}, not a whole number"
     for name in ("num_beams", "num_return_sequences", "repetition_penalty"):
         if content.get(name) is not None and content[name] <= 0:
             return f"{name} is {content[name]}, and has to be above 0"
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         value = content.get(name)
-        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
-        if not all(id is None or _whole(id) for id in ids):
+        ids = value if isinstance(value, list) else [value]
+        if not all(id is None or _whole(id) or (isinstance(id, float) and id.is_integer()) for id in ids):
             return f"{name} is {value!r}, not a token's number"
     for name in ("do_sample", "use_cache"):
         if not isinstance(content.get(name), bool | None):
@@ -87,14 +92,15 @@ def _wrong_in_generation(content: Mapping[str, Any]) -> str | None:
 
 def _wrong_in_tokenizer(content: Mapping[str, Any]) -> str | None:
     for name, value in content.items():
-        if name.endswith("_token") and not name.startswith("add_") and not isinstance(value, str | dict | bool | None):
+        if name in _ROLES and not isinstance(value, str | dict | bool | None):
             return f"{name} is {value!r}, not a token"
     length, template = content.get("model_max_length"), content.get("chat_template")
     if length is not None and (isinstance(length, bool) or not isinstance(length, int | float)):
         return f"model_max_length is {length!r}, not a number"
     if not isinstance(content.get("tokenizer_class"), str | None):
         return f"tokenizer_class is {content['tokenizer_class']!r}, not a name"
-    templates = template if isinstance(template, list) else [{"template": template}]
+    named = list(template.values()) if isinstance(template, dict) else [template]
+    templates = template if isinstance(template, list) else named
     for each in templates:
         text = each.get("template") if isinstance(each, dict) else each
         why = why_no_template(text) if isinstance(text, str) else "it is no text" if text is not None else None
@@ -122,8 +128,9 @@ def _wrong_in_peft(content: Mapping[str, Any]) -> str | None:
         hint, value = str(getattr(field.type, "__name__", field.type)), content.get(field.name)
         kinds: dict[str, Any] = {"int": int | float, "float": int | float, "bool": bool, "str": str}
         if field.name in content and hint in kinds:
-            fits = isinstance(value, kinds[hint]) and isinstance(value, bool) == (hint == "bool")
-            if not fits:
+            if hint in ("bool", "str") and (value is None or (hint == "bool" and value in (0, 1))):
+                continue  # as peft takes it
+            if not (isinstance(value, kinds[hint]) and isinstance(value, bool) == (hint == "bool")):
                 return f"{field.name} is {value!r}, and has to be a value of type {hint}"
     if not isinstance(targets := content.get("target_modules"), str | list | None):
         return f"target_modules is {targets!r}, not a list of names"

@@ -246,5 +246,5 @@ def test_files_that_nobody_reads_are_no_damage(folder: Path) -> None:
     (folder / "tokenizer_stats.json").write_text("[]")
     check_files(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="git-lfs pointer|gone.bin"):
+    with pytest.raises(ValueError, match=r"git-lfs pointer|gone\.bin"):
         check_files(folder)
