@@ -204,3 +204,8 @@ def test_recipes_and_sizes_belong_together() -> None:
     backbones -= {"nano", "smollm2-135m"}  # which need no Hub
     assert backbones == {path.stem for path in ARCHITECTURES.glob("*.json")}
     assert len(backbones) == len(COUNTS)
+
+
+def test_what_a_template_does_not_take_is_no_tokenizer_that_is_missing() -> None:
+    result = dry_run(str(CONFIGS["nano"]), "data.chat_template_kwargs={enable_thinking: false}")
+    assert "chat_template_kwargs" in str(result.exception)

@@ -123,7 +123,10 @@ def _add_data(result: Plan, model: CombForCausalLM) -> None:
     try:
         tokenizer = model_tokenizer(config, model)
     except (OSError, ValueError) as error:
-        if isinstance(error, DamagedError) or Path(name).is_dir():  # it won't come from anywhere
+        here = False
+        with suppress(OSError):
+            here = Path(resolve_name(name)).is_dir()
+        if isinstance(error, DamagedError) or here:  # it won't come from anywhere
             raise
         result.notes.append(f"no data and batches: the backbone's tokenizer is not here ({first_line(error)})")
         for source in sources(config.data):
