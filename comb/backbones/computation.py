@@ -44,8 +44,7 @@ _PASSING = ("_attn_implementation", "_experts_implementation", "_name_or_path", 
 _NOTES = list | tuple | set | dict
 _ABSENT = object()
 _OWN = ("comb.", "comb_training.", "comb_serving.")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
-_VALUES = (*_PLAIN, Number, np.generic)
+_VALUES = (Number, np.generic, str, bytes, type(None), torch.dtype, torch.Size)
 
 
 class Settings:
