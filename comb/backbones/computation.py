@@ -83,10 +83,11 @@ class Settings:
         Returns:
             Whether there are fewer `buffers` to look at.
         """
-        before = len(self._buffers)
-        for module, name, value in self._changed(modules):
+        before, changed = len(self._buffers), self._changed(modules)
+        names = Names(modules if changed else ())
+        for module, name, value in changed:
             if name in _written_by(module):
-                vars(module).setdefault(_STATE, {})[name] = None if value is _ABSENT else Names(modules).of(value)
+                vars(module).setdefault(_STATE, {})[name] = None if value is _ABSENT else names.of(value)
         self._buffers = [each for each in self._buffers if each[1] not in run_state(modules[each[0]])]
         return len(self._buffers) < before
 
@@ -99,13 +100,14 @@ class Settings:
         values = _values(modules)
         if _same(values, self._values):
             return found
+        names = Names(modules)
         for module, kept in zip(modules, self._kept, strict=True):
             now, state = vars(module), run_state(module)
             for name in now | kept:
                 before, behind = kept.get(name, _ABSENT), now.get(name, _ABSENT)
                 if before is behind or not _counts(name) or name in state:
                     continue
-                if Names(modules).of(before) != Names(modules).of(behind):
+                if names.of(before) != names.of(behind):
                     found.append((module, name, before))
         if not found:  # values that say the same: next time nothing is to be looked into
             self._kept, self._values = [dict(vars(module)) for module in modules], values

@@ -481,8 +481,8 @@ def test_what_only_watches_or_is_written_by_passes_changes_nothing() -> None:
 
 
 def steering(text: str) -> Any:
-    """A function of one name, from a file that is edited."""
-    found: dict[str, Any] = {"__name__": "edited"}
+    """A function of one name, as if this file was edited."""
+    found: dict[str, Any] = {"__name__": __name__}
     exec(f"def steer(module, args, output):\n    return {text}\n", found)
     return found["steer"]
 
@@ -517,14 +517,22 @@ class SteeringModule(nn.Module):
         return output * self.scale
 
 
+def defined(function: Any) -> Any:
+    """It is now what its name leads to."""
+    globals()[getattr(function, "__name__", "_")] = function
+    return function
+
+
 def hooked(hook: Any) -> Any:
-    return lambda model: model.model.layers[0].mlp.register_forward_hook(hook)
+    return lambda model: model.model.layers[0].mlp.register_forward_hook(defined(hook))
 
 
 def placed(forward: Any) -> Any:
-    return lambda model: setattr(
-        model.model.layers[0].mlp, "forward", types.MethodType(forward, model.model.layers[0].mlp)
-    )
+    def place(model: Any) -> None:
+        mlp = model.model.layers[0].mlp
+        mlp.forward = types.MethodType(defined(forward), mlp)
+
+    return place
 
 
 def attribute(value: Any) -> Any:
@@ -536,7 +544,7 @@ def option(value: Any) -> Any:
 
 
 def forward_of(factor: float) -> Any:
-    found: dict[str, Any] = {"__name__": "edited"}
+    found: dict[str, Any] = {"__name__": __name__}
     exec(f"def forward(self, x):\n    return self.down_proj(self.up_proj(x)) * {factor}\n", found)
     return found["forward"]
 
@@ -581,7 +589,7 @@ def test_a_class_that_is_given_two_forwards_of_one_name(monkeypatch: pytest.Monk
     model = make_backbone()
     engine = PICEngine(model, make_tokenizer(), method="naive")
     for factor in (3.0, -2.0):
-        monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", forward_of(factor))
+        monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", defined(forward_of(factor)))
         assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
 
 
