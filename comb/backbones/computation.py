@@ -41,7 +41,7 @@ _ASIDE = {*vars(nn.Module()), "config", "generation_config", "name_or_path", "gr
 _PASSING = ("_attn_implementation", "_experts_implementation", "_name_or_path", "_commit_hash", "use_cache",
             "transformers_version", "_output_attentions", "output_attentions", "_output_hidden_states",
             "output_hidden_states", "pad_token_id")  # fmt: skip
-_NOTES = list | tuple | set | dict
+_NOTES = (list, tuple, set, dict)
 _ABSENT = object()
 _OWN = ("comb.", "comb_training.", "comb_serving.")
 _VALUES = (Number, np.generic, str, bytes, type(None), torch.dtype, torch.Size)
@@ -220,7 +220,7 @@ class Names:
             return f"{tuple(value.shape)}{value.dtype}" + ("" if value.is_meta else _bytes_of(value))
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return f"{value.shape}{value.dtype}{hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()}"
-        if isinstance(value, _NOTES | frozenset | Mapping):
+        if isinstance(value, (*_NOTES, frozenset, Mapping)):
             if self._holder is not None and not _tells(value):  # what a hook fills
                 return _own_name(value, self._holder)
             if isinstance(value, Mapping):

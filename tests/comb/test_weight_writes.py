@@ -614,6 +614,16 @@ def test_an_edited_script_does_not_find_what_it_compiled_before(tmp_path: Path) 
         store.flush()
 
 
+def test_what_changes_inside_of_a_hook_can_be_said() -> None:
+    model, steerer = make_backbone(), Steerer(3.0)
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    model.model.layers[0].mlp.register_forward_hook(steerer)
+    for scale, state in ((3.0, "compiled"), (-2.0, "compiled"), (3.0, "hit")):
+        steerer.scale = scale
+        engine.model_changed()
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+
+
 LOOP: list[Any] = [1]
 LOOP.append(LOOP)
 
