@@ -22,14 +22,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from comb.backbones.computation import Settings, described
+from comb.backbones.computation import Names, Settings, described, forget_run_state
 from comb.backbones.forward import counted_passes
 from comb.backbones.sample import MOST, Rows, Sample
 from comb.backbones.torch_private import all_tensors_of, layouts_of, modules_of, tensors_of
 
 _CHUNK = 2**24
 _MOST_ROWS = 2**14  # of a table that is looked at row by row: learned positions have fewer
-_VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "architectures", "dtype", "use_cache")
+_VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "architectures", "dtype", "use_cache",
+             "output_attentions", "output_hidden_states", "pad_token_id")  # fmt: skip
 
 _ATTRIBUTE = "_comb_identity"
 
@@ -178,6 +179,7 @@ def forget_identity(model: Any) -> None:
     """For weights that were written, or are about to be, in a way that `identity_of` may not notice."""
     for module in modules_of(model):
         module.__dict__.pop(_ATTRIBUTE, None)
+        forget_run_state(module)
 
 
 @contextmanager
@@ -241,8 +243,8 @@ def _adapter(module: Any) -> tuple[Any, ...]:
 
 
 def _digest(model: Any, settings: bool) -> str:
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    names = Names(modules_of(model))
+    digest = hashlib.sha256(_config(model, names).encode())
     counted: set[int] = set()
     for path, module in model.named_modules():
         for name, tensor in tensors_of(module):
@@ -250,12 +252,20 @@ def _digest(model: Any, settings: bool) -> str:
                 counted.add(id(tensor))
                 digest.update(f"{path}.{name}:{tuple(tensor.shape)}:{tensor.dtype}:{bit_sums(tensor)};".encode())
         if settings:
-            digest.update(described(module).encode())
+            digest.update(described(module, names).encode())
         for _ in _adapted([module]):
             *state, scales = _adapter(module)
             adapter = *state, tuple(sorted((name, float(scale)) for name, scale in scales.items()))
             digest.update(f"{path}:{adapter};".encode())
     return digest.hexdigest()[:16]
+
+
+def _config(model: Any, names: Names) -> str:
+    try:
+        config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+        return json.dumps(config, sort_keys=True, default=names.of)
+    except Exception:  # it holds what can't be copied, or itself
+        return names.of({key: value for key, value in vars(model.config).items() if key not in _VOLATILE})
 
 
 def bit_sums(tensor: Tensor) -> list[int]:

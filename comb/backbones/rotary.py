@@ -253,7 +253,8 @@ class _Call:
             each = slice(None)
         call = replace(self, each=each)
         # of a copy, since positions that a table doesn't have end a process on a GPU
-        twin = replace(call, module=copy.deepcopy(self.module).to("cpu"))
+        config = getattr(self.module, "config", None)  # which may hold what can't be copied
+        twin = replace(call, module=copy.deepcopy(self.module, {id(config): config}).to("cpu"))
         try:
             twin(torch.tensor(_FEW))
         except RuntimeError:  # accelerate's hooks send its arguments to another device

@@ -308,15 +308,18 @@ def _probe_positions(model: Any, limit: int | None) -> list[int]:
 
 def positions_near(config: Any) -> set[int]:
     """Before and at each larger number in a configuration: a length, or what else a model may count to."""
-    numbers = {number for number in _integers(config.to_dict()) if number > _USUAL[-1]}
+    numbers = {number for number in _integers(config) if number > _USUAL[-1]}
     return {position for number in numbers for position in (number - 1, number)}
 
 
-def _integers(values: Any) -> Iterator[int]:
+def _integers(values: Any, above: tuple[Any, ...] = ()) -> Iterator[int]:
+    values = vars(values) if hasattr(values, "to_dict") else values
     if isinstance(values, int) and not isinstance(values, bool):
         yield values
+    if any(values is each for each in above):  # it holds itself
+        return
     for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
-        yield from _integers(value)
+        yield from _integers(value, (*above, values))
 
 
 def _probe_ids(model: Any) -> list[int]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
+import functools
 import gc
+import textwrap
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comb import LinkTokensForCausalLM, PICacheStore, PICEngine
 from comb.backbones.identity import identity_of
@@ -469,6 +475,221 @@ def test_what_only_watches_or_is_written_by_passes_changes_nothing() -> None:
         model.model.layers[0].register_forward_hook(watch)
         assert states(engine.ask(QUESTION, documents, max_new_tokens=1)) == ["hit"] * len(documents)
     assert passes
+
+
+# ---- values that are replaced by others of their kind ----
+
+
+def steering(text: str) -> Any:
+    """A function of one name, as if this file was edited."""
+    found: dict[str, Any] = {"__name__": __name__}
+    exec(f"def steer(module, args, output):\n    return {text}\n", found)
+    return found["steer"]
+
+
+class Steerer:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output * self.scale
+
+    def hook(self, module: Any, args: Any, output: Any) -> Any:
+        return output * self.scale
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output * self.scale
+
+
+class SteeringModule(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def hook(self, module: Any, args: Any, output: Any) -> Any:
+        return output * self.scale
+
+
+def defined(function: Any) -> Any:
+    """It is now what its name leads to."""
+    globals()[getattr(function, "__name__", "_")] = function
+    return function
+
+
+def hooked(hook: Any) -> Any:
+    return lambda model: model.model.layers[0].mlp.register_forward_hook(defined(hook))
+
+
+def placed(forward: Any) -> Any:
+    def place(model: Any) -> None:
+        mlp = model.model.layers[0].mlp
+        mlp.forward = types.MethodType(defined(forward), mlp)
+
+    return place
+
+
+def attribute(value: Any) -> Any:
+    return lambda model: setattr(model.model.layers[0].mlp, "factor", value)
+
+
+def option(value: Any) -> Any:
+    return lambda model: setattr(model.config, "factor", value)
+
+
+def forward_of(factor: float) -> Any:
+    found: dict[str, Any] = {"__name__": __name__}
+    exec(f"def forward(self, x):\n    return self.down_proj(self.up_proj(x)) * {factor}\n", found)
+    return found["forward"]
+
+
+Kind = enum.Enum("Kind", "FIRST SECOND")
+Options = dataclasses.make_dataclass("Options", ["scale"])
+READS = "lambda module, args, output: output * factor"
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "a function": (hooked(steering("output * 3.0")), hooked(steering("output * -2.0"))),
+    "what a function reads": (hooked(eval(READS, {"factor": 3.0})), hooked(eval(READS, {"factor": -2.0}))),
+    "a forward": (placed(forward_of(3.0)), placed(forward_of(-2.0))),
+    "a callable object": (hooked(Steerer(3.0)), hooked(Steerer(-2.0))),
+    "a method": (hooked(Steerer(3.0).hook), hooked(Steerer(-2.0).hook)),
+    "a module's method": (hooked(SteeringModule(3.0).hook), hooked(SteeringModule(-2.0).hook)),
+    "an object that keeps it to itself": (hooked(Slotted(3.0)), hooked(Slotted(-2.0))),
+    **{
+        f"{where.__name__}: {type(one).__name__}": (where(one), where(other))
+        for where in (attribute, option)
+        for one, other in (
+            (np.float32(0.3), np.float32(3.0)), (np.arange(3), np.arange(3) * 2), ({1, 2}, {1, 3}),
+            (Kind.FIRST, Kind.SECOND), (Options(1), Options(2)), (Steerer(1.0), Steerer(2.0)),
+            (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_of_the_same_name_or_type_is_noticed(name: str) -> None:
+    model = make_backbone()
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    before, behind = OTHERS[name]
+    for change in (before, behind):
+        handle = change(model)
+        for state in ("compiled", "hit"):
+            assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_class_that_is_given_two_forwards_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_backbone()
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    for factor in (3.0, -2.0):
+        monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", defined(forward_of(factor)))
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
+
+
+def test_an_edited_script_does_not_find_what_it_compiled_before(tmp_path: Path) -> None:
+    """A hook, what it calls and what that reads: the same text finds it on disk."""
+    script = """
+        FACTOR = {factor}
+
+        def helper(output):
+            return output * FACTOR if "b" in {{"a", "b", "c"}} else output
+
+        class Hook:
+            def __call__(self, module, args, output):
+                return helper(output)
+    """
+    for factor, state in ((3.0, "compiled"), (3.0, "hit"), (-2.0, "compiled")):
+        run: dict[str, Any] = {"__name__": "script"}
+        exec(textwrap.dedent(script).format(factor=factor), run)
+        model, store = make_backbone(), PICacheStore(disk_path=tmp_path)
+        model.model.layers[0].mlp.register_forward_hook(run["Hook"]())
+        assert states(ask(model, documents=[LAKE], store=store)) == [state], factor
+        store.flush()
+
+
+def test_what_changes_inside_of_a_hook_can_be_said() -> None:
+    model, steerer = make_backbone(), Steerer(3.0)
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    model.model.layers[0].mlp.register_forward_hook(steerer)
+    for scale, state in ((3.0, "compiled"), (-2.0, "compiled"), (3.0, "hit")):
+        steerer.scale = scale
+        engine.model_changed()
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+
+
+LOOP: list[Any] = [1]
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize("where", [attribute, option])
+@pytest.mark.parametrize(
+    "value", [threading.Lock(), LOOP, torch.tensor([1.0, 2.0]), np.arange(5000), iter([1])], ids=str
+)
+def test_what_can_not_be_compared_or_copied_raises_nothing(where: Any, value: Any) -> None:
+    model = make_backbone()
+    where(value)(model)
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    for state in ("compiled", "hit"):
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+
+
+def test_what_a_user_changes_while_an_answer_is_decoded_is_not_the_pass_s_own() -> None:
+    model = make_backbone()
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    for scale in (0.9, 0.3):
+        stream = iter(engine.stream(QUESTION, [LAKE], max_new_tokens=NEW))
+        next(stream)
+        model.model.layers[0].self_attn.scaling = scale
+        model.model.rotary_emb.attention_scaling = scale
+        for _ in stream:
+            pass
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
+
+
+def test_what_passes_write_is_forgotten_when_the_model_is_said_to_have_changed() -> None:
+    model = make_backbone()
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+
+    def keeping(x: Tensor) -> Any:
+        mlp.seen = x.shape[1]
+        return own(x) * getattr(mlp, "factor", 1)
+
+    mlp.forward, mlp.seen = keeping, 0
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+    for state in ("compiled", "hit"):
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+    mlp.seen = -1
+    engine.model_changed()
+    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
+
+
+def test_what_nothing_is_computed_from_changes_nothing() -> None:
+    model, captured = make_backbone(), []
+    engine = PICEngine(model, make_tokenizer(), method="naive")
+
+    def record(kept: list[Any], module: Any, args: Any, output: Any) -> None:
+        kept.append(output)
+
+    capture = lambda module, args, output: captured.append(output)  # noqa: E731
+    model.model.layers[0].register_forward_hook(capture).remove()
+    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["compiled"]
+    model.gradient_checkpointing_enable()
+    model.config.output_hidden_states, model.config.pad_token_id = True, 7
+    model.model.layers[0].register_forward_hook(functools.partial(record, []))
+    assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == ["hit"]
+    for state in ("compiled", "hit"):  # what it returns isn't told, but it is the same one
+        handle = model.model.layers[0].register_forward_hook(capture)
+        assert states(engine.ask(QUESTION, [LAKE], max_new_tokens=1)) == [state]
+        handle.remove()
+    assert captured
 
 
 def test_what_is_known_of_a_model_goes_with_it_and_with_its_weights() -> None:
