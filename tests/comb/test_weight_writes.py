@@ -630,7 +630,9 @@ LOOP.append(LOOP)
 
 @pytest.mark.parametrize("where", [attribute, option])
 @pytest.mark.parametrize(
-    "value", [threading.Lock(), LOOP, torch.tensor([1.0, 2.0]), np.arange(5000), iter([1])], ids=str
+    "value",
+    [threading.Lock(), LOOP, torch.tensor([1.0, 2.0]), np.arange(5000), iter([1])],
+    ids=["lock", "list in itself", "tensor", "array", "iterator"],
 )
 def test_what_can_not_be_compared_or_copied_raises_nothing(where: Any, value: Any) -> None:
     model = make_backbone()
