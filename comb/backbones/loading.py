@@ -172,6 +172,11 @@ def check_weights(name: str | Path) -> None:
     """
     place = resolve_name(name)
     check_files(place, weights=True)
+    compare_weights(place)
+
+
+def compare_weights(place: str) -> None:
+    """`check_weights` of a checkpoint whose files were looked at."""
     folder = local_folder(place)
     if folder is None:  # it isn't here yet
         return

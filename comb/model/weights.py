@@ -14,7 +14,7 @@ from transformers.utils.hub import cached_file
 
 from comb.backbones.adapter import AdapterConfig, is_adapter
 from comb.backbones.damage import check_files, explained, headers, local_folder
-from comb.backbones.loading import backbone_of_adapter, check_weights, load_config, resolve_name
+from comb.backbones.loading import backbone_of_adapter, check_weights, compare_weights, load_config, resolve_name
 from comb.documents.files import read_json
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,7 +106,7 @@ def check_checkpoint(name: str | Path, backbone: str | None = None) -> None:
     folder = local_folder(place)
     config = None if folder is None or not is_adapter(read_json(folder / "config.json")) else load_config(place)
     if folder is None or config is None:
-        check_weights(place)
+        compare_weights(place)
         return
     check_headers(folder, config)
     check_weights(backbone or backbone_of_adapter(config, place))
