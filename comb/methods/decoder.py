@@ -101,7 +101,7 @@ class Decoder(TakesPrimer):
     @property
     def max_segment_tokens(self) -> int | None:
         limit = compile_limit(self.backbone)
-        return None if limit is None else limit - 1 - len(self.dummy_ids())
+        return None if limit is None else limit - 1 - self.compiled_from
 
     def select(self, spans: Sequence[Span]) -> list[int]:
         """Sorted positions of the document tokens to recompute; none unless a method says so."""
@@ -122,7 +122,7 @@ class Decoder(TakesPrimer):
     def front(self) -> list[DecoderPICache]:
         """What segments are compiled behind, computed once for each state of the weights; nothing if they are alone.
         The caller holds the backbone's lock."""
-        if not (ids := self.dummy_ids()):
+        if not (ids := self.compiled_behind):
             return []
         kept: dict[str, DecoderPICache] = identity_of(self.backbone).fact(("front", tuple(ids)), dict)
         if not kept:  # a pass of this compile's, which is counted
@@ -135,17 +135,9 @@ class Decoder(TakesPrimer):
         return bool(self.primer)
 
     @property
-    def compiled_behind(self) -> Sequence[int]:
-        return self.dummy_ids()
-
-    def dummy_ids(self) -> list[int]:
-        """Tokens in front of a segment while it is compiled."""
-        return list(self.primer)
-
-    @property
     def compiled_from(self) -> int:
         """Position of a segment's first token while it is compiled."""
-        return len(self.dummy_ids())
+        return len(self.compiled_behind)
 
     def why_not_continue(self) -> str:
         return why_length_dependent(self.backbone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from comb.backbones.discovery import start_token_id, text_config
@@ -52,5 +53,6 @@ class LegoLinkZero(Decoder):
     def fingerprint(self) -> str:
         return f"{super().fingerprint}/{self.dummies}x{self.token}"
 
-    def dummy_ids(self) -> list[int]:
+    @property
+    def compiled_behind(self) -> Sequence[int]:
         return [self.token] * self.dummies

@@ -45,11 +45,6 @@ class LinkTokens(Decoder):
     def fingerprint(self) -> str:
         return str(self.model.fingerprint)
 
-    @property
-    def max_segment_tokens(self) -> int | None:
-        longest = super().max_segment_tokens
-        return None if longest is None else longest - self.model.num_link_tokens
-
     def front(self) -> list[DecoderPICache]:
         """The link tokens."""
         keys, values = zip(*self.model.link_front(), strict=True)
