@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from comb.backbones.damage import check_settings, explained, is_tokenizer_file, local_folder
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.loading import HUB_ARGUMENTS, backbone_beside, resolve_name
+from comb.documents.rendering import TEMPLATE_RESERVED
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def set_template_defaults(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
             raise ValueError(f"chat_template_kwargs: the model's chat template knows no {name!r}")
-        if not name.isidentifier() or name in ("messages", "tools", "documents", "add_generation_prompt"):
+        if not name.isidentifier() or name in TEMPLATE_RESERVED:
             raise ValueError(
                 f"chat_template_kwargs can't set {name!r}, which the messages and whoever renders them say"
             )

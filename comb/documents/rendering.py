@@ -407,12 +407,22 @@ def _spelled(tokenizer: Any, ids: Sequence[int]) -> Rendered:
     return Rendered(b"".join(pieces).decode(), token_ids=tuple(ids), offsets=tuple(offsets))
 
 
+TEMPLATE_RESERVED = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
+"""Arguments of apply_chat_template itself: not for who sets a template's own by name."""
+
+
 def template_arguments(text: str, option: str = "--chat-template-kwargs") -> dict[str, Any]:
-    """What a command line's option says. Raises ValueError for other than a JSON object."""
+    """What a command line's option says. Raises ValueError for other than a JSON object of a template's own names."""
     try:
         found = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{option} {text!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f'{option} is a JSON object such as {{"enable_thinking": false}}, not {text!r}')
+    if reserved := sorted(TEMPLATE_RESERVED & found.keys()):
+        raise ValueError(f"{option} can't set {reserved[0]!r}, which the messages and whoever renders them say")
     return found

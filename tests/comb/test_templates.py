@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.utils import chat_template_utils
 from comb import PromptBuilder
 from comb.backbones.tokenizer import load_tokenizer, set_template_defaults
 from comb.documents.messages import Generated
+from comb.documents.rendering import template_arguments
 from tests.helpers.byte_text import byte_tokenizer
 from tests.helpers.chat_templates import MADE_UP, REFUSED, shipped
 
@@ -360,3 +362,10 @@ def test_any_text_can_be_a_default() -> None:
         assert by_itself(tokenizer, chat) == wanted
     with pytest.raises(ValueError, match="is a text, a number, true or false"):
         set_template_defaults(tokenizer, {"persona": float("inf")})
+
+
+def test_arguments_of_the_renderer_itself_are_not_a_templates() -> None:
+    for name in ("messages", "tokenize", "documents"):
+        with pytest.raises(ValueError, match=rf"--x can't set '{name}'"):
+            template_arguments(json.dumps({name: 1}), "--x")
+    assert template_arguments('{"enable_thinking": false}') == {"enable_thinking": False}

@@ -11,6 +11,7 @@ from typing import Any
 
 from comb.documents.document import Document
 from comb.documents.messages import References, referenced_documents
+from comb.documents.rendering import TEMPLATE_RESERVED
 from comb_serving.api.errors import RequestError
 from comb_serving.pool.capability import KEY
 
@@ -24,13 +25,6 @@ _NOT_WITH_DOCUMENTS = [
 ]  # fmt: skip
 # places of documents, and of caches of other engines
 _RESERVED_FOR_US = (KEY, "kv_transfer_params", "ec_transfer_params")
-# of apply_chat_template itself: not for a request to set
-TEMPLATE_RESERVED = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
-    "truncation",
-}  # fmt: skip
-
 
 _OURS = ("documents", "comb")
 _MEANT = {"doc": "documents", "docs": "documents"}
