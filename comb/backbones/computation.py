@@ -37,10 +37,11 @@ _STATE = "_comb_run_state"
 _ASIDE = {*vars(nn.Module()), "config", "generation_config", "name_or_path", "gradient_checkpointing",
           "_gradient_checkpointing_func", "hf_device_map",
           "warnings_issued", "_is_hf_initialized", "_is_stateful", "_compiled_call"}  # fmt: skip
-# what is set for a while to look into attention, or says nothing of what is computed
-_PASSING = ("_attn_implementation", "_experts_implementation", "_name_or_path", "_commit_hash", "use_cache",
-            "transformers_version", "_output_attentions", "output_attentions", "_output_hidden_states",
-            "output_hidden_states", "pad_token_id")  # fmt: skip
+UNREAD = ("_name_or_path", "_commit_hash", "use_cache", "transformers_version", "output_attentions",
+          "output_hidden_states", "pad_token_id")  # fmt: skip
+"""What of a configuration says nothing of what is computed."""
+# and what is set for a while to look into attention
+_PASSING = (*UNREAD, "_attn_implementation", "_experts_implementation", "_output_attentions", "_output_hidden_states")
 _NOTES = (list, tuple, set, dict)
 _ABSENT = object()
 _OWN = ("comb.", "comb_training.", "comb_serving.")
@@ -332,13 +333,9 @@ def _by_key(mapping: Mapping[str, Any]) -> list[Any]:
 def _globals_of(function: types.FunctionType) -> list[Any]:
     """What a function reads of its file, as far as that is told by what it holds."""
     kinds = (*_VALUES, Enum, Tensor, np.ndarray, types.FunctionType)
-    read = (function.__globals__.get(name) for name in sorted(_names_in(function.__code__)))
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    read = (function.__globals__.get(name) for name in sorted(names))
     return [value for value in read if value is not None and isinstance(value, kinds)]
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return {*code.co_names}.union(*inner)
 
 
 @cache

@@ -263,7 +263,7 @@ def _damage_in_json(path: Path) -> str | None:
                 f"{_AGAIN}, or pip install -U tokenizers transformers"
             )
         return None
-    if not isinstance(content, dict) and (path.name in SETTINGS or path.name != "vocab.json"):
+    if not isinstance(content, dict) and path.name != "vocab.json":
         return f"{path} should be a JSON object, it is a {type(content).__name__}: {_AGAIN}"
     if path.name == "config.json" and not (isinstance(content.get("model_type"), str) and content["model_type"]):
         return f"{path} has no model_type, so it is no model's: {_AGAIN}"

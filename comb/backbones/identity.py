@@ -22,15 +22,14 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from comb.backbones.computation import Names, Settings, described, forget_run_state
+from comb.backbones.computation import UNREAD, Names, Settings, described, forget_run_state
 from comb.backbones.forward import counted_passes
 from comb.backbones.sample import MOST, Rows, Sample
 from comb.backbones.torch_private import all_tensors_of, layouts_of, modules_of, tensors_of
 
 _CHUNK = 2**24
 _MOST_ROWS = 2**14  # of a table that is looked at row by row: learned positions have fewer
-_VOLATILE = ("transformers_version", "_name_or_path", "_commit_hash", "architectures", "dtype", "use_cache",
-             "output_attentions", "output_hidden_states", "pad_token_id")  # fmt: skip
+_VOLATILE = (*UNREAD, "architectures", "dtype")
 
 _ATTRIBUTE = "_comb_identity"
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SHORT_NAMES = {
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
-}
+from comb.backbones.packaged import MODELS
+
+SHORT_NAMES = {model.name: model.hub for model in MODELS}
 """Ids of backbones with a name of comb's."""
 
 
