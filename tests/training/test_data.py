@@ -348,3 +348,5 @@ def test_made_questions_across_documents_are_for_training_and_have_no_answer(tmp
     assert all("One" in e.query and "Other" in e.query for e in made)
     assert {e.documents for e in made} == {e.documents for e in train}
     assert all(e.answer for e in read_dataset("hotpotqa", tmp_path / "rows.json", split="heldout", across=3))
+    assert train.counts.kept == len(train)
+    assert len(read_dataset("hotpotqa", tmp_path / "rows.json", split="train", across=3, limit=5)) == 5

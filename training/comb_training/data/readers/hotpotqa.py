@@ -32,14 +32,17 @@ def read_hotpotqa(side: DatasetSide, *, num_documents: int | None = None, across
         across: made questions about two of a row's titles, beside its own and for training alone. They have no answer
             but the backbone's (train.answers=on_policy).
     """
-    for example in side.examples(functools.partial(_row, num_documents=num_documents)):
-        yield example
+    found: list[Example] = []
+    for example in side.rows(functools.partial(_row, num_documents=num_documents)):
+        found.append(example)
         titles = [document.title for document in example.documents if document.title]
         rng = side.rng("across", example.id)
         for turn in range(across if side.split == "train" and len(titles) > 1 else 0):
             one, other = rng.sample(titles, 2)
             asked = ACROSS[turn % len(ACROSS)].format(one, other)
-            yield replace(example, query=asked, answer="", answers=(), id=f"{example.id}-across{turn}")
+            found.append(replace(example, query=asked, answer="", answers=(), id=f"{example.id}-across{turn}"))
+            side.counts.read += 1
+    return side.limited(found)
 
 
 def _row(record: DatasetRow, *, num_documents: int | None) -> Example | str:
