@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from comb import methods
 from comb.backbones.adapter import trained_method
 from comb.backbones.exclusive import backbone_of
 from comb.backbones.fingerprint import backbone_fingerprint
@@ -31,12 +32,8 @@ from comb.evaluation.run import NO_DOCUMENTS, Setting, disjoint, first_token_tim
 from comb.evaluation.sets import EvaluationSet, read_sets
 from comb.evaluation.summary import comparison_tables, summarize
 from comb.evaluation.table import Row, TextTable
-
-TRAINING_FREE = (
-    "naive,primed,primed:4,legolink-0,legolink:4,legolink:16,attnlink:16,cacheblend:0.15,focus:0.1,focus:0.1,primer=true,prefix,"
-    "legolink:16,quantize=int8,legolink:16@fixed:64"
-)
-"""Asked where ``--methods`` names none: of each kind some, in eight bits, and cut into shorter segments."""
+from comb.methods.linked import Linked
+from comb.methods.selection import NOTHING
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
     """Answers, KL to full recompute, times and bytes of every method; with --out a broken-off run goes on."""
     if options.metric not in METRICS:
         raise ValueError(f"--metric is one of {', '.join(METRICS)}, not {options.metric!r}")
-    given = split_methods(options.methods or TRAINING_FREE)
+    given = split_methods(options.methods) if options.methods else every_method()
     report.panels = lambda rows: panels(rows, options.metric)
     report.heading = options.model
     report.facts["sets"] = {}
@@ -100,7 +97,7 @@ def compare_methods(options: MethodsOptions, report: BenchmarkReport) -> None:
         model = asked.setting.model
         own = trained_method(model)
         trained = [own] if own is not None and not options.methods else []
-        # both ends of the scale stand in every table
+        # both ends of the scale stand in every table; what can't be had with the model says why
         between = [spec for spec in [*trained, *given] if spec not in ("full", NO_DOCUMENTS)]
         ask(asked, ["full", *between, NO_DOCUMENTS], options, report)
 
@@ -132,6 +129,19 @@ def _share_computed(row: Row, whole: float) -> float:
 
 def _cached_ms(row: Row) -> float | None:
     return None if row["ttft_cached_s"] is None else float(1000 * row["ttft_cached_s"].median)
+
+
+def every_method() -> list[str]:
+    """All methods that need no adapter, with their own parameters, and rules of selection behind prose, too."""
+    found = []
+    for name in methods.names():
+        cls = methods.get(name)
+        if cls.uses_encoder or (issubclass(cls, Linked) and cls.default_front == "adapter"):
+            continue
+        found.append(name)
+        if issubclass(cls, Linked) and cls.rule is not NOTHING and cls.default_front == "none":
+            found.append(f"{name}:front=prose")
+    return found
 
 
 def question_sets(options: MethodsOptions, report: BenchmarkReport) -> Iterator[QuestionSet]:

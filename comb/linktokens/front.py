@@ -5,6 +5,7 @@ Legend: n link tokens, H cached heads, D and E channels of a key and of a value.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from comb.backbones.forward import decoder_of
+from comb.backbones.identity import identity_of
 from comb.linktokens.config import LinkTokensConfig
 
 FrontKeyValues = list[tuple[Tensor, Tensor]]
 """Per layer, keys [H, n, D] and values [H, n, E] as the backbone caches them at positions 0 to n - 1."""
 
 
-class Front(nn.Module):
+class LearnedFront(nn.Module):
     """The link tokens in front of a document, which see nothing but themselves.
 
     So their keys and values are the same in front of every document, up to the place that these are turned to. They are
@@ -37,6 +39,24 @@ class Front(nn.Module):
         """Keys and values in a backbone's dtype, with gradients where they are enabled."""
         return [(keys.to(dtype), values.to(dtype)) for keys, values in zip(self.keys, self.values, strict=True)]
 
+    @property
+    def length(self) -> int:
+        """n."""
+        return int(self.keys[0].shape[1])
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what has been learned so far."""
+        found: str = identity_of(self).fact("fingerprint", self._digest)
+        return found
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for name, parameter in self.named_parameters():
+            digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     @torch.no_grad()
     def start_from(self, backbone: Any, token_ids: Sequence[int]) -> None:
         """Makes it what n tokens are at the start of a prompt.
@@ -44,9 +64,8 @@ class Front(nn.Module):
         Raises:
             ValueError: for another number of tokens.
         """
-        count = self.keys[0].shape[1]
-        if len(token_ids) != count:
-            raise ValueError(f"expected {count} tokens, one for each link token, got {len(token_ids)}")
+        if len(token_ids) != self.length:
+            raise ValueError(f"expected {self.length} tokens, one for each link token, got {len(token_ids)}")
         for number, (keys, values) in enumerate(key_values(backbone, token_ids)):
             self.keys[number].copy_(keys)
             self.values[number].copy_(values)

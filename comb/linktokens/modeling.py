@@ -5,7 +5,6 @@ Legend: B rows, T tokens of the longest row, n link tokens, P link tokens in fro
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from comb.backbones.discovery import UnsupportedBackboneError
 from comb.backbones.exclusive import exclusive
-from comb.backbones.identity import identity_of, weights_fingerprint
+from comb.backbones.identity import weights_fingerprint
 from comb.backbones.rotary import why_length_dependent
 from comb.linking.blocks import FRESH, PADDING, visible
 from comb.linking.cache import plain_layer
@@ -25,7 +24,7 @@ from comb.linking.masks import for_attention
 from comb.linking.positions import UnmovableError
 from comb.linking.support import LinkSupport, find_support
 from comb.linktokens.config import LinkTokensConfig
-from comb.linktokens.front import Front, FrontKeyValues, key_values
+from comb.linktokens.front import LearnedFront, key_values
 from comb.model.adapter import AdapterModel, device_of, floating, frozen_backbone, of_backbone
 
 
@@ -46,7 +45,7 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
             config._attn_implementation = backbone.config._attn_implementation
         super().__init__(config)
         self.backbone = backbone.requires_grad_(False)
-        self.front = Front(config)
+        self.front = LearnedFront(config)
 
     @classmethod
     def from_backbone(
@@ -113,13 +112,7 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
     @property
     def fingerprint(self) -> str:
         """Names what documents are compiled with: the backbone's weights and the link tokens."""
-        return f"{weights_fingerprint(self.backbone)}+{identity_of(self.front).fact('fingerprint', self._digest)}"
-
-    @torch.no_grad()
-    def link_front(self) -> FrontKeyValues:
-        """Keys [H, n, D] and values [H, n, E] of the link tokens per layer, at positions 0 to n - 1."""
-        found: FrontKeyValues = self.front(self.backbone.dtype)
-        return found
+        return f"{weights_fingerprint(self.backbone)}+{self.front.fingerprint}"
 
     def forward(
         self,
@@ -213,13 +206,6 @@ class LinkTokensForCausalLM(AdapterModel, GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The backbone's; documents take `comb.PICEngine` or method ``linktokens``."""
         return self.backbone.generate(*args, **kwargs)
-
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for name, parameter in self.front.named_parameters():
-            digest.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype};".encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
 
     def _place(self, dtype: torch.dtype) -> Self:
         self.front.to(device=device_of(self.backbone.get_input_embeddings()), dtype=dtype)

@@ -1,6 +1,7 @@
-"""Methods: named compile/link pairs. One file and one registration each.
+"""Methods: named compile/link pairs. A method that links keys and values is a front and a rule of selection.
 
-A new method is a subclass of `Method` in a file of its own in this folder, and needs no other line anywhere:
+A new rule is one function in a file of this folder (`comb.methods.selection`), and needs no other line anywhere:
+command line, doctor, comparison table and server read the registry. Any other method is a subclass of `Method`:
 
     from comb import methods
 
@@ -9,18 +10,12 @@ A new method is a subclass of `Method` in a file of its own in this folder, and 
         def compile(self, segments): ...     # each segment alone -> PICache
         def link_row(self, row): ...             # PICaches, head, query -> DecodeState
 
-Command line, test matrix and comparison table read the registry, so nothing else has to be touched. What
-stands in front of the first document is an ordinary prefix, cached once for all methods on a backbone; methods that can
-link behind a cache take it off their rows with `heads.behind_head`.
+What stands in front of the first document is an ordinary prefix, cached once for all methods on a backbone; methods
+that can link behind a cache take it off their rows with `heads.behind_head`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 from comb.methods.base import DecodeState, LinkRequest, Method, MethodSpec, SegmentUse
-from comb.registry import Registry
+from comb.methods.registry import create, get, names, parse, register, registry, split_specs
 
 __all__ = [
     "DecodeState",
@@ -36,103 +31,3 @@ __all__ = [
     "registry",
     "split_specs",
 ]
-
-MethodClass = TypeVar("MethodClass", bound=type[Method])
-
-registry: Registry[type[Method]] = Registry("method", "comb.methods")
-
-
-def names() -> list[str]:
-    """Names of all methods, sorted."""
-    return registry.names()
-
-
-def get(name: str) -> type[Method]:
-    """The class of a method. Raises ValueError naming the known methods."""
-    return registry.get(name)
-
-
-def register(name: str) -> Callable[[MethodClass], MethodClass]:
-    """Class decorator that adds a method under `name`. Raises ValueError if the name is taken."""
-
-    def add(cls: MethodClass) -> MethodClass:
-        # inherited names don't count: the name is part of every key
-        if "name" not in cls.__dict__:
-            cls.name = name
-        registry.register(name)(cls)
-        return cls
-
-    return add
-
-
-def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """Splits ``"legolink:16"`` or ``"name:key=value,..."`` into a name and keyword parameters.
-
-    Raises:
-        ValueError: for an unknown name, more positional values than the method takes, or two values of a parameter.
-    """
-    name, _, arguments = spec.partition(":")
-    cls = get(name)
-    parameters: dict[str, Any] = {}
-    positional = list(cls.positional)
-    for argument in filter(None, arguments.split(",")):
-        key, equals, value = argument.partition("=")
-        if not equals:
-            if not positional:
-                taken = ", ".join(cls.positional) or "none"
-                raise ValueError(
-                    f"method {spec!r}: {name!r} has no unnamed parameter for {argument!r} (it takes: {taken}); "
-                    "write name:key=value"
-                )
-            key, value = positional.pop(0), argument
-        if (key := key.strip()) in parameters:
-            raise ValueError(f"method {spec!r} says twice what {key} is")
-        parameters[key] = _value(value.strip())
-    return name, parameters
-
-
-def split_specs(text: str) -> list[str]:
-    """Splits ``"full,legolink:2,naive:rotate=false,quantize=int8"`` at the commas between methods.
-
-    A part such as ``quantize=int8`` belongs to the method in front of it.
-    """
-    specs: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, _ = part.partition("=")
-        if specs and equals and ":" not in name:
-            specs[-1] += ("," if ":" in specs[-1] else ":") + part
-        else:
-            specs.append(part)
-    return specs
-
-
-def create(spec: str, model: Any, **options: Any) -> Method:
-    """A method instance for `model` from ``"comb"`` or ``"legolink:16"``; `options` win over the spec's.
-
-    Every method takes ``quantize=int8`` or ``quantize=fp8`` (`comb.methods.quantized`).
-
-    Raises:
-        ValueError: for an unknown name or parameter, or when `model` lacks what the method needs.
-    """
-    from comb.methods.quantized import Quantized
-
-    name, parameters = parse(spec)
-    options = {**parameters, **options}
-    method_spec = MethodSpec(name, {key: value for key, value in options.items() if key not in ("store", "salt")})
-    scheme = options.pop("quantize", None)
-    method = get(name)(model, **options)
-    if scheme not in (None, False, "none"):
-        method = Quantized(method, scheme)
-    method.spec = method_spec
-    return method
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -13,11 +13,11 @@ from comb.backbones.forward import counted_passes
 from comb.cache.picache import CrossPICache, PICache
 from comb.documents.document import places_behind
 from comb.linking.support import takes_padded_rows
-from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.continuation import continue_tokens, pass_size, why_not_continue
 from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
+from comb.methods.registry import register
 from comb.waits import all_finite
 
 

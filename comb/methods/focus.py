@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from comb.backbones.attention_calls import AttentionCall, watched
 from comb.backbones.transformers_private import can_set_attention
-from comb.linking.cache import ScatterCache, ScatteredRows
-from comb.methods import register
-from comb.methods.checks import check_token_count
-from comb.methods.decoder import Looking, PromptLayout
+from comb.linking.cache import ScatteredRows
+from comb.methods.linked import Linked, PromptLayout, selects
+from comb.methods.selection import Share, Tokens
 
 SEAM = 4
 
 
-@register("focus")
-class Focus(Looking):
+def _can_be_watched(method: Linked) -> None:
+    if method.support.masks is None or not can_set_attention(method.backbone):
+        raise ValueError(
+            f"method {method.name!r} can't be used with this model: {type(method.backbone).__name__} computes "
+            "attention in its own code, where nobody sees what the question looks at; use 'cacheblend' or 'legolink'"
+        )
+
+
+@selects("focus", looks=True, by_query=True, check=_can_be_watched)
+def focus(prompt: PromptLayout, ratio: Share = 0.15, seam: Tokens | None = None) -> list[int]:
     """Recomputes the `ratio` of document tokens that the query pays most attention to.
 
     1. The query passes over the naively linked cache once, with the fresh tokens in front of it.
@@ -28,48 +34,29 @@ class Focus(Looking):
     3. The tokens of largest score go through all layers, in the same pass as the fresh tokens, which go through them a
        second time.
 
-    A segment that begins the prompt was compiled in its place: it is right already, and never chosen.
+    A document that begins the prompt was compiled in its place: it is right already, and never chosen.
 
     Args:
-        ratio: share of document tokens, above 0, at most 1 (full recompute).
-        seam: tokens at the start of each segment that are chosen before all others; by default 4, and none behind a
-            primer. A segment that was compiled alone begins with an attention sink, which few questions look at and
+        seam: tokens at the start of each document that are chosen before all others; by default 4, and none behind a
+            front. A document that was compiled alone begins with an attention sink, which few questions look at and
             all other tokens do (docs/training-free.md compares).
-
-    Raises:
-        ValueError: for a model whose attention can't be seen from outside.
 
     Source: tokens chosen by the query's attention are ProphetKV's (arXiv 2602.02579) and FusionRAG's (arXiv
     2601.12904) idea; the score is this project's, chosen among those that docs/experiments.md compares.
     """
-
-    chooses_by_query = True
-    with_last_token = True  # what a prompt ends with asks as much as the rest
-
-    def __init__(self, model: Any, *, seam: int | None = None, **parameters: Any) -> None:
-        super().__init__(model, **parameters)
-        seam = (0 if self.primer else SEAM) if seam is None else seam
-        check_token_count("focus:seam", seam)
-        if self.support.masks is None or not can_set_attention(self.backbone):
-            raise ValueError(
-                f"method 'focus' can't be used with this model: {type(self.backbone).__name__} computes attention in "
-                "its own code, where nobody sees what the question looks at; use 'cacheblend' or 'legolink'"
-            )
-        self.seam = seam
-
-    def look(self, layout: PromptLayout, cache: ScatterCache) -> list[int]:
-        last = len(layout.token_ids) - 1
-        scores = QueryAttention(cache.rows, start=min(layout.spans[-1].end, last))
-        with watched(self.backbone, scores):
-            self.run(layout, cache, sorted({*layout.fresh_rows, last}))  # a prompt may end with a document
-        movable, paid = [span for span in layout.spans if not span.first], scores.paid
-        for span in movable:
-            paid[span.start : min(span.start + self.seam, span.end)] = math.inf
-        documents = torch.tensor([position for span in movable for position in range(span.start, span.end)])
-        most = math.ceil(self.ratio * sum(span.length for span in layout.spans))
-        top = paid[documents].topk(min(most, len(documents))).indices
-        chosen: list[int] = documents[top].sort().values.tolist()
-        return chosen
+    seam = (0 if prompt.behind_front else SEAM) if seam is None else seam
+    last = len(prompt.token_ids) - 1
+    scores = QueryAttention(prompt.cache.rows, start=min(prompt.spans[-1].end, last))
+    with watched(prompt.backbone, scores):
+        prompt.run(sorted({*prompt.fresh_rows, last}))  # a prompt may end with a document
+    movable, paid = [span for span in prompt.spans if not span.first], scores.paid
+    for span in movable:
+        paid[span.start : min(span.start + seam, span.end)] = math.inf
+    documents = torch.tensor([position for span in movable for position in range(span.start, span.end)])
+    most = math.ceil(ratio * sum(span.length for span in prompt.spans))
+    top = paid[documents].topk(min(most, len(documents))).indices
+    chosen: list[int] = documents[top].sort().values.tolist()
+    return chosen
 
 
 class QueryAttention:

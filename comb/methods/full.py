@@ -15,10 +15,10 @@ from comb.backbones.identity import identity_of
 from comb.cache.picache import PICache, TokenPICache
 from comb.hybrid.caches import continued_cache
 from comb.linking.support import distance, made_up_tokens, takes_padded_rows, tolerance_of
-from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
 from comb.methods.continuation import continue_tokens, why_not_continue
 from comb.methods.past_state import PastState
+from comb.methods.registry import register
 from comb.waits import on_device
 
 _TOKENS = 6  # of a prompt that is tried

@@ -17,18 +17,19 @@ from comb.hybrid.picache import HybridPICache
 from comb.hybrid.support import HybridSupport, find_hybrid_support, is_hybrid
 from comb.linking.fork import fork_cache
 from comb.linking.support import check_keys_cached
-from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest
-from comb.methods.checks import check_token_count, own_picache, usable_with_model
+from comb.methods.fronts import TakesFront
 from comb.methods.heads import behind_head
+from comb.methods.linked import own_picache, usable_with_model
 from comb.methods.past_state import PastState
-from comb.methods.takes_primer import TakesPrimer
+from comb.methods.registry import register
+from comb.methods.selection import TokenCount
 
 _STORAGE = {"float32": torch.float32, "float16": torch.float16}
 
 
 @register("hypic")
-class Hypic(TakesPrimer):
+class Hypic(TakesFront):
     """Reuses states, keys and values of every segment's interior; both its ends are computed again when it is linked.
 
     Exact for one document at the start of a prompt, in the first linear layer for any documents, and everywhere when
@@ -43,7 +44,7 @@ class Hypic(TakesPrimer):
             turned to their places) | ``addition`` (nor are transitions applied).
         compose: False leaves out transitions alone, in any mode: states are added up.
         storage: dtype of states and dense transitions, ``float32`` or the compact ``float16``.
-        primer: of `TakesPrimer`; needs a seam, in which the prompt's first document gets its own beginning.
+        front: tokens (`TakesFront`); needs a seam, in which the prompt's first document gets its own beginning.
 
     Source: HYPIC sec. 4.2, eq. 6 to 8, and sec. 4.3.
 
@@ -78,14 +79,16 @@ class Hypic(TakesPrimer):
             raise ValueError(f"{self.name}:compose is true or false, got {compose!r}")
         for name, width in (("w", w), ("head", head), ("tail", tail)):
             if width is not None:
-                check_token_count(f"{self.name}:{name}", width)
+                TokenCount().check(f"{self.name}:{name}", width)
         self.mode, self.compose, self.storage = mode, compose, storage
         kernel, seams = self.support.kernel, mode == "seam"
         self.head = max(w if head is None else head, kernel - 1) if seams else 0
         self.tail = (w if tail is None else tail) if seams else 0
-        if self.primer and not self.head:
+        if self.front.trained:
+            raise ValueError(f"{self.name}:front is tokens: what adapters learn has no states of linear layers")
+        if self.front.token_ids and not self.head:
             raise ValueError(
-                f"{self.name}:primer needs a seam at the start of each document (head of 1 or more, mode=seam): a "
+                f"{self.name}:front needs a seam at the start of each document (head of 1 or more, mode=seam): a "
                 "prompt that begins with one has no other beginning"
             )
 
@@ -112,7 +115,7 @@ class Hypic(TakesPrimer):
     @property
     def max_segment_tokens(self) -> int | None:
         limit = self.max_prompt_tokens
-        return None if limit is None else limit - 1 - len(self.primer)
+        return None if limit is None else limit - 1 - len(self.front.token_ids)
 
     def compile(self, segments: Sequence[Sequence[int]], *, leading: bool = False) -> list[PICache]:
         """One HybridPICache per segment, each from a forward pass of its own.
@@ -132,7 +135,7 @@ class Hypic(TakesPrimer):
             return [
                 compile_segment(
                     self.backbone, support, fingerprint, ids,
-                    **widths, leading=leading, front=self.primer, dtype=dtype,
+                    **widths, leading=leading, front=self.front.token_ids, dtype=dtype,
                 )
                 for ids in segments
             ]  # fmt: skip
@@ -162,3 +165,25 @@ class Hypic(TakesPrimer):
             self, picache, HybridPICache, fingerprint,
             links="states, keys and values of a hybrid", other="another model, or with other seams or another dtype",
         )  # fmt: skip
+
+
+@register("addition")
+class Addition(Hypic):
+    """Adds every segment's state to the one before, as if the segment forgot nothing of it; recomputes nothing.
+
+    The same as ``hypic:mode=addition``, under the papers' name, and linked from the same PICaches.
+
+    Args:
+        rotate: turns keys to their places (``hypic:mode=rotation,compose=false``), as the paper's baseline doesn't.
+            What composition is worth shows against this.
+        storage: as for `hypic`.
+
+    Source: HYPIC sec. 3.1 and 6.3.
+    """
+
+    positional = ()
+
+    def __init__(self, model: Any, *, rotate: bool = False, storage: str = "float32", **parameters: Any) -> None:
+        if not isinstance(rotate, bool):
+            raise ValueError(f"addition:rotate is true or false, got {rotate!r}")
+        super().__init__(model, mode="rotation" if rotate else "addition", compose=False, storage=storage, **parameters)

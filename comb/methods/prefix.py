@@ -18,13 +18,13 @@ from comb.backbones.identity import weights_fingerprint
 from comb.cache.picache import PICache
 from comb.cache.store import PICacheStore
 from comb.hybrid.caches import run
-from comb.methods import register
 from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
 from comb.methods.continuation import pass_size, why_not_continue
 from comb.methods.exact_prefix import PrefixPieces, acquire_piece
 from comb.methods.full import continue_inlined, token_ids, token_picache, why_not_decoded
 from comb.methods.heads import head_cache_of
 from comb.methods.past_state import PastState
+from comb.methods.registry import register
 
 
 @register("prefix")

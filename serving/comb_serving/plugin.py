@@ -16,7 +16,7 @@ def serve(
     method: Annotated[
         str | None,
         typer.Option(
-            help="for a plain model: primed, legolink:k, naive, legolink-0, full; for hybrids hypic:w,primer=true"
+            help="for a plain model: primed, legolink:k, naive,front=ADAPTER, full; for hybrids hypic:w,front=prose"
         ),
     ] = None,
     audit: Annotated[

@@ -18,7 +18,7 @@ from tests.helpers.families import open_gates, tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CHUNKS = ["The mill burnt down in 1907.", "Its owner was Ada Flint.", "She moved to York."]
-SPECS = ["full", "prefix", "naive", "legolink:4", "legolink-0", "attnlink:4", "cacheblend:0.2", "focus:0.2", "block"]
+SPECS = ["full", "prefix", "naive", "legolink:4", "legolink-0", "attnlink:4", "cacheblend:0.2", "focus:0.2"]
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +97,19 @@ def test_comb_reads_documents_named_in_messages(tokenizer: Any) -> None:
 def test_methods_share_what_they_compile_alike(model: Any, tokenizer: Any) -> None:
     store = PICacheStore()
     states = {}
-    for spec in ("naive", "legolink:4", "cacheblend:0.2", "legolink-0", "legolink-0:2"):
+    for spec in (
+        "naive",
+        "legolink:4",
+        "cacheblend:0.2",
+        "legolink-0",
+        "naive,front=dummies:4",
+        "naive,front=dummies:2",
+    ):
         engine = PICEngine(model, tokenizer, method=spec, store=store)
         answer = engine.ask("who?", documents=CHUNKS[:1], max_new_tokens=1)
         states[spec] = answer.report.documents[0].state
     assert states == {"naive": "compiled", "legolink:4": "hit", "cacheblend:0.2": "hit", "legolink-0": "compiled",
-                      "legolink-0:2": "compiled"}  # fmt: skip
+                      "naive,front=dummies:4": "hit", "naive,front=dummies:2": "compiled"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

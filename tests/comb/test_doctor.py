@@ -9,9 +9,11 @@ import torch
 
 from comb import methods
 from comb.cli.doctor import check_methods, random_model
-from comb.methods import split_specs
+from comb.linking import passes
+from comb.linking.masks import Masks
+from comb.methods import linked, split_specs
 from comb.methods.base import LinkRequest
-from comb.methods.decoder import Decoder
+from comb.methods.linked import Linked
 from tests.comb.test_focus import UNSEEN
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, STATE_FAMILIES, tiny
 
@@ -62,7 +64,7 @@ def test_every_family_gets_a_verdict_on_every_method(family: str) -> None:
 
 def test_what_a_model_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", std=0.15)
-    monkeypatch.setattr(Decoder, "compile", lambda *_: {}["nothing"])
+    monkeypatch.setattr(Linked, "compile", lambda *_: {}["nothing"])
     (naive, full) = check_methods(model, ["naive", "full"])
     assert [check.detail for check in naive.checks] == ["KeyError: 'nothing'"]
     assert not naive.passed
@@ -103,6 +105,24 @@ def test_random_models_keep_the_architecture(family: str) -> None:
     assert model.config.vocab_size == 1024
     assert set(getattr(model.config, "layer_types", None) or ()) == set(getattr(config, "layer_types", None) or ())
     assert all(verdict.passed for verdict in check_methods(model, ["naive", "legolink"]))
+
+
+def test_rows_that_see_what_comes_later_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the mask that published implementations use, aligned to a corner."""
+
+    class Corner(Masks):
+        def build(self, rows: Any, model: Any) -> torch.Tensor:
+            count = len(rows.positions)
+            return torch.ones(count, rows.visible).tril(rows.visible - count).bool()[None, None]
+
+    def recompute(model: Any, cache: Any, ids: Any, positions: Any, masks: Masks, **more: Any) -> Any:
+        return passes.recompute(model, cache, ids, positions, Corner(masks.windows, masks.mapping), **more)
+
+    model = tiny("llama", std=0.15)
+    check_methods(model, ["legolink:3"])
+    monkeypatch.setattr(linked, "recompute", recompute)
+    (verdict,) = check_methods(model, ["legolink:3"])
+    assert "nothing sees what comes later" in [check.name for check in verdict.checks if not check.passed]
 
 
 @pytest.mark.parametrize(

@@ -237,8 +237,8 @@ def test_from_pretrained(tmp_path: Path, tokenizer: Any) -> None:
     plain = PICEngine.from_pretrained(tmp_path / "backbone", method="full")
     linked = PICEngine.from_pretrained(tmp_path / "backbone", method="legolink", k=3, quantize="int8")
     assert linked.method.spec == methods.create("legolink:3,quantize=int8", plain.model).spec
-    with pytest.raises(ValueError, match="no parameter primers; it takes: k, primer"):
-        PICEngine(plain.model, tokenizer, method="legolink", primers=True)
+    with pytest.raises(ValueError, match="no parameter fronts; it takes: k, front"):
+        PICEngine(plain.model, tokenizer, method="legolink", fronts=True)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "backbone")
     expected = PICEngine(make_backbone(), tokenizer, method="full").ask(QUESTION, [LAKE], max_new_tokens=NEW)
     assert plain.ask(QUESTION, [LAKE], max_new_tokens=NEW).token_ids == expected.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from comb import methods
-from comb.methods.focus import Focus
+from comb.methods.linked import PromptLayout
 from tests.comb.test_linking import DOCUMENTS, GAPS, HEAD, LINKABLE, QUERY, error, link, model_of, spans_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,13 +39,17 @@ def test_attention_that_cannot_be_seen_is_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "options", "seam"),
-    [("focus:0.2", {}, 4), ("focus:0.2", {"primer": [5, 6, 7]}, 0), ("focus:0.2,seam=2", {"primer": [5, 6, 7]}, 2)],
+    ("options", "seam"), [({}, 4), ({"front": [5, 6, 7]}, 0), ({"seam": 2, "front": [5, 6, 7]}, 2)]
 )
-def test_seams_come_first_where_documents_are_compiled_alone(spec: str, options: dict[str, Any], seam: int) -> None:
-    method = methods.create(spec, model_of("llama"), **options)
-    assert isinstance(method, Focus)
-    assert method.seam == seam
+def test_seams_come_first_where_documents_are_compiled_alone(options: dict[str, Any], seam: int) -> None:
+    chosen = []
+    for seams in ({}, {"seam": seam}, {"seam": 4 - seam}):
+        method = methods.create("focus:0.2", model_of("llama"), **{**options, **seams})
+        noted = recorded(method)
+        method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
+        chosen += noted
+    assert chosen[0] == chosen[1]
+    assert (chosen[1] == chosen[2]) == (seam == 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "deepseek_v3"])
@@ -57,8 +62,7 @@ def test_the_chosen_are_those_that_the_query_looks_at(family: str, monkeypatch: 
     seams = {position for span in spans for position in (span.start, span.start + 1)}
     for seam, expected in ((0, {*documents[paid[documents].topk(8).indices].tolist()}), (2, seams)):
         method = methods.create(f"focus:0.25,seam={seam}", model)
-        assert isinstance(method, Focus)
-        chosen = recorded(method, monkeypatch)
+        chosen = recorded(method)
         state = method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD)
         assert state.recomputed == (8,)
         assert {*chosen[0]} >= expected if seam else {*chosen[0]} == expected
@@ -82,15 +86,15 @@ def attention_of_query(model: Any) -> Tensor:
     return torch.stack([layer.sum(dim=(0, 1, 2)) for layer in weights]).sum(0)
 
 
-def recorded(method: Focus, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def recorded(method: Any) -> list[list[int]]:
     chosen: list[list[int]] = []
-    inner = method.look
+    inner = method.rule.choose
 
-    def note(*args: Any) -> list[int]:
-        chosen.append(inner(*args))
+    def note(prompt: PromptLayout, **parameters: Any) -> list[int]:
+        chosen.append(inner(prompt, **parameters))
         return chosen[-1]
 
-    monkeypatch.setattr(method, "look", note)
+    method.rule = replace(method.rule, choose=note)
     return chosen
 
 

@@ -192,7 +192,7 @@ def test_bad_parameters() -> None:
         "addition:mode=seam": "mode",
         "addition:rotate=1": "rotate is true or false",
         "hypic:compose=1": "compose is true or false",
-        "hypic:primer=true": "no tokenizer beside its weights",
+        "hypic:front=prose": "no tokenizer beside its weights",
         "hypic:quantize=int8": "can't be quantised",
     }.items():
         with pytest.raises((ValueError, TypeError), match=message):
@@ -202,19 +202,19 @@ def test_bad_parameters() -> None:
 def test_a_primer_needs_a_seam_and_has_picaches_of_its_own() -> None:
     model = model_of("bamba")
     for spec in ("hypic:mode=rotation", "addition"):
-        with pytest.raises(ValueError, match="primer needs a seam"):
-            methods.create(spec, model, primer=PRIMER)
-    primed, plain = methods.create("hypic", model, primer=PRIMER), methods.create("hypic", model)
+        with pytest.raises(ValueError, match="front needs a seam"):
+            methods.create(spec, model, front=PRIMER)
+    primed, plain = methods.create("hypic", model, front=PRIMER), methods.create("hypic", model)
     with pytest.raises(ValueError, match="another model, or with other seams"):
         primed.link(plain.compile([A]), QUERY)
     longest = 4096 - 1 - len(PRIMER)
     assert (primed.max_segment_tokens, plain.max_segment_tokens) == (longest, 4096 - 1)
-    covered = methods.create("hypic:100", model, primer=PRIMER)
+    covered = methods.create("hypic:100", model, front=PRIMER)
     assert error(covered.link(covered.compile([A, B]), QUERY).logits, logits(model, "full", [A, B])) < EXACT
 
 
 def test_models_that_it_is_not_for() -> None:
-    for spec in ("hypic", "hypic:primer=true"):  # the model is looked at before its tokenizer, which it may not have
+    for spec in ("hypic", "hypic:front=prose"):  # the model is looked at before its tokenizer, which it may not have
         with pytest.raises(ValueError, match=r"no linear-attention layers: use method='attnlink'"):
             methods.create(spec, tiny("llama"))
     sliding = tf.Qwen3NextConfig(**BASE, **GDN, head_dim=16, num_experts=4, num_experts_per_tok=2,
@@ -283,7 +283,7 @@ def test_damaged_weights_give_no_picache() -> None:
 
 @pytest.mark.parametrize("name", list(HYBRIDS))
 def test_files_hold_everything(name: str) -> None:
-    method = methods.create("hypic", model_of(name), primer=PRIMER)
+    method = methods.create("hypic", model_of(name), front=PRIMER)
     (picache,) = method.compile([A])
     data = serialize(picache, "k")
     again = deserialize(data, "k")

@@ -63,7 +63,7 @@ def passes(model: Any) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_is_sequential(name: str) -> None:
-    packed, plain = pair(name, primer=PRIMER)
+    packed, plain = pair(name, front=PRIMER)
     model, picaches = model_of(name), packed.compile([A, B, C, A])
     packed.link(picaches, QUERY)  # tries out what the model takes
     with passes(model) as counted:

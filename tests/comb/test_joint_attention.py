@@ -224,7 +224,7 @@ def test_untrained_and_in_all_layers_it_is_naive(family: str, gap: list[int], pr
     """Or `primed`: what COMB's documents are to start with, at the same places."""
     backbone = tiny(family)
     comb = methods.create("comb", joint(backbone, **({"primer": primer} if primer else {})))
-    named = {"method": "primed", "primer": primer} if primer else {"method": "naive"}
+    named = {"method": "primed", "front": primer} if primer else {"method": "naive"}
     other = methods.create(named.pop("method"), backbone, **named)
     answers = []
     for method in (comb, other):

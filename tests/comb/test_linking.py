@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from comb.linking.passes import recompute, recompute_in_order
 from comb.linking.positions import UnmovableError, find_positions
 from comb.linking.rotation import Rerotation, Rotation
 from comb.linking.support import find_support
-from comb.methods.decoder import Decoder
+from comb.methods.linked import Linked, PromptLayout
 from tests.helpers.families import FAMILIES, LINK_FAMILIES, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,7 +37,7 @@ REFUSED = {
 LINKABLE = sorted({*FAMILIES, *LINK_FAMILIES} - set(REFUSED))
 RUN_BY_RUN = ("bloom", "mpt", "falcon_alibi")
 EVERYTHING = ("legolink:99", "attnlink:98", "cacheblend:1.0")
-EXACT_FOR_ONE = ("naive", "block", "legolink:0", "legolink:2", "attnlink:4", "cacheblend:0.3", *EVERYTHING)
+EXACT_FOR_ONE = ("naive", "legolink:0", "legolink:2", "attnlink:4", "cacheblend:0.3", *EVERYTHING)
 
 HEAD, GAPS, QUERY = [5, 6, 7], [[8], [9, 10]], [90, 17, 33, 41, 12]
 _generator = torch.Generator().manual_seed(1)
@@ -136,7 +137,7 @@ def test_moved_keys_are_those_computed_at_the_other_place(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "deepseek_v3", "dynamic_ntk", "bloom"])
 @pytest.mark.parametrize("spec", ["legolink:3", "attnlink:6", "cacheblend:0.4"])
-def test_nothing_sees_what_comes_later(family: str, spec: str) -> None:
+def test_nothing_sees_what_comes_later(family: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another last document and another query: what is cached in front of them stays the same."""
     model = model_of(family)
     method = methods.create(spec, model)
@@ -146,12 +147,16 @@ def test_nothing_sees_what_comes_later(family: str, spec: str) -> None:
     kept = []
     for last, query in ((DOCUMENTS[2], QUERY), (DOCUMENTS[2][::-1], QUERY[::-1])):
         if spec.startswith("cacheblend"):  # which tokens it chooses may depend on all of them
-            method.__dict__["look"] = lambda linking, cache: [4, 5, 9, 15, 16, 25]
+            method.__dict__["rule"] = replace(method.rule, choose=lambda prompt, **_: [4, 5, 9, 15, 16, 25])
         caches: list[Any] = []
-        method.__dict__["run"] = lambda linking, cache, rows, seen=caches: (
-            seen.append(cache) or Decoder.run(method, linking, cache, rows)
-        )
-        method.link(method.compile([*DOCUMENTS[:2], last]), query, head_ids=HEAD)
+
+        def run(prompt: PromptLayout, rows: Any, run: Any = PromptLayout.run, seen: Any = caches) -> Any:
+            seen.append(prompt.cache)
+            return run(prompt, rows)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(PromptLayout, "run", run)
+            method.link(method.compile([*DOCUMENTS[:2], last]), query, head_ids=HEAD)
         kept.append([tensor.clone() for tensor in held(caches[-1], before)])
     for left, right in zip(*kept, strict=True):
         assert error(left, right) < 1e-5
@@ -226,13 +231,15 @@ def test_refusals_say_why(family: str) -> None:
 )  # fmt: skip
 def test_starts_or_both_sides_of_a_boundary_are_recomputed(spec: str, rows: list[int]) -> None:
     spans = [Span(0, 4, first=True), Span(4, 2), Span(8, 5)]  # a gap of two fresh tokens before the last
-    assert methods.create(spec, model_of("llama")).select(spans) == rows
+    method = methods.create(spec, model_of("llama"))
+    assert isinstance(method, Linked)
+    assert method.rule.choose(spans, **method.parameters) == rows
 
 
 def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> None:
     """Against full prefill's own keys and values of layer 1, computed apart."""
     model, method = model_of("qwen3"), methods.create("cacheblend:0.25", model_of("qwen3"))
-    assert isinstance(method, Decoder)
+    assert isinstance(method, Linked)
     picaches = method.compile(DOCUMENTS)
     spans, tokens, length = spans_of(DOCUMENTS, HEAD, QUERY)
     right = DynamicCache()
@@ -246,8 +253,9 @@ def test_cacheblend_chooses_by_deviation_from_the_right_keys_and_values() -> Non
     documents = torch.tensor([p for span in spans for p in range(span.start, span.end)])
     expected = sorted(documents[deviation[documents].topk(8).indices].tolist())
     chosen: list[list[int]] = []
-    inner = method.look  # type: ignore[attr-defined]
-    method.__dict__["look"] = lambda *a: chosen.append(inner(*a)) or chosen[-1]  # type: ignore[func-returns-value]
+    inner = method.rule.choose
+    note = lambda *a, **k: chosen.append(inner(*a, **k)) or chosen[-1]  # noqa: E731
+    method.__dict__["rule"] = replace(method.rule, choose=note)
     state = method.link(picaches, QUERY, head_ids=HEAD)
     assert chosen == [expected]
     assert state.recomputed == (8,)
@@ -268,7 +276,7 @@ def test_naive_without_rotation_is_something_else() -> None:
 
 def test_legolink_zero_is_compiled_behind_dummies() -> None:
     model = model_of("llama")
-    method = methods.create("legolink-0:3", model)
+    method = methods.create("naive:front=dummies:3", model)
     (picache,) = method.compile(DOCUMENTS[:1])
     behind = DynamicCache()
     with torch.no_grad():
@@ -282,10 +290,9 @@ def test_legolink_zero_is_compiled_behind_dummies() -> None:
     )
 
 
-def test_block_is_a_forward_pass_under_a_block_diagonal_mask(caplog: pytest.LogCaptureFixture) -> None:
+def test_naive_is_a_forward_pass_under_a_block_diagonal_mask() -> None:
     model = tiny("llama", std=0.15)
-    got = link(model, "block").logits
-    assert "fine-tuned with block attention" in caplog.text
+    got = link(model, "naive").logits
     spans, tokens, length = spans_of(DOCUMENTS, [], QUERY)
     allowed = torch.ones(length, length).tril().bool()
     for span in spans:
@@ -293,11 +300,6 @@ def test_block_is_a_forward_pass_under_a_block_diagonal_mask(caplog: pytest.LogC
     with torch.no_grad():
         expected = model(input_ids=tokens[None], attention_mask=allowed[None, None]).logits[:, -1]
     assert error(got, expected) < 1e-4
-    caplog.clear()
-    trained = tiny("llama", std=0.15)
-    trained.config.block_attention = True
-    link(trained, "block")
-    assert not caplog.text
 
 
 # ---- caches, generation, precision ----
@@ -400,8 +402,11 @@ def test_parameters_out_of_range() -> None:
         "cacheblend:0.2,layers=0": "at least 1",
         "focus:0": "0 < ratio <= 1",
         "focus:0.1,seam=-1": "at least 0",
-        "legolink-0:0": "at least 1",
-        "legolink-0:4,token=128": "below 128",
+        "legolink-0:4": "no unnamed parameter for '4'",
+        "naive:front=dummies:0": "at least 1",
+        "naive:front=dummies:x": "at least 1",
+        "naive,front=nowhere": "there is no such file or folder",
+        "naive,front=adapter": "has none: train some",
         "naive:rotate=2": "true or false",
         "naive:k=2": "no parameter k",
         "full:3": "full",

@@ -112,6 +112,36 @@ def test_documents_in_any_order_and_in_eight_bits() -> None:
     assert 0 < float((exact - rounded).abs().max()) < 0.1
 
 
+@pytest.mark.parametrize("rule", ["naive", "legolink:2", "attnlink:2", "focus:0.3", "cacheblend:0.3"])
+def test_every_rule_selects_behind_what_was_learned(rule: str, tmp_path: Path) -> None:
+    """On the adapter, and on the plain model, which is told where the adapter is."""
+    model, plain = adapter(), tiny("llama", std=0.15)
+    model.save_pretrained(tmp_path / "links")
+    own = link(model, rule, DOCUMENTS, ",front=adapter")
+    there = link(plain, rule, DOCUMENTS, f",front={tmp_path / 'links'}")
+    assert torch.equal(there.logits, own.logits)
+    assert there.recomputed == own.recomputed
+    assert not torch.allclose(link(model, rule, DOCUMENTS).logits, own.logits, atol=1e-4)  # the control: compiled alone
+    everything = {"naive": "naive"}.get(rule, rule.partition(":")[0] + ":" + ("1.0" if "." in rule else "10"))
+    whole = link(model, everything, DOCUMENTS, ",front=adapter")
+    if rule != "naive":
+        torch.testing.assert_close(whole.logits, link(model, "full", DOCUMENTS).logits, rtol=1e-4, atol=2e-5)
+
+
+def test_a_front_that_is_no_adapters_or_anothers_is_refused(tmp_path: Path) -> None:
+    adapter().save_pretrained(tmp_path / "links")
+    tiny("llama").save_pretrained(tmp_path / "plain")
+    for model, front, message in (
+        (tiny("llama", seed=1, std=0.15), "links", "backbone"),
+        (tiny("llama", std=0.15), "plain", "is no adapter of link tokens, its model_type is 'llama'"),
+        (tiny("llama", std=0.15), "nothing", "there is no such file or folder"),
+        (tiny("bamba"), "links", "."),
+    ):
+        for name in ("naive", "hypic"):
+            with pytest.raises(ValueError, match=message if name == "naive" else "."):
+                methods.create(name, model, front=str(tmp_path / front))
+
+
 def test_without_documents_it_is_the_backbone_to_the_bit() -> None:
     model, ids = adapter(), torch.tensor([HEAD + QUERY])
     plain = tiny("llama", std=0.15)

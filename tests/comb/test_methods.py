@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import transformers as tf
 from transformers import PreTrainedModel
 
 from comb import CombForCausalLM, methods
+from comb.bench.methods import every_method
 from comb.cache.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
 from comb.cache.store import PICacheStore
+from comb.cli.doctor import check_methods
+from comb.linking.cache import Span
 from comb.methods.base import Method
+from comb.methods.linked import selects
 from comb.methods.prefix import Prefix
+from comb.methods.selection import Tokens
 from tests.helpers.families import open_gates, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,6 +90,31 @@ def test_a_method_is_one_class_and_its_parameters_come_from_the_spec() -> None:
             methods.register("test-mine")(type("Other", (Mine,), {}))
     finally:
         del methods.registry._entries["test-mine"]
+
+
+def test_a_rule_of_selection_is_one_function() -> None:
+    """Registered, it is a method behind every front, with its doctor's checks, and in the comparison."""
+
+    @selects("test-last")
+    def last(spans: Sequence[Span], k: Tokens = 1) -> list[int]:
+        """Recomputes the last `k` tokens of every document."""
+        return [position for span in spans for position in range(max(span.start, span.end - k), span.end)]
+
+    try:
+        model = make("llama")
+        assert methods.parse("test-last:2,front=dummies:3") == ("test-last", {"k": 2, "front": "dummies:3"})
+        method = methods.create("test-last:2", model)
+        assert method.link(method.compile(DOCUMENTS), QUERY, head_ids=HEAD).recomputed == (6,)
+        with pytest.raises(ValueError, match="test-last:k is a number of tokens, an integer of at least 0, got -1"):
+            methods.create("test-last:-1", model)
+        for spec in ("test-last", "test-last:3,front=dummies:2"):
+            (verdict,) = check_methods(model, [spec])
+            assert verdict.passed
+            assert "everything recomputed == full" in [check.name for check in verdict.checks]
+        assert {"test-last", "test-last:front=prose"} <= set(every_method())
+        assert methods.get("test-last").__doc__ == last.__doc__
+    finally:
+        del methods.registry._entries["test-last"]
 
 
 # ---- full ----

@@ -125,9 +125,9 @@ def test_documents_stand_behind_a_passage_that_leaves_them_half(positions: int, 
     sizes = {**SMALL, "vocab_size": 260, "max_position_embeddings": positions, "num_key_value_heads": 4}
     model = tf.MistralForCausalLM(tf.MistralConfig(**sizes, sliding_window=window)).eval()
     engine = PICEngine(model, byte_tokenizer(), method="primed")
-    assert len(engine.method.primer) == positions // 2  # of 519 bytes
+    assert len(engine.method.compiled_behind) == positions // 2  # of 519 bytes
     assert engine.ask("Who?", ["Ida lives in Rome."], max_new_tokens=2).report.documents[0].state == "compiled"
-    shorter = methods.create("primed", model, primer=engine.method.primer[:-1])
+    shorter = methods.create("primed", model, front=engine.method.compiled_behind[:-1])
     assert shorter.fingerprint != engine.method.fingerprint
 
 

@@ -23,7 +23,7 @@ from comb.engine.workers import request as request_module
 from comb.engine.workers.executor import SegmentWorker
 from comb.engine.workers.worker import Compiler, Reply
 from comb.methods.base import Method
-from comb.methods.naive import Naive
+from comb.methods.presets import Naive
 from comb.model.source import ModelSource
 from tests.helpers.hybrids import tiny_hybrid
 from tests.helpers.parallel import Inside
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEGMENTS = [[11, 12, 13, 14, 15, 16], [21, 22, 23], [31, 32, 33, 34], [41, 42], [51, 52, 53, 54, 55]]
 FAULTY = [[11, 12, 13, 14, 15, FAULT_TOKEN], *SEGMENTS[1:]]
-METHODS = ["comb", "naive", "block", "legolink:4", "legolink-0", "cacheblend:0.5", "focus:0.5", "naive:quantize=int8"]
+METHODS = ["comb", "naive", "legolink:4", "legolink-0", "cacheblend:0.5", "focus:0.5", "naive:quantize=int8"]
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_every_method(name: str, scheme: str) -> None:
         model = open_gates(CombForCausalLM.from_backbone(model, num_encoder_layers=2))
     elif name == "linktokens":
         model = LinkTokensForCausalLM.from_backbone(model, num_link_tokens=3)
-    given = {"primer": [5, 6, 7]} if name == "primed" else {}
+    given = {"front": [5, 6, 7]} if name == "primed" else {}
     plain, small = methods.create(name, model, **given), methods.create(f"{name}:quantize={scheme}", model, **given)
     assert (small.name, small.uses_encoder, small.batches) == (plain.name, plain.uses_encoder, plain.batches)
     assert small.max_segment_tokens == plain.max_segment_tokens

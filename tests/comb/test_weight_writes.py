@@ -133,7 +133,7 @@ def test_whatever_was_computed_before_is_computed_again(name: str, part: str) ->
     }  # fmt: skip
     options: dict[str, Any] = {"method": method}
     if name == "primed":
-        options["primer"] = list(range(60, 90))
+        options["front"] = list(range(60, 90))
     engine = PICEngine(model, make_tokenizer(template=TEMPLATE), **options)
     chat = engine.conversation(DOCUMENTS, messages=[{"role": "system", "content": "Answer."}])
     chat.ask(QUESTION, max_new_tokens=NEW)
@@ -363,11 +363,11 @@ def test_an_adapter_that_transformers_exchanges_is_another(tmp_path: Path) -> No
 def test_the_rows_that_a_prompt_reads_are_all_looked_at(name: str) -> None:
     """One row alone, written through ``.data``, of a table that is too large to be looked at whole."""
     model = make_comb(make_backbone(vocab_size=20_000)) if name == "comb" else make_backbone(vocab_size=20_000)
-    options: dict[str, Any] = {"primer": list(range(15_000, 15_030))} if name == "primed" else {}
+    options: dict[str, Any] = {"front": list(range(15_000, 15_030))} if name == "primed" else {}
     engine = PICEngine(model, make_tokenizer(template=TEMPLATE), method=name, **options)
     chat = engine.conversation([LAKE], messages=[{"role": "system", "content": "Answer in Xhosa."}])
     table = model.get_input_embeddings().weight
-    tokens = {*make_tokenizer()(LAKE).input_ids, *options.get("primer", [])}
+    tokens = {*make_tokenizer()(LAKE).input_ids, *options.get("front", [])}
     for token in sorted(tokens)[::4]:
         engine.ask(QUESTION, [LAKE], max_new_tokens=1)
         table.data[token] += 0.5

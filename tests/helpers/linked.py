@@ -19,12 +19,12 @@ from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.reports import LinkReport, ReportReceiver, name_of
 from comb_serving.pool.capability import COMPILE, KEY, Capability, digest
 from comb_serving.pool.handles import PoolHandle, pack
-from comb_serving.vllm.linking.setup import engine_options, primer_for
+from comb_serving.vllm.linking.setup import engine_options, front_for
 from tests.helpers.engines import answer, engine, greedy, instance
 from tests.helpers.families import BASE
 
 HEAD = [7, 8, 9, 10, 11, 12, 13]
-PRIMER = [25, 31, 47, 6, 19]
+FRONT = [25, 31, 47, 6, 19]  # what stands here for prose
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class LinkedEngine:
     model: Any
     folder: Path
     documents: dict[str, list[int]]
+    front: str = "none"
     handles: dict[str, PoolHandle] = field(default_factory=dict)
     reports: list[LinkReport | None] = field(default_factory=list)
     preemptions: int = 0
@@ -71,6 +72,10 @@ class LinkedEngine:
             return preempt(*arguments, **options)
 
         self.scheduler._preempt_request = counted
+
+    def behind(self, rule: str) -> str:
+        """A rule of selection behind the front that this engine's documents have."""
+        return rule if self.front == "none" else f"{rule},front={self.front}"
 
     @property
     def scheduler(self) -> Any:
@@ -93,7 +98,7 @@ class LinkedEngine:
         ids = self.documents[name]
         handle = PoolHandle(len(ids), tuple(self._free.pop() for _ in range(self.layout.blocks_for(len(ids)))))
         parsed = LinkMethod.parse(method)
-        front = self.layout.front(parsed)
+        front = self.layout.front
         self.handles[name + parsed.compiled] = handle
         prompt = [*front, *ids]
         token = self.signed(COMPILE, prompt, ((len(front), len(ids)),), [handle], salt=salt)
@@ -129,20 +134,21 @@ class LinkedEngine:
 
 def library_answer(
     model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8,
-    primer: Sequence[int] = PRIMER,
+    front: Sequence[int] = FRONT,
 ) -> tuple[list[int], list[float]]:  # fmt: skip
     """The library's greedy answer by the method of the same name: token ids and their log-probabilities."""
-    logs = library_logs(model, documents, prompt, method, tokens, primer)
+    logs = library_logs(model, documents, prompt, method, tokens, front)
     ids = [int(log.argmax()) for log in logs]
     return ids, [log[token].item() for log, token in zip(logs, ids, strict=True)]
 
 
 def library_logs(
     model: Any, documents: dict[str, list[int]], prompt: LinkedPrompt, method: str, tokens: int = 8,
-    primer: Sequence[int] = PRIMER,
+    front: Sequence[int] = FRONT,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Log-probabilities of all tokens at each step of that answer."""
-    made = methods.create(method, model, **({"primer": list(primer)} if method.startswith("primed") else {}))
+    prose = LinkMethod.parse(method).front == "prose"
+    made = methods.create(method, model, **({"front": list(front)} if prose else {}))
     segments = [documents[name] for name in prompt.names]
     gaps = [list(gap) for gap in prompt.gaps]
     gaps += [[]] * (len(segments) - 1 - len(gaps))
@@ -203,10 +209,11 @@ def linked_engine(
     """A model served with linking from where it was saved; or the backbone of an adapter saved at `link_tokens`."""
     parsed, backbone = LinkMethod.parse(method), model if link_tokens is None else model.backbone
     adapter = None if link_tokens is None else str(link_tokens)
-    primer = PRIMER if adapter is None else primer_for(parsed, "", adapter)
-    ours = engine_options(parsed, primer, adapter)
+    prose = FRONT if parsed.front == "prose" else []
+    ours = engine_options(parsed, prose if adapter is None else front_for(parsed, "", adapter), adapter)
     with instance(2**23) as place, engine(backbone.name_or_path, **ours, **options) as llm:
-        found = LinkedEngine(llm, model, place, three_documents(model.config.get_text_config().vocab_size))
+        known = three_documents(model.config.get_text_config().vocab_size)
+        found = LinkedEngine(llm, model, place, known, parsed.front)
         try:
             yield found
         finally:

@@ -24,7 +24,7 @@ from comb.hybrid.families.dense import DenseTransition
 from comb.hybrid.families.scalar import ScalarTransition
 from comb_serving.pool.handles import PoolHandle
 from tests.helpers.hybrids import BASE, PATTERN, slow_decays
-from tests.helpers.linked import PRIMER, LinkedPrompt
+from tests.helpers.linked import FRONT, LinkedPrompt
 from tests.helpers.processes import wait_for
 
 # what vLLM's kernels for CPUs take: heads of attention from 32 on, of gated DeltaNet 64 or 128
@@ -70,8 +70,8 @@ def documents() -> dict[str, list[int]]:
 
 def library(model: Any, method: str, prompt: LinkedPrompt) -> Tensor:
     """The first token's log-probabilities by the library's method of the same name."""
-    spec = method.removesuffix(",primer=true")
-    made, known = methods.create(spec, model, **({} if spec == method else {"primer": list(PRIMER)})), documents()
+    behind = {"front": list(FRONT)} if method.endswith(",front=prose") else {}
+    made, known = methods.create(method, model, **behind), documents()
     segments = [known[name] for name in prompt.names]
     gaps = [list(gap) for gap in prompt.gaps]
     gaps += [[]] * (len(segments) - 1 - len(gaps))

@@ -11,7 +11,7 @@ from typing import Any
 from comb.cache.picache import PICache
 from comb.cache.picache_file import serialize
 from comb.engine.workers import worker as worker_module
-from comb.methods.naive import Naive
+from comb.methods.presets import Naive
 
 FAULT_TOKEN = 99
 

@@ -21,7 +21,7 @@ from comb_serving.pool.capability import COMPILE, Capability
 from comb_serving.pool.handles import PoolHandle, pack
 from tests.helpers.fakes import until
 
-LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096, dummy=1, primer=(4, 5, 6))
+LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096)
 SECRET = b"of the instance"
 HANDLE = PoolHandle(3, (5,))
 NAIVE = LinkMethod("naive")
@@ -59,23 +59,25 @@ class Client:
         return self.tiers
 
 
-def compiler(client: Client, method: LinkMethod = NAIVE) -> EngineCompiler:
-    made = EngineCompiler(LAYOUT, method, SECRET)
+def compiler(client: Client, method: LinkMethod = NAIVE, layout: LinkingLayout = LAYOUT) -> EngineCompiler:
+    made = EngineCompiler(layout, method, SECRET)
     made.client = client
     return made
 
 
 @pytest.mark.parametrize(
-    ("method", "front"), [("naive", []), ("legolink:16", []), ("legolink-0:2", [1, 1]), ("primed:4", [4, 5, 6])]
+    ("method", "front"),
+    [("naive", []), ("legolink:16", []), ("naive,front=dummies:2", [1, 1]), ("primed:4", [4, 5, 6])],
 )
 async def test_a_document_is_a_request_of_its_own(method: str, front: list[int]) -> None:
     pytest.importorskip("vllm")
     client, wanted = Client(), LinkMethod.parse(method)
-    made = compiler(client, wanted)
+    layout = replace(LAYOUT, front=tuple(front))
+    made = compiler(client, wanted, layout)
     identity = await made.identity()
     assert identity.method.startswith(wanted.compiled)
     assert identity.max_document_tokens == 63 - len(front)
-    other = await EngineCompiler(replace(LAYOUT, dummy=2, primer=(4, 5, 7)), wanted, SECRET).identity()
+    other = await EngineCompiler(replace(LAYOUT, front=tuple(front[1:])), wanted, SECRET).identity()
     assert (other.method == identity.method) == (not front)  # a document on the disk says what it was compiled behind
     client.gate.set()
     found = await made.submit("key", [7, 8, 9], HANDLE)
@@ -90,14 +92,9 @@ async def test_a_document_is_a_request_of_its_own(method: str, front: list[int])
     assert said.spans_in(ids) == ((len(front), 3),)
 
 
-def test_a_model_without_dummy_tokens() -> None:
-    with pytest.raises(ValueError, match="has neither: choose --method legolink:16"):
-        EngineCompiler(LinkingLayout(8, 16, 24, "model", "float32", 63, 4096), LinkMethod.parse("legolink-0"), SECRET)
-
-
-def test_a_primer_that_is_too_long() -> None:
+def test_a_front_that_is_too_long() -> None:
     with pytest.raises(ValueError, match="behind 63 tokens, and prompts have at most 64: raise --max-model-len"):
-        EngineCompiler(replace(LAYOUT, primer=(5,) * 63), LinkMethod.parse("primed"), SECRET)
+        EngineCompiler(replace(LAYOUT, front=(5,) * 63), LinkMethod.parse("primed"), SECRET)
 
 
 @pytest.mark.parametrize("client", [Client(reason="error"), Client(reason="abort"), Client(error=OSError("dead"))])

@@ -12,7 +12,6 @@ import transformers as tf
 
 from comb import LinkTokensForCausalLM
 from comb_serving.linking.layout import LinkingLayout
-from comb_serving.linking.methods import LinkMethod
 from comb_training.nano import CHECKPOINT
 from tests.helpers.engines import SMALL
 from tests.helpers.families import BASE, MLA
@@ -67,7 +66,7 @@ def test_answers_are_those_of_the_library(kind: str, values: Any, tmp_path: Path
         # the controls: not full recompute, not documents alone, and not behind what its placeholders are
         for (prompt, _), one in zip(ASKED[:2], found, strict=False):
             for name in ("full", "naive", "primed"):
-                other = library_answer(model.backbone, linked.documents, prompt, name, primer=linked.layout.primer)
+                other = library_answer(model.backbone, linked.documents, prompt, name, front=linked.layout.front)
                 assert largest_difference(one, other) > 1e-3
         check_nothing_is_left(linked.scheduler)
 
@@ -198,6 +197,5 @@ def test_latent_attention_caches_something_else(tmp_path: Path) -> None:
 
 
 def test_the_front_lies_behind_the_blocks() -> None:
-    layout = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096, primer=(1,) * 17, given=True)
+    layout = LinkingLayout(8, 16, 24, "model", "float32", 63, 4096, front=(1,) * 17, given=True)
     assert layout.front_handle.blocks == (8, 9)
-    assert layout.front(LinkMethod.parse("linktokens")) == [1] * 17

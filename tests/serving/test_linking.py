@@ -18,30 +18,37 @@ SECRET = b"secret"
 
 
 @pytest.mark.parametrize(
-    ("spec", "name", "seam", "dummies", "compiled"),
+    ("spec", "name", "again", "compiled"),
     [
-        ("naive", "naive", 0, 0, "alone"),
-        ("legolink", "legolink:16", 16, 0, "alone"),
-        ("legolink:k=4", "legolink:4", 4, 0, "alone"),
-        ("legolink:0", "legolink:0", 0, 0, "alone"),
-        ("legolink-0", "legolink-0:4", 0, 4, "dummies:4"),
-        ("primed", "primed", 0, 0, "primed"),
-        ("primed:0", "primed", 0, 0, "primed"),
-        ("primed:k=4", "primed:4", 4, 0, "primed"),
-        ("full", "full", 0, 0, "alone"),
+        ("naive", "naive", [], "alone"),
+        ("legolink", "legolink:16", [*range(6, 10), *range(12, 28)], "alone"),
+        ("legolink:k=2", "legolink:2", [6, 7, 12, 13], "alone"),
+        ("legolink:0", "legolink:0", [], "alone"),
+        ("attnlink:2", "attnlink:2", [5, 6, 12], "alone"),
+        ("legolink-0", "legolink-0", [0], "dummies:4"),
+        ("naive,front=dummies:4", "naive,front=dummies:4", [0], "dummies:4"),
+        ("naive,front=dummies", "naive,front=dummies:4", [0], "dummies:4"),
+        ("primed", "primed", [0], "prose"),
+        ("primed:0", "primed", [0], "prose"),
+        ("primed:k=1", "primed:1", [0, 6, 12], "prose"),
+        ("legolink:1,front=prose", "legolink:1,front=prose", [0, 6, 12], "prose"),
+        ("primed:front=none", "primed,front=none", [], "alone"),
+        ("linktokens", "linktokens", [0], "adapter"),
+        ("full", "full", [], "alone"),
     ],
 )
-def test_methods_have_one_name_each(spec: str, name: str, seam: int, dummies: int, compiled: str) -> None:
+def test_methods_have_one_name_each(spec: str, name: str, again: list[int], compiled: str) -> None:
     method = LinkMethod.parse(spec)
-    assert (method.name, method.seam_tokens, method.dummies, method.compiled) == (name, seam, dummies, compiled)
+    assert (method.name, method.compiled) == (name, compiled)
+    assert method.recomputed([(0, 6), (6, 4), (12, 20)]) == again
     assert LinkMethod.parse(method.name) == method
 
 
-@pytest.mark.parametrize("spec", ["cacheblend:0.1", "legolink:-1", "legolink:x", "naive:rotate=false", "legolink-0:0",
-                                  "legolink-0:token=3", "primed:primer=/etc/passwd", "primed:x", "nothing", "full:1",
+@pytest.mark.parametrize("spec", ["cacheblend:0.1", "legolink:-1", "legolink:x", "naive:rotate=false", "legolink-0:4",
+                                  "naive,front=dummies:0", "primed:x", "focus:0.1", "nothing", "full:1",
                                   ""])  # fmt: skip
 def test_other_methods_are_refused_by_name(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"naive|method"):
+    with pytest.raises(ValueError, match=r"naive|method|number of tokens"):
         LinkMethod.parse(spec)
 
 
@@ -54,25 +61,25 @@ def prompts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     return position + draw(st.integers(0, 3)), spans
 
 
-def token_by_token(length: int, spans: list[tuple[int, int]], seam_tokens: int, first_tokens: int) -> list[str]:
+def token_by_token(length: int, spans: list[tuple[int, int]], chosen: set[int]) -> list[str]:
     """The plan as a word for each token: "load", "seam" or "query"; the plain way to say what `plan` computes."""
     words = ["seam"] * length
     for start, tokens in spans:
         for offset in range(tokens):
-            again = offset < (seam_tokens if start else first_tokens)
-            if not again and start + offset < length - 1:
+            if start + offset not in chosen and start + offset < length - 1:
                 words[start + offset] = "load"
     end = min(spans[-1][0] + spans[-1][1], length - 1) if "load" in words else 0
     return [word if place < end else "query" for place, word in enumerate(words)]
 
 
-@given(prompts(), st.integers(0, 9), st.integers(0, 9), st.integers(0, 40))
+@given(prompts(), st.sets(st.integers(0, 50)), st.integers(0, 40))
 def test_a_plan_says_of_every_token_what_the_plain_way_says(
-    prompt: tuple[int, list[tuple[int, int]]], seam: int, first: int, known: int
+    prompt: tuple[int, list[tuple[int, int]]], chosen: set[int], known: int
 ) -> None:
     length, spans = prompt
-    found = plan(length, spans, seam, first)
-    words = token_by_token(length, spans, seam, first)
+    inside = {start + offset for start, tokens in spans for offset in range(tokens)} & chosen
+    found = plan(length, spans, sorted(inside))
+    words = token_by_token(length, spans, inside)
     for left, least in ((found, 0), (found.behind(known), known)):
         said = ["query" if place >= found.query else "?" for place in range(length)]
         for load in left.loads:
@@ -132,7 +139,7 @@ def test_reports_arrive_once_and_are_dropped_rather_than_waited_for(tmp_path: Pa
 
 
 def test_the_layout_goes_through_its_file(tmp_path: Path) -> None:
-    layout = LinkingLayout(10, 16, 2048, "print", "float32", 255, 128, dummy=1)
+    layout = LinkingLayout(10, 16, 2048, "print", "float32", 255, 128, front=(1, 2))
     with pytest.raises(FileNotFoundError):
         LinkingLayout.read(tmp_path)
     layout.write(tmp_path)

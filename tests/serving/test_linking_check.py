@@ -18,7 +18,7 @@ from comb_serving.pool.capability import KEY, Capability
 from tests.helpers.middleware_server import SECRET, Server
 
 pytestmark = pytest.mark.vllm
-LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096, primer=(5, 6, 7))
+LAYOUT = LinkingLayout(8, 16, 24, "model", "float32", 64, 4096)
 
 
 class Engine:
@@ -35,7 +35,7 @@ class Engine:
             said = Capability.verify(token, SECRET)
             said.check(request_id, prompt["cache_salt"], ids)
             method = LinkMethod.parse(said.method)
-            found = LAYOUT.plan(method, len(ids), said.spans_in(ids))
+            found = layout_for(method).plan(method, len(ids), said.spans_in(ids))
             linked = sum(load.end - load.start for load in found.loads) if self.links else 0
             self.sender.send(name_of(token), LinkReport(0, linked, len(ids) - linked))
         likely = -1 + self.noise * self.asked + (self.wrong if linked else 0)
@@ -57,8 +57,13 @@ def told(tmp_path: Path) -> Iterator[tuple[ReportReceiver, ReportSender]]:
     receiver.close()
 
 
+def layout_for(method: LinkMethod) -> LinkingLayout:
+    return replace(LAYOUT, front=() if method.front == "none" else (5, 6, 7), given=method.front == "adapter")
+
+
 def plain(method: str = "legolink:16", *, blocks: int = 8, longest: int = 64) -> Server:
-    return Server(method=method, layout=replace(LAYOUT, num_blocks=blocks, max_document_tokens=longest))
+    layout = replace(layout_for(LinkMethod.parse(method)), num_blocks=blocks, max_document_tokens=longest)
+    return Server(method=method, layout=layout)
 
 
 @pytest.mark.parametrize("method", ["naive", "legolink:16", "legolink-0", "primed", "primed:4", "linktokens"])
@@ -68,7 +73,7 @@ async def test_an_engine_that_links_is_believed_and_nothing_is_left(told: Any, m
     for more in ({}, {"wrong": 0.05, "noise": 0.01}):
         engine = Engine(told[1], **more)
         await check_linking(server.app.front().preprocessor, engine, SECRET, told[0])
-        assert engine.asked == (1 if method in ("legolink-0", "linktokens") else 4)
+        assert engine.asked == (1 if method == "linktokens" else 4)
     assert not server.manager.pool.entries
     server.check_idle()
 

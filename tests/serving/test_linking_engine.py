@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from comb.linking.cache import Span
+from comb.methods.linked import selects
 from comb_serving.pool.capability import KEY
 from tests.helpers.engines import answer, engine, greedy
 from tests.helpers.linked import (
@@ -22,7 +24,7 @@ from tests.helpers.linked import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("plugin")]
 
-METHODS = ["naive", "legolink:1", "legolink:4", "legolink:16", "legolink-0", "primed", "primed:4"]
+RULES = ["naive", "legolink:1", "legolink:4", "legolink:16", "attnlink:6", "test-thirds"]
 EXACT = 2e-5
 
 
@@ -40,14 +42,21 @@ def alone(model: Any) -> list[Any]:
         return [answer(llm.generate([prompt], greedy(8), use_tqdm=False)[0]) for prompt in prompts]
 
 
-@pytest.fixture(scope="module")
-def linked(model: Any, alone: list[Any]) -> Iterator[LinkedEngine]:  # one engine at a time in a process
-    with linked_engine(model) as found:
+@pytest.fixture(scope="module", params=["naive", "primed"])
+def linked(model: Any, alone: list[Any], request: pytest.FixtureRequest) -> Iterator[LinkedEngine]:
+    with linked_engine(model, request.param) as found:  # one engine at a time in a process
         yield found
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_answers_are_those_of_the_library(linked: LinkedEngine, method: str) -> None:
+@selects("test-thirds")
+def thirds(spans: Sequence[Span]) -> list[int]:
+    """A rule that nothing else knows of is served as the library's own are."""
+    return [position for span in spans for position in range(span.start + 2, span.end, 3)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_are_those_of_the_library(linked: LinkedEngine, rule: str) -> None:
+    method = linked.behind(rule)
     found = linked.ask([(prompt, method) for prompt in PROMPTS])
     for prompt, one in zip(PROMPTS, found, strict=True):
         assert largest_difference(one, linked.reference(prompt, method)) < EXACT
@@ -55,13 +64,13 @@ def test_answers_are_those_of_the_library(linked: LinkedEngine, method: str) -> 
     full = [linked.reference(prompt, "full") for prompt in PROMPTS]
     apart = [largest_difference(one, other) > 100 * EXACT for one, other in zip(found, full, strict=True)]
     # exact are documents computed again whole, and those that nothing stands in front of, unless they had a front
-    fronted = method == "legolink-0" or method.startswith("primed")
-    assert apart == [True, True, method != "legolink:16", fronted, True, True]
+    fronted = linked.front != "none"
+    assert apart == [True, True, rule != "legolink:16", fronted, True, True]
 
 
 def test_a_seam_as_long_as_its_document_is_plain_prefill_to_the_bit(linked: LinkedEngine, alone: list[Any]) -> None:
-    assert linked.ask([(PROMPTS[3], "naive")]) == [alone[3]]
-    whole = [linked.ask([(prompt, "legolink:64")])[0] for prompt in PROMPTS]
+    assert (linked.ask([(PROMPTS[3], linked.behind("naive"))]) == [alone[3]]) == (linked.front == "none")
+    whole = [linked.ask([(prompt, linked.behind("legolink:64"))])[0] for prompt in PROMPTS]
     for one, other in zip(whole, alone, strict=True):
         assert largest_difference(one, other) < EXACT
     assert whole[:2] == alone[:2]  # one seam: the same rows of the same step
@@ -69,11 +78,11 @@ def test_a_seam_as_long_as_its_document_is_plain_prefill_to_the_bit(linked: Link
 
 def test_reports_say_what_was_computed(linked: LinkedEngine) -> None:
     linked.llm.reset_prefix_cache()
-    linked.ask([(PROMPTS[0], "legolink:4")])
+    linked.ask([(PROMPTS[0], linked.behind("legolink:4"))])
     (report,) = linked.reports
     assert report is not None
     assert (report.head_tokens, report.linked_tokens, report.computed_tokens) == (0, 13 + 8 + 30 - 12, 7 + 12 + 4)
-    linked.ask([(PROMPTS[0], "legolink:4")])
+    linked.ask([(PROMPTS[0], linked.behind("legolink:4"))])
     (again,) = linked.reports
     assert again is not None
     assert again.head_tokens == 32  # the same prompt once more: from the prefix cache, whole blocks of it
@@ -81,7 +90,8 @@ def test_reports_say_what_was_computed(linked: LinkedEngine) -> None:
 
 
 def test_a_batch_is_what_each_is_alone_and_plain_rows_are_vllms_own(linked: LinkedEngine, alone: list[Any]) -> None:
-    methods = ["naive", "full", "legolink:4", "full", "legolink-0", "legolink:16"]
+    rules = ["naive", "full", "legolink:4", "full", "attnlink:6", "legolink:16"]
+    methods = [rule if rule == "full" else linked.behind(rule) for rule in rules]
     asked = list(zip(PROMPTS, methods, strict=True))
     each = []
     for one in asked:
@@ -94,9 +104,10 @@ def test_a_batch_is_what_each_is_alone_and_plain_rows_are_vllms_own(linked: Link
         assert largest_difference(one, other) < EXACT
 
 
-@pytest.mark.parametrize("method", ["naive", "legolink:4", "legolink-0", "primed"])
-def test_linked_keys_never_answer_for_plain_prompts(linked: LinkedEngine, alone: list[Any], method: str) -> None:
+@pytest.mark.parametrize("rule", ["naive", "legolink:4", "attnlink:6"])
+def test_linked_keys_never_answer_for_plain_prompts(linked: LinkedEngine, alone: list[Any], rule: str) -> None:
     """Twins: the same tokens, linked first, then plain, then linked again; blocks are small enough to be shared."""
+    method = linked.behind(rule)
     linked.llm.reset_prefix_cache()
     first = linked.ask([(prompt, method) for prompt in PROMPTS])
     plain = [linked.ask([(prompt, "full")])[0] for prompt in PROMPTS]
@@ -111,8 +122,8 @@ def test_the_head_is_shared_with_plain_prompts_and_between_methods(linked: Linke
     linked.llm.reset_prefix_cache()
     head = tuple(range(10, 80))  # two blocks of 32, and some
     linked.ask([(LinkedPrompt("A", head=head), "full")])
-    for method in ("naive", "legolink:4", "legolink-0", "primed"):
-        linked.ask([(LinkedPrompt("BC", head=head), method)])
+    for rule in ("naive", "legolink:4", "attnlink:6"):
+        linked.ask([(LinkedPrompt("BC", head=head), linked.behind(rule))])
         (report,) = linked.reports
         assert report is not None
         assert report.head_tokens == 64
@@ -124,7 +135,7 @@ def test_what_is_computed_is_never_found_where_it_is_loaded(linked: LinkedEngine
     for names, head in (("A", 19), ("BB", 16), ("C", 2), ("AB", 11)):  # together whole blocks of 32
         ends = LinkedPrompt(names, head=tuple(range(10, 10 + head)), tail=())
         longer = LinkedPrompt(names, head=ends.head, tail=(20, 21, 22))
-        for method in ("naive", "legolink:4", "legolink:16", "primed", "naive"):
+        for method in map(linked.behind, ("naive", "legolink:4", "attnlink:6", "legolink:16", "naive")):
             linked.ask([(ends, method)])
             (found,) = linked.ask([(longer, method)])
             assert largest_difference(found, linked.reference(longer, method)) < EXACT, (names, method)
@@ -132,20 +143,20 @@ def test_what_is_computed_is_never_found_where_it_is_loaded(linked: LinkedEngine
 
 def test_who_wants_all_of_a_prompt_computed_gets_no_linked_answer(linked: LinkedEngine) -> None:
     """vLLM loads nothing then: what would be computed must not lie under the hashes of what is loaded."""
-    expected = linked.reference(PROMPTS[0], "naive")
+    expected = linked.reference(PROMPTS[0], linked.behind("naive"))
     for wanted in ({"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}):
         linked.llm.reset_prefix_cache()
-        prompt, parameters = linked.request(PROMPTS[0], "naive")
+        prompt, parameters = linked.request(PROMPTS[0], linked.behind("naive"))
         asked = greedy(8, parameters.extra_args, **wanted)
         (output,) = linked.llm.generate([prompt], [asked], use_tqdm=False)
         assert output.outputs[0].finish_reason == "error"
-        (found,) = linked.ask([(PROMPTS[0], "naive")])
+        (found,) = linked.ask([(PROMPTS[0], linked.behind("naive"))])
         assert largest_difference(found, expected) < EXACT
     check_nothing_is_left(linked.scheduler)
 
 
 def test_statements_that_dont_fit_end_in_an_error_and_touch_nobody(linked: LinkedEngine) -> None:
-    plain, others = PROMPTS[1], [(PROMPTS[0], "naive")]
+    plain, others = PROMPTS[1], [(PROMPTS[0], linked.behind("naive"))]
     expected = linked.ask(others)
     wrong: list[dict[str, Any]] = [
         {"spans": (((7, 13), (20, 8)),)},  # a document too few
@@ -155,14 +166,15 @@ def test_statements_that_dont_fit_end_in_an_error_and_touch_nobody(linked: Linke
         {"prompts": ("0" * 32,)},
         {"documents": (13, 4, 0, 1, 2, 9999, 8, 2, 4, 5, 30, 8, *range(8))},
         {"method": "cacheblend:0.1"},
+        {"method": "naive" if linked.front != "none" else "primed"},  # compiled in another way
     ]
     for stated in wrong:
-        prompt, parameters = linked.request(PROMPTS[0], "naive", **stated)
+        prompt, parameters = linked.request(PROMPTS[0], linked.behind("naive"), **stated)
         good = linked.request(*others[0])
         outputs = linked.llm.generate([prompt, good[0]], [parameters, good[1]], use_tqdm=False)
         assert outputs[0].outputs[0].finish_reason == "error"
         assert largest_difference(answer(outputs[1]), expected[0]) < EXACT
-    forged = linked.request(PROMPTS[0], "naive")
+    forged = linked.request(PROMPTS[0], linked.behind("naive"))
     forged[1].extra_args[KEY] = forged[1].extra_args[KEY].replace("naive", "legolink:4")
     (output,) = linked.llm.generate([forged[0]], [forged[1]], use_tqdm=False)
     assert output.outputs[0].finish_reason == "error"
@@ -171,7 +183,7 @@ def test_statements_that_dont_fit_end_in_an_error_and_touch_nobody(linked: Linke
 
 def test_nothing_is_left_after_a_thousand_requests(linked: LinkedEngine) -> None:
     for turn in range(170):  # of six each
-        linked.ask([(prompt, METHODS[(turn + at) % len(METHODS)]) for at, prompt in enumerate(PROMPTS)], 2)
+        linked.ask([(prompt, linked.behind(RULES[(turn + at) % len(RULES)])) for at, prompt in enumerate(PROMPTS)], 2)
     check_nothing_is_left(linked.scheduler)
 
 

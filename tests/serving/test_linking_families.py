@@ -33,13 +33,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                  "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}),
     "smollm3": ("SmolLM3Config", WIDE),
     "glm4": ("Glm4Config", WIDE),  # part of the channels, in pairs of neighbours
-    "yarn": ("LlamaConfig", {**WIDE, "rope_parameters": {"rope_type": "yarn", **_SCALED}}),
-    "llama3_rope": ("LlamaConfig", {**WIDE, "rope_parameters": {"rope_type": "llama3", **_SCALED,
-                    "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
-    "linear_rope": ("LlamaConfig", {**WIDE, "rope_parameters": {"rope_type": "linear", **_ROPE}}),
-    "dynamic_ntk": ("LlamaConfig", {**WIDE, "rope_parameters": {"rope_type": "dynamic", **_ROPE}}),
 }  # fmt: skip
-ASKED = [(prompt, method) for method in ("legolink:4", "naive", "legolink-0") for prompt in PROMPTS[:3]]
+ASKED = [(prompt, method) for method in ("legolink:4", "naive", "attnlink:4") for prompt in PROMPTS[:3]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -38,9 +38,9 @@ CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 3}
     [
         ("falcon_h1", "float32", "hypic:8", {}),
         ("falcon_h1", "float32", "hypic:0", CHUNKS),  # no seams
-        ("falcon_h1", "float32", "hypic:4,primer=true", CHUNKS),
+        ("falcon_h1", "float32", "hypic:4,front=prose", CHUNKS),
         ("qwen3_next", "bfloat16", "hypic:4", CHUNKS),
-        ("qwen3_next", "bfloat16", "hypic:4,primer=true", {}),
+        ("qwen3_next", "bfloat16", "hypic:4,front=prose", {}),
     ],
 )
 def test_a_hybrid_is_linked_as_in_the_library(
@@ -62,11 +62,11 @@ def test_a_hybrid_is_linked_as_in_the_library(
         assert furthest(found[::2], expected) < bound
         assert furthest(found[1::2], full) < bound
     if dtype == "float32":  # compiled alone they are other documents
-        alone = [library(model, method.removesuffix(",primer=true"), prompt) for prompt in PROMPTS]
-        assert (furthest(said["linked"], alone) > 3 * bound) == ("primer" in method)
+        alone = [library(model, method.removesuffix(",front=prose"), prompt) for prompt in PROMPTS]
+        assert (furthest(said["linked"], alone) > 3 * bound) == ("front" in method)
     # controls: linking isn't full recompute, but for one document at the start, compiled alone; and transitions matter
     for number, prompt in enumerate(PROMPTS):
-        if len(prompt.names) > 1 or "primer" not in method:
+        if len(prompt.names) > 1 or "front" not in method:
             assert (error(said["linked"][number], full[number]) > bound) == (len(prompt.names) > 1)
         assert error(said["without transitions"][number], expected[number]) > 3 * bound
     layout = LinkingLayout(1, 16, 1, "", dtype, 1, 1, columns=3)
@@ -121,16 +121,16 @@ def test_a_hybrid_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("spec", "name", "width"), [("hypic", "hypic:8", 8), ("hypic:w=4", "hypic:4", 4),
-                                                    ("hypic:primer=false", "hypic:8", 8),
-                                                    ("hypic:primer=true,w=4", "hypic:4,primer=true", 4)])  # fmt: skip
+                                                    ("hypic:front=none", "hypic:8", 8),
+                                                    ("hypic:front=prose,w=4", "hypic:4,front=prose", 4)])  # fmt: skip
 def test_documents_of_other_seams_are_other_documents(spec: str, name: str, width: int) -> None:
     method = LinkMethod.parse(spec)
-    assert (method.name, method.compiled, method.seam_tokens, method.tail_tokens) == (name, name, width, width)
+    assert (method.name, method.compiled, method.seam) == (name, name, width)
     assert method.states
-    assert method.primed == name.endswith("primer=true")
+    assert method.front == ("prose" if name.endswith("front=prose") else "none")
     assert not LinkMethod.parse("legolink:8").states
-    for wrong in ("hypic:-1", "hypic:head=4", "hypic:mode=addition", "hypic:primer=a.txt", "legolink:4,primer=true"):
-        with pytest.raises(ValueError, match="hypic"):
+    for wrong in ("hypic:-1", "hypic:head=4", "hypic:mode=addition", "legolink:4,w=8"):
+        with pytest.raises(ValueError, match=r"hypic|at least 0"):
             LinkMethod.parse(wrong)
 
 

@@ -117,10 +117,10 @@ async def test_a_request_chooses_among_methods_that_share_documents() -> None:
         assert capability_of(server.echo.bodies[-1]).method == answer.json["comb"]["method"] == meant
     assert len(server.encoders.asked) == 2
     behind = plain("legolink-0")
-    assert (await behind.client().post(CHAT, chat(comb={"method": "legolink-0:4"}))).status == 200
+    assert (await behind.client().post(CHAT, chat(comb={"method": "naive,front=dummies:4"}))).status == 200
     for asked, comb, message in (
         (server, {"method": "legolink-0"}, "ask for naive, legolink:k or full"),
-        (behind, {"method": "naive"}, "ask for legolink-0:4 or full"),
+        (behind, {"method": "naive"}, "ask for legolink-0 or full"),
         (server, {"method": "cacheblend"}, "vLLM links documents with"),
         (server, {"method": "nonsense"}, "unknown method"),
         (server, {"method": 4}, "expected"),

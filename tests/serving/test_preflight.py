@@ -115,10 +115,15 @@ def test_link_tokens_are_started_on_their_backbone(
     assert "'nano' is no adapter of link tokens" in refusal("nano", monkeypatch, capsys, "--method", "linktokens")
     assert check_start("links") == Start("linktokens", "nano", "links")
     assert check_start("links", "full", "elsewhere") == Start("full", "elsewhere", "links")
+    assert check_start("links", "legolink:4,front=adapter").method == "legolink:4,front=adapter"
+    # from the plain model's side; clients aren't told where the adapter is
+    there = Start("legolink:4,front=adapter", None, str(folder))
+    assert check_start("nano", f"legolink:4,front={folder}") == there
+    assert "nano is no adapter of link tokens" in refusal("nano", monkeypatch, capsys, "--method", "naive,front=nano")
     engine = linking_options("linktokens", "links", "links")
     transfer = engine["kv_transfer_config"]["kv_connector_extra_config"]
     placeholder = LinkTokensConfig.from_pretrained(folder).placeholder_id
-    assert transfer == {"method": "linktokens", "primer": [placeholder] * 3, "link_tokens": "links"}
+    assert transfer == {"method": "linktokens", "front": [placeholder] * 3, "link_tokens": "links"}
     assert serve("links", monkeypatch) == 0
     write(backbone_name_or_path="./backbone")
     assert check_start("links").backbone == str(folder / "backbone")
@@ -139,7 +144,7 @@ def test_plain_models_say_how_they_link(
         (
             "nano",
             ["--method", "cacheblend"],
-            "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies",
+            "cacheblend looks into the prompt before it chooses, and vLLM links documents with attnlink:k, hypic:w, ",
         ),
         ("nano", ["--method", "legolink:-1"], "at least 0"),
         ("nano", ["--method", "naive", "--encoder", "off"], "--encoder is for adapters"),
@@ -161,4 +166,4 @@ def test_the_passage_leaves_documents_half_of_a_small_model(positions: int, toke
     byte_llama(max_position_embeddings=positions).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     options = linking_options("primed", str(tmp_path))["kv_transfer_config"]["kv_connector_extra_config"]
-    assert len(options["primer"]) == tokens
+    assert len(options["front"]) == tokens

@@ -20,23 +20,13 @@ from comb.backbones.forward import run_decoder
 from comb.backbones.rotary import compile_limit, length_limit, prompt_limit
 from comb.cache.picache import DecoderPICache
 from comb.cli.doctor.check import Check, close, relative_gap, tolerance_for
-from comb.linking.cache import ScatterCache
 from comb.methods.base import DecodeState, Method
-from comb.methods.decoder import Decoder
 from comb.methods.hypic import Hypic
+from comb.methods.linked import Linked
 
 _DOCUMENTS = (11, 7, 13)
 _HEAD, _GAPS, _QUERY = 3, (2, 0), 5
 _SHORT = 512
-
-# how to make a method recompute everything, by its name
-_EVERYTHING: dict[str, dict[str, Any]] = {
-    "legolink": {"k": max(_DOCUMENTS)},
-    "primed": {"k": max(_DOCUMENTS)},
-    "attnlink": {"k": 2 * max(_DOCUMENTS)},
-    "cacheblend": {"ratio": 1.0},
-    "focus": {"ratio": 1.0},
-}
 
 
 @dataclass
@@ -83,7 +73,7 @@ class _Trial:
             return torch.randint(min(3, vocabulary - 1), vocabulary, (count,), generator=generator).tolist()
 
         limit, positions, room = length_limit(backbone), prompt_limit(backbone), compile_limit(backbone)
-        # as long as the model takes behind a primer that has half of its positions
+        # as long as the model takes behind a front that has half of its positions
         longest = max(1, max(_DOCUMENTS) if room is None else min(room // 2 - 1, (positions or room) // 5))
         self.documents = [ids(min(count, longest)) for count in _DOCUMENTS]
         self.gaps, self.query = [ids(count) for count in _GAPS], ids(_QUERY)
@@ -117,7 +107,7 @@ class _Trial:
     def _checks(self, name: str, method: Method) -> list[Check]:
         if name in ("full", "prefix"):
             return self._exact(method)
-        if isinstance(method, Decoder):
+        if isinstance(method, Linked):
             return self._decoder(name, method)
         if isinstance(method, Hypic):
             return self._hybrid(method)
@@ -137,15 +127,17 @@ class _Trial:
             first.release()
             again.release()
 
-    def _decoder(self, name: str, method: Decoder) -> list[Check]:
+    def _decoder(self, name: str, method: Linked) -> list[Check]:
         linked = self._link(method).logits
         checks = [self._finite(method)]
-        whole: Any = methods.create(name, self.model, **_EVERYTHING.get(name, {}))
-        if name in _EVERYTHING:
+        everything = method.rule.everything
+        whole: Any = methods.create(name, self.model, **everything) if everything else method
+        if everything:
             checks.append(self._close("everything recomputed == full", self._link(whole).logits, self.reference))
-        if method.exact_for_one and method.rotates:
+        if not method.front.token_ids and method.rotate:
             checks.append(self._close("one document == full", self._alone(method).logits, self.reference_alone))
-        checks.append(self._no_future(whole if method.chooses_by_query else method))
+        # what looks chooses may depend on all tokens
+        checks.append(self._no_future(whole if method.rule.looks else method))
         checks.append(self._pure(method))
         if name == "naive" and (limit := method.support.positions.limit) is not None:
             checks.append(self._moved_beyond(method, limit))
@@ -155,7 +147,7 @@ class _Trial:
             checks.append(Check("several documents differ (control)", effect > floor, f"max |diff| {effect:.1e}"))
         return checks
 
-    def _moved_beyond(self, method: Decoder, limit: int) -> Check:
+    def _moved_beyond(self, method: Linked, limit: int) -> Check:
         """A document moved beyond the limit of a rotary embedding, in the first layer that knows positions."""
         model, positions, ids = method.backbone, method.support.positions, self.documents[0]
         number, pair = next(each for each in enumerate(positions.layers) if any(each[1]))
@@ -188,31 +180,23 @@ class _Trial:
             checks.append(self._close("everything recomputed == full", self._link(whole).logits, self.reference))
         return checks
 
-    def _no_future(self, method: Decoder) -> Check:
-        """Another query: what the cache holds in front of it must stay the same."""
-        end = len(self.head) + sum(map(len, self.documents)) + sum(_GAPS)
-        kept = [self._cached(method, query, end) for query in (self.query, self.query[::-1])]
-        if kept[0] is None or kept[1] is None:
-            return Check("nothing sees what comes later", True, "nothing is recomputed in front of the query")
-        worst = max(relative_gap(b, a) for a, b in zip(*kept, strict=True))
+    def _no_future(self, method: Linked) -> Check:
+        """Another query behind another end of the last document: what is cached in front of them must stay the same."""
+        *others, last = self.documents
+        kept, end = last[: -min(2, len(last))], len(self.head) + sum(map(len, self.documents)) + sum(_GAPS)
+        held = [
+            self._in_front(method, [*others, [*kept, *ids]], query, end - len(last) + len(kept))
+            for ids, query in ((last[len(kept) :], self.query), (others[0][: len(last) - len(kept)], self.query[::-1]))
+        ]
+        worst = max(relative_gap(b, a) for a, b in zip(*held, strict=True))
         return Check("nothing sees what comes later", worst <= self.tolerance, f"max |diff| {worst:.1e}")
 
-    def _cached(self, method: Decoder, query: list[int], end: int) -> list[Tensor] | None:
-        seen: list[ScatterCache] = []
-        run = method.run
-
-        def watch(layout: Any, cache: ScatterCache, rows: Sequence[int]) -> Tensor | None:
-            seen.append(cache)
-            return run(layout, cache, rows)
-
-        method.run = watch  # type: ignore[method-assign]
-        try:
-            method.link(method.compile(self.documents), query, head_ids=self.head, gaps=self.gaps)
-        finally:
-            method.run = run  # type: ignore[method-assign]
-        if not seen:
-            return None
-        return [t[:, :, :end] for layer in seen[-1].layers for t in (layer.keys, layer.values) if t is not None]
+    def _in_front(self, method: Linked, documents: Any, query: list[int], end: int) -> list[Tensor]:
+        """What the prompt's cache holds of its first `end` tokens; of layers with a window, what is left of them."""
+        state: Any = method.link(method.compile(documents), query, head_ids=self.head, gaps=self.gaps)
+        more = state.past_key_values.get_seq_length() - end
+        held = [tensor for layer in state.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        return [tensor[:, :, : tensor.shape[2] - more] for tensor in held]
 
     def _pure(self, method: Method) -> Check:
         alone = method.compile(self.documents[1:2])[0].tensors()

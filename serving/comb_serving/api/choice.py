@@ -81,7 +81,7 @@ class MethodChoice:
         except ValueError as error:
             raise refusal(str(error)) from error
         if self.switchable and not method.full and method.compiled != self.started.compiled:
-            alike = {"alone": "naive, legolink:k", "primed": "primed:k"}.get(self.started.compiled, self.started.name)
+            alike = {"alone": "naive, legolink:k", "prose": "primed:k"}.get(self.started.compiled, self.started.name)
             raise refusal(
                 f"{method.name} wants documents compiled in another way than those here: ask for {alike} or full"
             )

@@ -3,8 +3,8 @@
 Two made-up documents stand in front of a made-up query. The first is at position zero, where its keys and values are
 exact, and the second is computed again whole; so the answer is plain vLLM's, although the first comes from the pool and
 the second is a seam. Then both come from the pool: that something does at all, the engine itself has to say. Where
-states are linked, the first document's interior comes from the pool, and the second is no longer than its seams. Primed
-documents stand behind the primer here, which makes the first one exact, and seams are as long as the second.
+states are linked, the first document's interior comes from the pool, and the second is no longer than its seams. What
+was compiled behind tokens stands behind them here, which makes the first one exact; seams are as long as the second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
     layout = manager.layout
     assert isinstance(layout, LinkingLayout)
     room = layout.num_blocks // 2 * layout.block_size - layout.state_rows
-    front = list(layout.primer) if method.primed else []
+    front = list(layout.front)
     half = min(room, (known.max_document_tokens - len(front) - 2 * _QUERY) // 2)
     seams = sum(layout.seams(method)) if method.states else 0
     if half < 2 + seams:
@@ -67,15 +67,12 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
             raise RuntimeError(f"{method.name}: {tokens} tokens must come from the pool, the engine says {said}")
         return found
 
-    unlike_plain = method.dummies or method.trained  # plain vLLM computes nothing that stands behind such fronts
     try:
-        if not unlike_plain:
-            if method.states:
-                exact, loaded = method, lengths[0] - seams
-            elif method.primed:
-                exact, loaded = LinkMethod.parse(f"primed:{lengths[1]}"), lengths[0] - lengths[1]
-            else:
-                exact, loaded = LinkMethod.parse(f"legolink:{lengths[1]}"), lengths[0]
+        if not layout.given:  # plain vLLM computes nothing that stands behind what an adapter has learned
+            exact, loaded = method, lengths[0] - seams
+            if not method.states:
+                exact = LinkMethod.parse(f"legolink:{lengths[1]},front={method.front}")
+                loaded = lengths[0] - (lengths[1] if front else 0)
             found = await linked(exact, loaded)
             plain, again = [await likely(engine, prompt, secrets.token_hex(16), None) for _ in range(2)]
             error, noise = distance(found, plain), distance(again, plain)
@@ -85,8 +82,7 @@ async def check_linking(preprocessor: Preprocessor, engine: Any, secret: bytes, 
                     f"plain runs differ by {noise:.2g})"
                 )
         if not method.states:
-            whole = method if unlike_plain else LinkMethod.parse("primed" if method.primed else "naive")
-            await linked(whole, sum(lengths))
+            await linked(LinkMethod.parse(f"naive,front={method.front}"), sum(lengths))
     finally:
         lease.release()
     for key in keys:

@@ -65,17 +65,12 @@ class DocumentCompiler:
         kept_bytes: that they keep, by tier, as they last said.
 
     Raises:
-        ValueError: for a method with dummy tokens, and a model that has none, or no room for them.
+        ValueError: for a front that leaves no room for documents.
     """
 
     def __init__(self, layout: LinkingLayout, method: LinkMethod, secret: bytes, *, keeps: bool = False) -> None:
-        if method.dummies and layout.dummy is None:
-            raise ValueError(
-                f"{method.name} compiles documents behind {method.dummies} BOS or EOS tokens, and the model has "
-                "neither: choose --method legolink:16"
-            )
         self.layout, self.method, self._secret, self._keeps = layout, method, secret, keeps
-        self.front = layout.front(method)
+        self.front = layout.front
         if len(self.front) >= layout.max_document_tokens:
             raise ValueError(
                 f"{method.name} compiles documents behind {len(self.front)} tokens, and prompts have at most "

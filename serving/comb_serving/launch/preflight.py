@@ -15,8 +15,9 @@ from comb.backbones.settings import PEFT
 from comb.backbones.tokenizer import load_tokenizer
 from comb.documents.files import read_json
 from comb.linktokens.config import LinkTokensConfig
+from comb.methods.fronts import DUMMIES
 from comb.model.config import CombConfig
-from comb_serving.linking.methods import FULL, TRAINED
+from comb_serving.linking.methods import ADAPTER, FULL, TRAINED, LinkMethod
 
 _OTHER_TOKENIZERS = ("--tokenizer", "--skip-tokenizer", "--trust-remote-code", "--config-format", "--load-format")
 
@@ -72,7 +73,8 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
         raise OSError(f"no checkpoint {checkpoint!r}: it holds no config.json, or an empty one")
     if config.get("model_type") == LinkTokensConfig.model_type:
         return _of_link_tokens(checkpoint, load_config(name), method, backbone)
-    if method == TRAINED:
+    front = "none" if method is None else LinkMethod.parse(method).front
+    if front == ADAPTER:
         raise ValueError(
             f"{checkpoint!r} is no adapter of link tokens, its model_type is {config.get('model_type')!r}: train some "
             "with `comb train configs/linktokens-smollm2-135m.yaml`, or link documents with --method primed"
@@ -91,7 +93,12 @@ def check_start(checkpoint: str, method: str | None = None, backbone: str | None
         )
     if backbone is not None and not adapter:
         raise ValueError("--backbone is for adapters, and this is a plain model: leave it away")
-    return Start(method, backbone)
+    if method is None or front in ("none", "prose") or front.startswith(DUMMIES):
+        return Start(method, backbone)
+    # another adapter's folder or Hub id; clients are not told where it is
+    if not isinstance(load_config(front), LinkTokensConfig):
+        raise ValueError(f"--method {method}: {front} is no adapter of link tokens, and no other front is served")
+    return Start(method.replace(f"front={front}", f"front={ADAPTER}"), backbone, front)
 
 
 def check_tokenizer_there(checkpoint: str, arguments: Sequence[str]) -> None:
@@ -108,10 +115,11 @@ def check_tokenizer_there(checkpoint: str, arguments: Sequence[str]) -> None:
 
 
 def _of_link_tokens(checkpoint: str, config: LinkTokensConfig, method: str | None, backbone: str | None) -> Start:
-    if method not in (None, TRAINED, FULL):
+    if method not in (None, FULL) and LinkMethod.parse(method).front != ADAPTER:
         raise ValueError(
-            f"{checkpoint!r} is an adapter of link tokens, which are its method: leave --method away, or serve the "
-            f"plain model that it belongs to, {config.backbone_name_or_path!r}"
+            f"{checkpoint!r} is an adapter of link tokens, which are its method: leave --method away, name one behind "
+            f"them (legolink:4,front={ADAPTER}), or serve the plain model that it belongs to, "
+            f"{config.backbone_name_or_path!r}"
         )
     if backbone is None:
         if config.backbone_revision is not None:

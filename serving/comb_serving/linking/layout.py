@@ -9,7 +9,7 @@ from pathlib import Path
 
 from comb.cache.atomic import write_temporary
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import LinkPlan, Range, plan
+from comb_serving.linking.plan import LinkPlan, Range, check_spans, plan, plan_interiors
 from comb_serving.pool.handles import PoolHandle
 
 MANIFEST = "linking.json"
@@ -26,8 +26,7 @@ class LinkingLayout:
         dtype: of keys and values.
         max_document_tokens: longest document that the engine can compile.
         vocab_size: ids are below.
-        dummy: the token in front of documents where a method wants some; None if the model has neither BOS nor EOS.
-        primer: the tokens in front of documents where the method is primed; none if the server's isn't.
+        front: the tokens in front of documents while they are compiled.
         given: whether their keys and values are an adapter's, and lie behind the pool's blocks.
         state_rows: behind a document's tokens, what it does to the states of linear layers takes as much as so many.
         columns: that the convolutions of linear layers look back.
@@ -40,8 +39,7 @@ class LinkingLayout:
     dtype: str
     max_document_tokens: int
     vocab_size: int
-    dummy: int | None = None
-    primer: tuple[int, ...] = ()
+    front: tuple[int, ...] = ()
     given: bool = False
     state_rows: int = 0
     columns: int = 0
@@ -55,26 +53,22 @@ class LinkingLayout:
         """Blocks that a document of so many tokens takes."""
         return -(-(tokens + self.state_rows) // self.block_size)
 
-    def front(self, method: LinkMethod) -> list[int]:
-        """Tokens in front of a document while it is compiled."""
-        return list(self.primer) if method.primed else [self.dummy or 0] * method.dummies
-
     @property
     def front_handle(self) -> PoolHandle:
         """Where an adapter's link tokens are in the pool: behind what documents are given."""
-        tokens = len(self.primer)
+        tokens = len(self.front)
         return PoolHandle(tokens, tuple(range(self.num_blocks, self.num_blocks - (-tokens // self.block_size))))
 
     def seams(self, method: LinkMethod) -> Range:
         """Tokens at either end of documents that a method computes again, never fewer than convolutions look back."""
-        return max(method.seam_tokens, self.columns), method.tail_tokens or 0
+        return max(method.seam or 0, self.columns), method.seam or 0
 
     def plan(self, method: LinkMethod, length: int, spans: Sequence[Range]) -> LinkPlan:
         """Of a prompt: see `plan.plan`."""
-        seam, tail = self.seams(method)
-        # behind a primer a document's first token is no attention sink, and a prompt that begins with it has no other
-        first = max(seam, 1) if method.primed else 0
-        return plan(length, spans, seam, first, tail if method.states else None)
+        if method.states:
+            return plan_interiors(length, spans, *self.seams(method))
+        check_spans(length, spans)
+        return plan(length, spans, method.recomputed(spans))
 
     def write(self, folder: Path) -> None:
         """Into an instance's folder, whole or not at all."""
@@ -84,4 +78,4 @@ class LinkingLayout:
     def read(cls, folder: Path) -> LinkingLayout:
         """Raises FileNotFoundError while the engine has made no pool."""
         said = json.loads((folder / MANIFEST).read_text())
-        return cls(**{**said, "primer": tuple(said["primer"])})
+        return cls(**{**said, "front": tuple(said["front"])})

@@ -1,85 +1,112 @@
-"""The methods that vLLM can link with, as a server or a request names them: ``legolink:16``, ``hypic:8``, ``full``."""
+"""The methods that vLLM can link with, as a server or a request names them: ``legolink:16``, ``hypic:8``, ``full``.
+
+They are the library's: whatever front its documents have, and every rule of selection that needs to see nothing but
+where documents are, which is all that the scheduler knows beforehand.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from comb import methods
+from comb.linking.cache import Span
+from comb.methods.fronts import DUMMIES, dummies_of
+from comb.methods.hypic import Hypic
+from comb.methods.linked import Linked
+from comb.methods.selection import NOTHING, Rule, TokenCount
+from comb_serving.linking.plan import Range
 
-TRAINED = "linktokens"  # documents behind an adapter's
 FULL = "full"  # nothing linked: plain vLLM computes the documents with the rest of the prompt
-NUMBERS = {"legolink": ("k", 16, 0), "primed": ("k", 0, 0), "legolink-0": ("dummies", 4, 1), "hypic": ("w", 8, 0)}
-"""The number after a method's name: what it is called, its default (the papers' and the library's), and the least."""
+TRAINED = "linktokens"  # documents behind what an adapter has learned, nothing computed again
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
 class LinkMethod:
-    """How documents of a plain model are compiled and linked (EPIC, sec. 4.2 and 5.4; hybrids: HYPIC, sec. 4.2).
+    """How documents of a plain model are compiled and linked.
 
     Args:
         name: as it is written in requests and reports, in one way only: ``legolink:16``, never ``legolink``.
-        seam_tokens: first tokens of each document that are computed again where it is linked.
-        dummies: BOS tokens in front of each document while it is compiled, whose keys and values are dropped.
-        primed: whether the primer is there instead.
-        tail_tokens: last tokens of each document that are computed again, in models of linear layers; None: the
-            method is for models without.
-        trained: whether what stands there is an adapter's link tokens, given as keys and values.
+        front: what documents are compiled behind, as the library writes it; ``dummies:n`` with its number.
+        rule: which of their tokens are computed again where they are linked. values: its parameters.
+        seam: tokens at either end of each document that are computed again, in models of linear layers (HYPIC, sec.
+            4.2); None: the method is for models without.
     """
 
     name: str
-    seam_tokens: int = 0
-    dummies: int = 0
-    primed: bool = False
-    tail_tokens: int | None = None
-    trained: bool = False
+    front: str = "none"
+    rule: Rule = field(default=NOTHING, compare=False)
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    seam: int | None = None
 
     @property
     def states(self) -> bool:
         """Whether it links what documents do to the states of linear layers, which depends on its seams."""
-        return self.tail_tokens is not None
+        return self.seam is not None
 
     @property
     def compiled(self) -> str:
         """How its documents are compiled; methods that agree share them."""
-        if self.states or self.trained:
+        if self.states:
             return self.name
-        if self.primed:
-            return "primed"
-        return f"dummies:{self.dummies}" if self.dummies else "alone"
+        return "alone" if self.front == "none" else self.front
 
     @property
     def full(self) -> bool:
         """Whether nothing is linked."""
         return self.name == FULL
 
+    def recomputed(self, spans: Sequence[Range]) -> list[int]:
+        """Sorted positions of the document tokens that are computed again; `spans` as in `plan.plan`."""
+        alone = self.front == "none"
+        chosen = self.rule.choose([Span(*span, first=alone and not span[0]) for span in spans], **self.values)
+        # behind a front a document's first token is no attention sink, and a prompt that begins with it has no other
+        return sorted({0, *chosen}) if not alone and spans and not spans[0][0] else chosen
+
     @classmethod
     def parse(cls, spec: str) -> LinkMethod:
-        """Reads ``naive``, ``legolink:k``, ``primed:k``, ``legolink-0:dummies``, ``hypic:w``, ``hypic:w,primer=true``,
-        ``linktokens``, ``full``.
+        """Reads a method with its parameters.
 
         Raises:
             ValueError: for a method that the library doesn't have, one that vLLM can't link with, or wrong numbers.
         """
         name, given = methods.parse(spec)
-        if name in (FULL, "naive") and not given:
+        kind = methods.get(name)
+        if name == FULL and not given:
             return cls(name)
-        if name == TRAINED and not given:
-            return cls(name, primed=True, trained=True)
-        primer = given.pop("primer", False) if name == "hypic" else name == "primed"
-        if name not in NUMBERS or given.keys() - {NUMBERS[name][0]} or not isinstance(primer, bool):
-            raise ValueError(
-                "vLLM links documents with primed:k, legolink:k, naive, legolink-0:dummies, hypic:w or "
-                f"hypic:w,primer=true, an adapter's linktokens, or not at all (full), not with {spec!r}"
+        front = str(given.pop("front", getattr(kind, "default_front", "none")))
+        if front.partition(":")[0] == DUMMIES:
+            front = f"{DUMMIES}:{dummies_of(front)}"
+        if name == "hypic" and not given.keys() - {"w"}:
+            width = given.get("w", inspect.signature(Hypic).parameters["w"].default)
+            TokenCount().check(f"{name}:w", width)
+            behind = "" if front == "none" else f",front={front}"
+            return cls(f"{name}:{width}{behind}", front, seam=width)
+        if not issubclass(kind, Linked) or kind.rule.looks or given.keys() - kind.rule.defaults.keys():
+            looking = (
+                f"{name} looks into the prompt before it chooses, and " if getattr(kind, "rule", NOTHING).looks else ""
             )
-        parameter, default, least = NUMBERS[name]
-        count = given.get(parameter, default)
-        if type(count) is not int or count < least:
-            raise ValueError(f"method {spec!r}: a number of tokens, at least {least}, not {count!r}")
-        if name == "legolink-0":
-            return cls(f"{name}:{count}", dummies=count)
-        if name == "primed":
-            return cls(f"{name}:{count}" if count else name, seam_tokens=count, primed=True)
-        if name == "hypic":
-            written = f"{name}:{count},primer=true" if primer else f"{name}:{count}"
-            return cls(written, seam_tokens=count, tail_tokens=count, primed=primer)
-        return cls(f"{name}:{count}", seam_tokens=count)
+            raise ValueError(
+                f"{looking}vLLM links documents with {', '.join(servable())}, behind front=prose, {DUMMIES}:n or an "
+                f"adapter's, or not at all (full), not with {spec!r}"
+            )
+        values = kind.rule.read(name, given)
+        # the first one needs no name; a 0 that is meant anyway isn't written
+        said = [f"{value}" if number == 0 else f"{key}={value}" for number, (key, value) in enumerate(values.items())
+                if value != kind.rule.defaults[key] or (number == 0 and value)]  # fmt: skip
+        parts = [*said, *([] if front == kind.default_front else [f"front={front}"])]
+        written = (":" if said and "=" not in said[0] else ",").join([name, ",".join(parts)]) if parts else name
+        return cls(written, front, kind.rule, values)
+
+
+def servable() -> list[str]:
+    """How the methods that vLLM links with are written, with the names of their numbers."""
+    found = []
+    for name in methods.names():
+        kind = methods.get(name)
+        if name == "hypic" or (issubclass(kind, Linked) and not kind.rule.looks):
+            found.append(":".join([name, *kind.positional]))
+    return found

@@ -5,8 +5,10 @@ Positions are those of the prompt, ranges half open.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 Range = tuple[int, int]
 
@@ -32,7 +34,7 @@ class LoadedRange:
 class LinkPlan:
     """Args:
     loads: what the pool gives, in order.
-    seams: what is computed before the query: first tokens of documents, and fresh tokens between and before them.
+    seams: what is computed before the query: chosen tokens of documents, and fresh tokens between and before them.
     query: first token that the request computes itself; everything in front of it is in `loads` or `seams`.
     """
 
@@ -47,43 +49,32 @@ class LinkPlan:
         return LinkPlan(loads, seams, self.query)
 
 
-def plan(
-    length: int, spans: Sequence[Range], seam_tokens: int, first_tokens: int = 0, tail_tokens: int | None = None
-) -> LinkPlan:
+def plan(length: int, spans: Sequence[Range], recomputed: Sequence[int]) -> LinkPlan:
     """Plans a prompt of `length` tokens whose documents are at `spans`, each ``(start, tokens)``, in order.
 
     The last token of the prompt is always computed by the request itself, as something has to be sampled from.
 
     Args:
-        seam_tokens: of each document that are computed again.
-        first_tokens: instead, of one at position 0: what was compiled alone is exact there and has no seam.
-        tail_tokens: last tokens of documents that are computed again too, in models of linear layers. Their states
-            are those behind the whole interior of a document, so that of none a part is loaded, and each has its seams
-            wherever it stands; the request begins right behind the last one.
+        recomputed: sorted positions of document tokens that are computed again.
 
     Raises:
         ValueError: for spans that overlap, are empty, or leave the prompt.
     """
     check_spans(length, spans)
-    if tail_tokens is not None:
-        return _of_interiors(length, spans, seam_tokens, tail_tokens)
-    loads, seams, position = [], [], 0
-    last = length - 1
+    loads, seams, position, last = [], [], 0, length - 1
     for number, (start, tokens) in enumerate(spans):
-        seam = min(seam_tokens if start else first_tokens, tokens)
-        begin, end = start + seam, min(start + tokens, last)
-        if begin >= end:
-            continue
-        if position < begin:
-            seams.append((position, begin))
-        loads.append(LoadedRange(begin, end, number, seam))
-        position = end
+        end = min(start + tokens, last)
+        chosen = recomputed[bisect_left(recomputed, start) : bisect_left(recomputed, end)]
+        for begin, behind in pairwise([start - 1, *chosen, end]):  # what lies between two of them is loaded
+            if begin + 1 < behind:
+                if position <= begin:
+                    seams.append((position, begin + 1))
+                loads.append(LoadedRange(begin + 1, behind, number, begin + 1 - start))
+                position = behind
     query = min(spans[-1][0] + spans[-1][1], last) if spans else 0
     if position < query:
         seams.append((position, query))
-    if not loads:
-        return LinkPlan((), (), 0)
-    return LinkPlan(tuple(loads), tuple(seams), query)
+    return LinkPlan(tuple(loads), tuple(seams), query) if loads else LinkPlan((), (), 0)
 
 
 def interior(tokens: int, head: int, tail: int) -> Range | None:
@@ -91,7 +82,13 @@ def interior(tokens: int, head: int, tail: int) -> Range | None:
     return (head, tokens - tail) if head + tail + 1 < tokens else None
 
 
-def _of_interiors(length: int, spans: Sequence[Range], head: int, tail: int) -> LinkPlan:
+def plan_interiors(length: int, spans: Sequence[Range], head: int, tail: int) -> LinkPlan:
+    """`plan` in models of linear layers, where `head` and `tail` tokens at either end of each document are computed.
+
+    Their states are those behind the whole interior of a document, so that of none a part is loaded, and each has its
+    seams wherever it stands; the request begins right behind the last one.
+    """
+    check_spans(length, spans)
     loads, seams, position = [], [], 0
     for number, (start, tokens) in enumerate(spans):
         kept = interior(tokens, head, tail)

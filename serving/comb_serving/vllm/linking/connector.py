@@ -108,7 +108,7 @@ class LinkingConnector(KVConnectorBase_V1, SupportsHMA):
         if not num_external_tokens:
             return
         ids = blocks.get_block_ids()
-        front = 0 if link.method is None else len(self.layout.front(link.method))
+        front = 0 if link.method is None else len(self.layout.front)
         interiors = {}
         for load in loads:
             handle = link.sources[load.document]

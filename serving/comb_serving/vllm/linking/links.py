@@ -50,7 +50,7 @@ class RequestLink:
     def plan(self) -> LinkPlan:
         """Of the whole prompt."""
         if self.method is None:  # what it is compiled behind is computed with it, unless it is given
-            front = len(self.layout.primer) if self.layout.given else 0
+            front = len(self.layout.front) if self.layout.given else 0
             return LinkPlan((LoadedRange(0, front, 0, 0),) if front else (), (), front)
         return self.layout.plan(self.method, self.length, self.spans)
 
@@ -99,7 +99,7 @@ def link_of(request: Any, layout: LinkingLayout, started: LinkMethod) -> Request
     if [handle.tokens for handle in handles] != [tokens for _, tokens in spans]:
         raise ValueError(f"{len(handles)} documents of {sum(h.tokens for h in handles)} tokens don't fit {spans}")
     method = None if capability.method == COMPILE else LinkMethod.parse(capability.method)
-    if method is not None and started.states and method.compiled != started.compiled:
+    if method is not None and method.compiled != started.compiled:
         raise ValueError(f"documents here are compiled for {started.name}, and not for {method.name}")
     link = RequestLink(name_of(token), method, spans, handles, len(prompt), layout, capability.salt)
     if method is None:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from comb.backbones.discovery import start_token_id
 from comb.backbones.fingerprint import same_embedding
 from comb.backbones.loading import load_config
 from comb.backbones.primer import primer_ids
 from comb.backbones.rotary import configured_primer_limit
 from comb.backbones.tokenizer import load_tokenizer
 from comb.linktokens.config import LinkTokensConfig
+from comb.methods.fronts import dummies_of
 from comb_serving.linking.methods import LinkMethod
 from comb_serving.vllm.fixed_weights import check_no_transfer
 from comb_serving.vllm.versions import TESTED, is_tested
@@ -24,16 +26,16 @@ WORKER = "comb_serving.vllm.linking.worker.LinkingWorker"
 LEAST_TOKENS = 8  # in a step: interiors are never computed token by token
 
 
-def engine_options(method: LinkMethod, primer: Sequence[int] = (), link_tokens: str | None = None) -> dict[str, Any]:
+def engine_options(method: LinkMethod, front: Sequence[int] = (), link_tokens: str | None = None) -> dict[str, Any]:
     """Arguments of vLLM's engine; without vLLM installed they can be had too.
 
     Args:
-        primer: token ids that documents are compiled behind, if the method is primed.
+        front: token ids that documents are compiled behind.
         link_tokens: the adapter that gives their keys and values.
     """
     transfer = {
         "kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both",
-        "kv_connector_extra_config": {"method": method.name, "primer": list(primer), "link_tokens": link_tokens},
+        "kv_connector_extra_config": {"method": method.name, "front": list(front), "link_tokens": link_tokens},
     }  # fmt: skip
     options = {"kv_transfer_config": transfer, "scheduler_cls": SCHEDULER, "worker_cls": WORKER}
     if method.states:
@@ -46,23 +48,30 @@ def engine_options(method: LinkMethod, primer: Sequence[int] = (), link_tokens: 
 def linking_options(method: str, checkpoint: str, link_tokens: str | None = None) -> dict[str, Any]:
     """`engine_options` of a server for a plain model, or an adapter with link tokens; none where it links nothing."""
     chosen = LinkMethod.parse(method)
-    return {} if chosen.full else engine_options(chosen, primer_for(chosen, checkpoint, link_tokens), link_tokens)
+    return {} if chosen.full else engine_options(chosen, front_for(chosen, checkpoint, link_tokens), link_tokens)
 
 
-def primer_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | None = None) -> list[int]:
-    """The passage of prose that primed documents are compiled behind, in a checkpoint's tokens; else none.
-
-    Placeholders, where an adapter has link tokens instead.
+def front_for(method: LinkMethod, checkpoint: str | Path, link_tokens: str | None = None) -> list[int]:
+    """What a method's documents are compiled behind, in a checkpoint's tokens; placeholders for an adapter's.
 
     Raises:
-        ValueError: for a checkpoint without a tokenizer.
+        ValueError: for a checkpoint without a tokenizer, or without BOS and EOS where those stand there.
     """
     if link_tokens is not None:
-        config = load_config(link_tokens, LinkTokensConfig)
-        return [config.placeholder_id] * config.num_link_tokens
-    if not method.primed:
+        adapter = load_config(link_tokens, LinkTokensConfig)
+        return [adapter.placeholder_id] * adapter.num_link_tokens
+    if method.front == "none":
         return []
-    return primer_ids(True, load_tokenizer(checkpoint), configured_primer_limit(load_config(checkpoint)))
+    config = load_config(checkpoint)
+    if method.front == "prose":
+        return primer_ids(True, load_tokenizer(checkpoint), configured_primer_limit(config))
+    token = start_token_id(config.get_text_config(decoder=True))
+    if token is None:
+        raise ValueError(
+            f"{method.name} compiles documents behind BOS or EOS tokens, and the model has neither: choose --method "
+            "legolink:16"
+        )
+    return [token] * dummies_of(method.front)
 
 
 def method_of(vllm_config: Any) -> LinkMethod:
@@ -70,13 +79,13 @@ def method_of(vllm_config: Any) -> LinkMethod:
     return LinkMethod.parse(vllm_config.kv_transfer_config.get_from_extra_config("method", "naive"))
 
 
-def primer_of(vllm_config: Any) -> list[int]:
-    """What its documents are compiled behind, if that method is primed."""
-    return list(vllm_config.kv_transfer_config.get_from_extra_config("primer", []))
+def front_of(vllm_config: Any) -> list[int]:
+    """What its documents are compiled behind."""
+    return list(vllm_config.kv_transfer_config.get_from_extra_config("front", []))
 
 
 def link_tokens_of(vllm_config: Any) -> str | None:
-    """The adapter that gives keys and values of the primer; None where the model computes them."""
+    """The adapter that gives keys and values of the front; None where the model computes them."""
     found: str | None = vllm_config.kv_transfer_config.get_from_extra_config("link_tokens", None)
     return found
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from comb.backbones.discovery import start_token_id
 from comb.backbones.identity import weights_fingerprint
-from comb.linktokens.config import LinkTokensConfig
 from comb.linktokens.published import published_front
 from comb_serving.config.options import DISK_BYTES, DISK_PATH, HOST_BYTES, POOL_BLOCK, POOL_BYTES, instance_dir
 from comb_serving.linking.layout import LinkingLayout
@@ -24,9 +23,9 @@ from comb_serving.vllm.linking.setup import (
     check_engine,
     check_states,
     check_version,
+    front_of,
     link_tokens_of,
     method_of,
-    primer_of,
 )
 from comb_serving.vllm.linking.tiers import kept_documents
 from comb_serving.vllm.pool import total_bytes
@@ -56,11 +55,12 @@ class PoolWorker(FixedWeights):
             total_bytes=total_bytes(os.environ[POOL_BYTES], device, folder, ranks),
             ranks=ranks,
             block_size=int(os.environ.get(POOL_BLOCK, "16")),
-            front_tokens=0 if link_tokens is None else len(primer_of(self.vllm_config)),
+            front_tokens=0 if link_tokens is None else len(front_of(self.vllm_config)),
         )
         if link_tokens is not None:
-            check_backbone(model, LinkTokensConfig.from_pretrained(link_tokens))
-            self.comb_pool.put_front(published_front(link_tokens), rank, ranks)
+            learned, adapter = published_front(link_tokens)
+            check_backbone(model, adapter)
+            self.comb_pool.put_front(learned(torch.float32), rank, ranks)
         disk_bytes = os.environ.get(DISK_BYTES)
         self.comb_pool.kept = kept_documents(
             host_bytes=int(os.environ.get(HOST_BYTES, "0")),
@@ -84,8 +84,7 @@ class PoolWorker(FixedWeights):
             dtype=str(config.dtype).removeprefix("torch."),
             max_document_tokens=config.max_model_len - 1,  # one token has to be sampled, if nobody sees it
             vocab_size=config.get_vocab_size(),
-            dummy=start_token_id(config.hf_text_config),
-            primer=tuple(primer_of(self.vllm_config)),
+            front=tuple(front_of(self.vllm_config)),
             given=link_tokens_of(self.vllm_config) is not None,
             state_rows=pool.state_rows,
             columns=0 if pool.states is None else pool.states.columns,

@@ -1,0 +1,216 @@
+"""Fronts: what documents are compiled behind, and what no linked prompt holds.
+
+What stands at the start of a prompt becomes its attention sink, with keys and values unlike all others. Compiled alone,
+each document has one of its own, and a linked prompt as many as documents. Behind a front a document's tokens are what
+they are in the middle of a text. The front is dropped, so the linked prompt has no token more; where it begins with a
+document, its first token is computed again, to be the one sink that it needs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from comb.backbones.adapter import trained_method
+from comb.backbones.discovery import start_token_id, text_config
+from comb.backbones.exclusive import backbone_of
+from comb.backbones.identity import identity_of, weights_fingerprint
+from comb.backbones.primer import own_tokenizer, primer_ids
+from comb.backbones.rotary import primer_limit
+from comb.cache.picache import DecoderPICache
+from comb.linking.compile import compile_tokens
+from comb.methods.base import DecodeState, LinkRequest, Method
+from comb.methods.past_state import PastState
+
+FrontChoice = str | Sequence[int]
+"""``none``; ``dummies:n``, BOS tokens; ``prose``, a passage that comb has; a text file; token ids; ``adapter``, what
+the model's own adapter has learned; or another adapter's folder or Hub id."""
+
+DUMMIES = "dummies"
+
+
+class Front:
+    """Tokens whose keys and values the backbone computes; none by default."""
+
+    trained: ClassVar[bool] = False
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self.token_ids = tuple(token_ids)
+
+    @property
+    def mark(self) -> str:
+        """What a fingerprint has of it: documents behind another front are others."""
+        return f"/{sha256(str(self.token_ids).encode()).hexdigest()[:12]}" if self.token_ids else ""
+
+    def compiled(self, backbone: Any) -> list[DecoderPICache]:
+        """Its keys and values, computed once for each state of the weights; nothing if there is none.
+
+        The caller holds the backbone's lock.
+        """
+        if not self.token_ids:
+            return []
+        kept: dict[str, DecoderPICache] = identity_of(backbone).fact(("front", self.token_ids), dict)
+        if not kept:  # a pass of this compile's, which is counted
+            kept["front"] = compile_tokens(backbone, "", self.token_ids)
+        return list(kept.values())
+
+
+class TrainedFront(Front):
+    """Learned keys and values; `token_ids` are placeholders.
+
+    Args:
+        learned: the adapter's `comb.linktokens.front.LearnedFront`.
+        placeholder: the token id that stands for each of them.
+    """
+
+    trained = True
+
+    def __init__(self, learned: Any, placeholder: int) -> None:
+        super().__init__([placeholder] * learned.length)
+        self.learned = learned
+
+    @property
+    def mark(self) -> str:
+        return f"+{self.learned.fingerprint}"
+
+    def compiled(self, backbone: Any) -> list[DecoderPICache]:
+        with torch.no_grad():
+            keys, values = zip(*self.learned(backbone.dtype), strict=True)
+        return [DecoderPICache("", keys, values, torch.tensor(self.token_ids))]
+
+
+class TakesFront(Method):
+    """A method whose segments may be compiled behind something that linked prompts don't have.
+
+    Args:
+        front: a `FrontChoice`.
+    """
+
+    default_front: ClassVar[str] = "none"
+
+    def __init__(self, model: Any, *, front: FrontChoice | None = None, **parameters: Any) -> None:
+        super().__init__(model, **parameters)
+        self.check_model()  # first: a model that can't be linked at all may have no tokenizer either
+        self.front = front_of(self.default_front if front is None else front, model, self.name)
+
+    @abstractmethod
+    def check_model(self) -> None:
+        """Raises ValueError for a model that this method can't link; the message says why."""
+
+    @property
+    def compiled_behind(self) -> Sequence[int]:
+        return self.front.token_ids
+
+    @abstractmethod
+    def link_row(self, row: LinkRequest, past: PastState | None = None) -> DecodeState:
+        """`Method.link_row`, behind `past` where it is given."""
+
+    def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
+        """`link_row` behind `past`, whose keys, values and states are copied; nothing in there is computed again."""
+        return self.link_row(row, past)
+
+    def check_row(self, row: LinkRequest, past: PastState | None) -> None:
+        """Raises ValueError when a row behind `past` leaves no position to answer in."""
+        others = (0 if past is None else len(past.token_ids)) + sum(map(len, row.fresh))
+        self.check_prompt(sum(picache.num_tokens for picache in row.picaches), others)
+
+    @classmethod
+    def tokenized(cls, parameters: Mapping[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
+        choice = parameters.get("front", cls.default_front)
+        ids = _text_ids(choice, backbone_of(model), tokenizer)
+        return dict(parameters) if ids is None else {**parameters, "front": ids}
+
+    @property
+    def fingerprint(self) -> str:
+        return weights_fingerprint(self.backbone) + self.front.mark
+
+
+def front_of(choice: FrontChoice, model: Any, method: str) -> Front:
+    """The front that `choice` names on a model (plain, or an adapter on one).
+
+    Raises:
+        ValueError: for what is no front, or none for this model, saying what to do.
+    """
+    backbone = backbone_of(model)
+    if choice == "none":
+        return Front()
+    if choice == "adapter":
+        if trained_method(model) != "linktokens":
+            raise ValueError(
+                f"method {method!r} compiles documents behind what an adapter has learned (front=adapter), and "
+                f"{type(model).__name__} has none: train some with `comb train configs/linktokens-smollm2-135m.yaml`, "
+                "load an adapter that has it or name it (front=FOLDER), or use front=prose"
+            )
+        return TrainedFront(model.front, model.placeholder_id)
+    if isinstance(choice, str) and choice.partition(":")[0] == DUMMIES:
+        return Front([_dummy(backbone)] * dummies_of(choice))
+    ids = _text_ids(choice, backbone, None)
+    if ids is None:
+        assert isinstance(choice, str)
+        return _published(choice, backbone)
+    vocabulary, most = backbone.get_input_embeddings().weight.shape[0], primer_limit(backbone)
+    if wrong := [each for each in ids if not isinstance(each, int) or not 0 <= each < vocabulary]:
+        raise ValueError(f"{method}:front has token ids below {vocabulary}, got {wrong[0]!r}")
+    if most is not None and len(ids) > most:
+        raise ValueError(
+            f"the front's {len(ids)} tokens take more than half of the {2 * most} positions that the model has to "
+            "compile in: documents stand behind them, so give a shorter one"
+        )
+    return Front(ids)
+
+
+def dummies_of(choice: str) -> int:
+    """n of ``dummies:n``; the paper takes four (EPIC sec. 5.4). Raises ValueError for what is no number of tokens."""
+    count = choice.partition(":")[2]
+    if count and not (count.isdecimal() and int(count) > 0):
+        raise ValueError(f"front={DUMMIES}:n is a number of tokens, at least 1, got {count!r}")
+    return int(count) if count else 4
+
+
+def _dummy(backbone: Any) -> int:
+    token = start_token_id(text_config(backbone))
+    if token is None:
+        raise ValueError(
+            f"front={DUMMIES}:n is so many BOS tokens, and this model's configuration has neither bos_token_id nor "
+            "eos_token_id: use front=prose, or give token ids"
+        )
+    return token
+
+
+def _text_ids(choice: FrontChoice, backbone: Any, tokenizer: Any) -> list[int] | None:
+    """Token ids of a front that is text, or ids already; None for one of another kind.
+
+    Args:
+        tokenizer: None for the one beside the model's weights.
+    """
+    if not isinstance(choice, str):
+        if not isinstance(choice, Sequence) or not choice:
+            raise ValueError(
+                f"front is none, {DUMMIES}:n, prose, a text file, token ids, adapter, or an adapter's folder or Hub "
+                f"id, got {choice!r}"
+            )
+        return [*choice]
+    if choice != "prose" and not Path(choice).is_file():
+        return None
+    found = own_tokenizer(backbone) if tokenizer is None else tokenizer
+    return primer_ids(True if choice == "prose" else choice, found, primer_limit(backbone))
+
+
+def _published(name: str, backbone: Any) -> TrainedFront:
+    from comb.linktokens.published import published_front
+
+    if not Path(name).is_dir() and name.count("/") != 1:
+        raise ValueError(
+            f"front={name}: there is no such file or folder; a front is none, {DUMMIES}:n, prose, a text file, "
+            "adapter, or an adapter's folder or Hub id"
+        )
+    try:
+        learned, config = published_front(name, backbone)
+    except OSError as error:
+        raise ValueError(f"front={name}: {' '.join(str(error).split())}") from error
+    return TrainedFront(learned, config.placeholder_id)

@@ -1,0 +1,108 @@
+"""Rules of selection: which document tokens are computed again in a linked prompt. A new one is a function in a file.
+
+    from comb.methods.linked import selects
+    from comb.methods.selection import Tokens
+
+    @selects("mine")
+    def mine(spans: Sequence[Span], k: Tokens = 4) -> list[int]:
+        return [...]                          # sorted positions of the prompt, inside of `spans`
+
+It is then a method by that name behind every front, in the library, on the command line, in the doctor's matrix and in
+`comb bench methods`; and in the server, whose scheduler knows the choice before anything is computed. A rule that has
+to look into the linked cache gets the `PromptLayout` instead of the spans (``@selects("mine", looks=True)``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_args, get_type_hints
+
+from comb.linking.cache import Span
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """A parameter that is a number of tokens."""
+
+    least: int = 0
+    step: int = 1
+    everything = 2**16
+    """A value with which a rule chooses all tokens."""
+
+    def check(self, parameter: str, value: object) -> None:
+        """Raises ValueError if `value` isn't one."""
+        if type(value) is not int or value < self.least or value % self.step:
+            kind = "an integer" if self.step == 1 else "an even integer"
+            raise ValueError(f"{parameter} is a number of tokens, {kind} of at least {self.least}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """A parameter that is a share of the document tokens."""
+
+    everything = 1.0
+
+    def check(self, parameter: str, value: object) -> None:
+        """Raises ValueError if `value` isn't one."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+            name = parameter.split(":")[1]
+            raise ValueError(f"{parameter} is a share of the document tokens, 0 < {name} <= 1, got {value!r}")
+
+
+Tokens = Annotated[int, TokenCount()]
+EvenTokens = Annotated[int, TokenCount(step=2)]
+Share = Annotated[float, TokenShare()]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function that chooses, and what it takes.
+
+    Args:
+        choose: (spans or prompt, parameters by name) -> sorted positions.
+        defaults: of its parameters, in order; the first one needs no name.
+        kinds: of those that are checked by kind.
+        looks: whether it looks into the linked prompt, instead of knowing its choice from where documents are.
+        by_query: whether another query has other tokens chosen; then the prompt's last token is computed with the rest.
+        check: raises ValueError for a method (its model, its parameters) that the rule can't be used with.
+    """
+
+    choose: Callable[..., list[int]]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Mapping[str, TokenCount | TokenShare] = field(default_factory=dict)
+    looks: bool = False
+    by_query: bool = False
+    check: Callable[[Any], None] | None = None
+
+    @classmethod
+    def of(cls, function: Callable[..., list[int]], **defaults: Any) -> Rule:
+        """What a function takes says its signature, but for other `defaults`."""
+        _, *names = inspect.signature(function).parameters
+        own = {name: inspect.signature(function).parameters[name].default for name in names}
+        kinds: dict[str, Any] = {}
+        for name, hint in get_type_hints(function, include_extras=True).items():
+            for each in (hint, *get_args(hint)):  # of `Tokens | None`, too
+                for kind in getattr(each, "__metadata__", ()):
+                    kinds[name] = kind
+        return cls(function, {**own, **defaults}, kinds)
+
+    def read(self, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of all its parameters. Raises ValueError for one that is none."""
+        for name, value in given.items():
+            if name in self.kinds and not (value is None and self.defaults[name] is None):
+                self.kinds[name].check(f"{method}:{name}", value)
+        return {**self.defaults, **given}
+
+    @property
+    def everything(self) -> dict[str, Any]:
+        """Parameters that choose all document tokens; nothing where none do."""
+        return {name: kind.everything for name, kind in list(self.kinds.items())[:1]}
+
+
+def _nothing(spans: Sequence[Span]) -> list[int]:
+    return []
+
+
+NOTHING = Rule(_nothing)
