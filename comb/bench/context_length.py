@@ -27,6 +27,7 @@ from comb.evaluation.plot import Bars, Lines, Panel, in_order
 from comb.evaluation.run import Timing
 from comb.evaluation.table import Column, Row, TextTable, mebibytes, ms, spread
 from comb.methods.base import Method
+from comb.methods.prefixes import prefixes_of
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,7 @@ def measure_context_length(
                             rows[spec] |= _warm_up(method, picaches, prompt)
                         else:
                             turns[spec].append(_turn(method, picaches, compile_s, prompt))
-                        if method.needs_store:
-                            method.store.clear()  # type: ignore[attr-defined]  # what needs_store says
+                        prefixes_of(method.backbone).clear()
         for spec, row in rows.items():
             yield row | ({} if row["refused"] else _summary(turns[spec], turns.get("full", [])))
 
@@ -160,12 +160,12 @@ def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt) 
         state.logits.argmax(-1).cpu()
         state.release()
 
-    if method.needs_store:  # it keeps what it computed by itself
+    if method.name == "prefix":  # it keeps what it computed by itself
         cached()
     peak = peak_memory(method.backbone.device, cached)
     kept = sum(picache.nbytes for picache in picaches)
-    if method.needs_store:
-        kept = sum(tier.bytes for tier in method.store.stats().tiers.values())  # type: ignore[attr-defined]
+    if method.name == "prefix":
+        kept = prefixes_of(method.backbone).nbytes
     # of `full` PICaches are token ids alone, which don't count
     kept = 0 if method.name == "full" else kept
     computed, recomputed = counts[-1]
@@ -180,7 +180,7 @@ def _warm_up(method: Method, picaches: Sequence[PICache], prompt: RandomPrompt) 
 def _turn(method: Method, picaches: Sequence[PICache], compile_s: float, prompt: RandomPrompt) -> dict[str, Any]:
     """Seconds of one cold and one cached first token, and the cached one's stages."""
     cold = cached = first_token(method, picaches, prompt.query)
-    if method.needs_store:
+    if method.name == "prefix":
         cached = first_token(method, picaches, prompt.query)
     return {"cold": compile_s + sum(cold.values()), "cached": sum(cached.values()), "stages": cached}
 

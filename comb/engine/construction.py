@@ -26,7 +26,7 @@ def default_store(model: Any) -> PICacheStore:
     return PICacheStore(device=device, device_bytes=DEFAULT_STORE_BYTES, host_bytes=host_bytes)
 
 
-def default_method(model: Any, tokenizer: Any, parameters: dict[str, Any], store: PICacheStore, salt: str) -> Method:
+def default_method(model: Any, tokenizer: Any, parameters: dict[str, Any]) -> Method:
     """What an adapter was trained for; of a plain model `primed`, or `full` where its documents can't be linked.
 
     Raises:
@@ -34,19 +34,17 @@ def default_method(model: Any, tokenizer: Any, parameters: dict[str, Any], store
     """
     trained = trained_method(model)
     if trained is not None:
-        return make_method(trained, model, tokenizer, parameters, store, salt)
+        return make_method(trained, model, tokenizer, parameters)
     try:
-        return make_method("primed", model, tokenizer, parameters, store, salt)
+        return make_method("primed", model, tokenizer, parameters)
     except ValueError as error:
         if parameters:
             raise
         logger.warning("no method was named, and primed can't be used, so documents stand in the prompt: %s", error)
-        return make_method("full", model, tokenizer, parameters, store, salt)
+        return make_method("full", model, tokenizer, parameters)
 
 
-def make_method(
-    method: str | Method, model: Any, tokenizer: Any, parameters: dict[str, Any], store: PICacheStore, salt: str
-) -> Method:
+def make_method(method: str | Method, model: Any, tokenizer: Any, parameters: dict[str, Any]) -> Method:
     """The method from ``"name:parameters"`` and further `parameters`, or as it is.
 
     Raises:
@@ -62,8 +60,7 @@ def make_method(
         raise ValueError(f"method is a name, or a Method instance, not {method!r}")
     name, from_spec = methods.parse(method)
     cls = methods.get(name)
-    extra = {"store": store, "salt": salt} if cls.needs_store else {}
-    return methods.create(name, model, **cls.tokenized({**from_spec, **parameters}, tokenizer, model), **extra)
+    return methods.create(name, model, **cls.tokenized({**from_spec, **parameters}, tokenizer, model))
 
 
 def executor_of(

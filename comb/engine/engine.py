@@ -51,7 +51,8 @@ class PICEngine(AnswerSteps):
         method: a name from ``comb.methods.names()``, ``"name:parameters"``, or a `Method` instance; by default the one
             that the model's adapter was trained for, of a plain model ``primed``, or ``full`` where that can't be.
         store: where PICaches are kept; by default in memory, at most 4 GiB (and 4 GiB on the host for a GPU model).
-            What stands in front of documents is cached with the model (`heads`, at most 1 GiB), for all engines on it.
+            What stands in front of documents is cached with the model (`heads`, at most 4 GiB), for all engines on it;
+            what method ``prefix`` reuses, too.
         splitter: KVSplit, how long documents are cut into segments that are compiled each on its own: a name with its
             budget (``"paragraphs:512"``), a `Splitter`, or a function from text to character offsets; whole by default.
         salt: separates tenants; documents are never shared between engines with different salts.
@@ -96,9 +97,9 @@ class PICEngine(AnswerSteps):
         super().__init__(
             model,
             tokenizer,
-            default_method(model, tokenizer, parameters, store, salt)
+            default_method(model, tokenizer, parameters)
             if method is None
-            else make_method(method, model, tokenizer, parameters, store, salt),
+            else make_method(method, model, tokenizer, parameters),
             store=store,
             salt=salt,
             prompt_builder=PromptBuilder(tokenizer) if prompt_builder is None else prompt_builder,
@@ -271,7 +272,7 @@ class PICEngine(AnswerSteps):
         """Compiles documents now; returns their ids for ``document_ids=``.
 
         An id is the document's own or ``doc-`` and the start of its content key. Adding the same content again renews
-        pin and ttl. With method ``prefix`` only token ids are kept here: prefixes are stored when first asked about.
+        pin and ttl. With method ``prefix`` only token ids are kept here: prefixes are computed when first asked about.
 
         Args:
             pin: keeps their PICaches from being evicted.

@@ -38,7 +38,7 @@ from comb.mac.accounting import MacReport
 from comb.mac.session import check_joins
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.full import token_picache
-from comb.methods.heads import HeadCache, head_cache_of
+from comb.methods.prefixes import PrefixCache, prefixes_of
 
 Question = str | Sequence[Message]
 
@@ -134,9 +134,9 @@ class AnswerSteps:
         rotary_embeddings(method.backbone)  # which costs a pass that belongs to no question
 
     @property
-    def heads(self) -> HeadCache:
-        """The cached heads of this backbone, which all engines on it share; outside of the store's budget."""
-        return head_cache_of(self.method.backbone)
+    def heads(self) -> PrefixCache:
+        """The cached prefixes of this backbone, which all engines on it share; outside of the store's budget."""
+        return prefixes_of(self.method.backbone)
 
     # ---- prepare: everything that can be refused before something is computed ----
 

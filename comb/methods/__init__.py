@@ -11,7 +11,7 @@ command line, doctor, comparison table and server read the registry. Any other m
         def link_row(self, row): ...             # PICaches, head, query -> DecodeState
 
 What stands in front of the first document is an ordinary prefix, cached once for all methods on a backbone; methods
-that can link behind a cache take it off their rows with `heads.behind_head`.
+that can link behind a cache take it off their rows with `prefixes.behind_prefix`.
 """
 
 from comb.methods.base import DecodeState, LinkRequest, Method, MethodSpec, SegmentUse

@@ -304,7 +304,6 @@ class Method(ABC):
     Class attributes:
         name: registered name.
         positional: parameters that may be written without their name, as in ``legolink:16``.
-        needs_store: the constructor takes ``store=`` and ``salt=`` (it keeps more than one PICache per segment).
         uses_encoder: COMB's encoder takes part.
         compile_name: what `compile` makes, for methods that share it; the method's own name by default.
         unquantizable: why its PICaches can't be kept in eight bits; empty where they can.
@@ -317,7 +316,6 @@ class Method(ABC):
 
     name: ClassVar[str] = ""
     positional: ClassVar[tuple[str, ...]] = ()
-    needs_store: ClassVar[bool] = False
     uses_encoder: ClassVar[bool] = False
     compile_name: ClassVar[str] = ""
     unquantizable: ClassVar[str] = ""

@@ -15,8 +15,8 @@ from comb.documents.document import places_behind
 from comb.linking.support import takes_padded_rows
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.continuation import continue_tokens, pass_size, why_not_continue
-from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
+from comb.methods.prefixes import behind_prefix
 from comb.methods.registry import register
 from comb.waits import all_finite
 
@@ -94,7 +94,7 @@ class Comb(Method):
             self.check_prompt(self._placed_tokens(row) if prompt else 0, len(prompt))
         if len(rows) == 1 and rows[0].picaches and self._apart(rows[0]):
             with exclusive(self.backbone), counted_passes() as passed:
-                past, head_tokens, _ = behind_head(self, rows[0], None)
+                past, head_tokens, _ = behind_prefix(self, rows[0], None)
                 if past is not None:
                     state = self.continue_row(past, rows[0])
                     state.passed, state.head_tokens = state.passed + passed.tokens, head_tokens

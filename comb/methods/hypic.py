@@ -19,9 +19,9 @@ from comb.linking.fork import fork_cache
 from comb.linking.support import check_keys_cached
 from comb.methods.base import DecodeState, LinkRequest
 from comb.methods.fronts import TakesFront
-from comb.methods.heads import behind_head
 from comb.methods.linked import own_picache, usable_with_model
 from comb.methods.past_state import PastState
+from comb.methods.prefixes import behind_prefix
 from comb.methods.registry import register
 from comb.methods.selection import TokenCount
 
@@ -34,7 +34,7 @@ class Hypic(TakesFront):
 
     Exact for one document at the start of a prompt, in the first linear layer for any documents, and everywhere when
     the seams cover the documents. Deeper layers of several documents drift, as their tokens didn't see each other. The
-    head is the paper's leading segment: kept whole, with the states at its end (`comb.methods.heads`).
+    head is the paper's leading segment: kept whole, with the states at its end (`comb.methods.prefixes`).
 
     Args:
         w: seam tokens at either end; `head` and `tail` take precedence.
@@ -148,7 +148,7 @@ class Hypic(TakesFront):
         picaches = [self._own(picache, fingerprint) for picache in row.picaches]
         self.check_row(row, past)
         with exclusive(self.backbone), counted_passes() as passed:
-            past, head_tokens, row = behind_head(self, row, past)
+            past, head_tokens, row = behind_prefix(self, row, past)
             linked = link_segments(
                 self.backbone, support, picaches, row.fresh, mode=self.mode, compose=self.compose,
                 before=() if past is None else past.token_ids, cache=None if past is None else fork_cache(past.cache),

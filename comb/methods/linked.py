@@ -28,8 +28,8 @@ from comb.linking.support import LinkSupport, find_support
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.continuation import continue_tokens
 from comb.methods.fronts import FrontChoice, TakesFront
-from comb.methods.heads import behind_head
 from comb.methods.past_state import PastState
+from comb.methods.prefixes import behind_prefix
 from comb.methods.registry import register
 from comb.methods.selection import Rule
 
@@ -162,7 +162,7 @@ class Linked(TakesFront):
         ]  # fmt: skip
         self.check_row(row, past)
         with exclusive(self.backbone), counted_passes() as passed:
-            past, head_tokens, row = behind_head(self, row, past)
+            past, head_tokens, row = behind_prefix(self, row, past)
             if past is not None and not picaches:
                 state = continue_tokens(self, past, row.fresh[-1])
             else:

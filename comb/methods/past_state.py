@@ -57,8 +57,15 @@ class PastState:
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:
     """With how many equal tokens both begin."""
-    pairs = zip(left, right, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+    left, right = tuple(left), tuple(right)
+    low, high = 0, min(len(left), len(right))
+    while low < high:  # by halves, which are compared without a step for each token
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def past_state_behind(token_ids: Sequence[int], cache: Cache | None) -> PastState | None:

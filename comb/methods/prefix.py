@@ -1,9 +1,6 @@
-"""Prefix caching: exact reuse of the longest stored prompt prefix, as serving engines do today.
+"""Prefix caching: exact reuse of the longest prompt prefix that was computed before, as serving engines do today.
 
-The backbone's keys and values of each document are kept under a key of *everything before and including it*, so a
-document is reused only behind the same head and the same documents in the same order. Each entry holds the
-document's own tokens only: a prompt of N documents costs N entries of one document each, not N prefixes. On a hybrid
-backbone an entry also holds the states of the linear layers at its end. The head is the backbone's, as for all methods.
+A document is reused only behind the same tokens and the same documents in the same order.
 """
 
 from __future__ import annotations
@@ -16,27 +13,21 @@ from comb.backbones.exclusive import exclusive
 from comb.backbones.forward import counted_passes
 from comb.backbones.identity import weights_fingerprint
 from comb.cache.picache import PICache
-from comb.cache.store import PICacheStore
 from comb.hybrid.caches import run
 from comb.methods.base import DecodeState, LinkRequest, Method, SegmentUse
 from comb.methods.continuation import pass_size, why_not_continue
-from comb.methods.exact_prefix import PrefixPieces, acquire_piece
 from comb.methods.full import continue_inlined, token_ids, token_picache, why_not_decoded
-from comb.methods.heads import head_cache_of
 from comb.methods.past_state import PastState
+from comb.methods.prefixes import Prefix, prefixes_of
 from comb.methods.registry import register
 
 
 @register("prefix")
-class Prefix(Method):
-    """Reuses keys and values of head + doc1 + ... + docN; gives what `full` gives.
+class PrefixMethod(Method):
+    """Reuses keys and values (and a hybrid's states) of what is in front + doc1 + ... + docN; gives what `full` gives.
 
     `compile` of a single segment keeps its token ids, for there is nothing position-independent to keep. `link`
-    prefills what no stored prefix covers and stores it.
-
-    Args:
-        store: where documents are kept; a private one when not given.
-        salt: separates tenants that must not share prefixes.
+    computes what no earlier prompt of the backbone has begun with, and keeps it (`comb.methods.prefixes`).
 
     Raises:
         ValueError: when the model's own forward pass doesn't go on from its cache as from the tokens in it, or its keys
@@ -44,16 +35,13 @@ class Prefix(Method):
     """
 
     keeps_tokens_only = True
-    needs_store = True
     unquantizable = "promises what full recompute gives, bit for bit"
 
-    def __init__(self, model: Any, *, store: PICacheStore | None = None, salt: str = "", **parameters: Any) -> None:
+    def __init__(self, model: Any, **parameters: Any) -> None:
         super().__init__(model, **parameters)
         reason = why_not_continue(self.backbone) or why_not_decoded(self.backbone)
         if reason:
             raise ValueError(f"method 'prefix' can't be used with this model: {reason}; use method='full'")
-        self.store = PICacheStore() if store is None else store
-        self.salt = salt
 
     @property
     def fingerprint(self) -> str:
@@ -67,28 +55,32 @@ class Prefix(Method):
         segments, fresh = [token_ids(picache) for picache in row.picaches], row.fresh
         self.check_prompt(sum(map(len, segments)), sum(map(len, fresh)))
         # the last token is always computed anew: its logits are what decoding starts from
-        head = tuple(row.head_ids) if segments or row.query_ids else ()
-        gaps = [[], *fresh[1:-1]]
-        pieces = [gap + segment for gap, segment in zip(gaps, segments, strict=False)]
-        prompt = [*head, *chain.from_iterable(pieces), *(fresh[-1] if segments or not head else row.query_ids)]
+        head = list(row.head_ids) if segments or row.query_ids else []
+        pieces = [gap + segment for gap, segment in zip([[], *fresh[1:-1]], segments, strict=False)]
+        tail = fresh[-1] if segments or not head else list(row.query_ids)
+        prompt = [*head, *chain.from_iterable(pieces), *tail]
         input_ids, attention_mask = self.tensors([prompt])
-        state = DecodeState(self.backbone, input_ids, attention_mask, uses=[[]])
-        try:
-            with exclusive(self.backbone), counted_passes() as passed:
-                found = PrefixPieces()
-                if head:
-                    found, state.head_tokens = head_cache_of(self.backbone).find(self.backbone, head, self.salt)
-                found = self._documents(found, pieces if fresh[-1] else pieces[:-1], state)
-                self._go_on_from(found, prompt, state)
-                state.passed = passed.tokens
-        except BaseException:
-            state.release()
-            raise
-        assert state.uses is not None
-        state.uses[0] += [SegmentUse("inlined")] * (len(segments) - len(state.uses[0]))
-        state.recomputed = (
-            sum(len(segment) for segment, use in zip(segments, state.uses[0], strict=True) if use.state != "hit"),
-        )
+        state, uses = DecodeState(self.backbone, input_ids, attention_mask), list[SegmentUse]()
+        with exclusive(self.backbone), counted_passes() as passed:
+            found, known = Prefix(), prefixes_of(self.backbone)
+            if head:
+                found, state.head_tokens = known.find(self.backbone, head, row.salt)
+            for piece in pieces if tail else pieces[:-1]:
+                before = found.nbytes
+                found, reused = known.find(self.backbone, [*found.token_ids, *piece], row.salt)
+                nbytes = found.nbytes - before
+                uses.append(SegmentUse("hit" if reused == len(found.token_ids) else "compiled", "device", nbytes))
+            if found.token_ids:
+                state.past_key_values = found.past(self.backbone, len(prompt)).cache
+                state.step = pass_size(self.backbone)
+                if state.step is not None:  # `generate` would take the rest of the prompt at once
+                    start = len(found.token_ids)
+                    run(self.backbone, prompt[start:-1], state.past_key_values, start, step=state.step)
+            state.passed = passed.tokens
+        uses += [SegmentUse("inlined")] * (len(segments) - len(uses))
+        state.uses = [uses]
+        anew = (len(ids) for ids, use in zip(segments, uses, strict=True) if use.state != "hit")
+        state.recomputed = (sum(anew),)
         return state
 
     def why_not_continue(self) -> str:
@@ -97,23 +89,3 @@ class Prefix(Method):
     def continue_row(self, past: PastState, row: LinkRequest) -> DecodeState:
         """As with `full`: prefixes are stored when a prompt is linked from its start."""
         return continue_inlined(self, past, row)
-
-    def _documents(self, found: PrefixPieces, pieces: Sequence[list[int]], state: DecodeState) -> PrefixPieces:
-        """`found` and behind it every piece (fresh tokens + segment) in order, from the store or computed now."""
-        assert state.uses is not None
-        for piece in pieces:
-            reference = acquire_piece(self.store, self.backbone, found, piece, self.salt)
-            state.on_release.append(reference.release)
-            found = found.and_then(piece, reference.picache)
-            nbytes = reference.picache.nbytes
-            state.uses[0].append(SegmentUse("hit" if reference.hit else "compiled", reference.tier, nbytes))
-        return found
-
-    def _go_on_from(self, found: PrefixPieces, prompt: Sequence[int], state: DecodeState) -> None:
-        start = len(found.token_ids)
-        if not start:
-            return
-        state.past_key_values = found.past(self.backbone, len(prompt)).cache
-        state.step = pass_size(self.backbone)
-        if state.step is not None:  # `generate` would take the rest of the prompt at once
-            run(self.backbone, list(prompt[start:-1]), state.past_key_values, start, step=state.step)

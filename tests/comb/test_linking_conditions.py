@@ -10,7 +10,6 @@ import transformers as tf
 from torch import Tensor
 
 from comb import methods
-from comb.cache.store import PICacheStore
 from comb.linking.support import find_support
 from tests.helpers.families import tiny
 
@@ -21,7 +20,7 @@ CACHED = ("naive", "legolink:4", "cacheblend:1.0", "prefix")
 
 
 def link(model: Any, spec: str, documents: Any = DOCUMENTS, query: Any = QUERY) -> Any:
-    method = methods.create(spec, model, **({"store": PICacheStore(), "salt": "test"} if spec == "prefix" else {}))
+    method = methods.create(spec, model)
     return method.link(method.compile(documents), query)
 
 

@@ -233,7 +233,7 @@ def test_what_has_no_link_tokens_or_can_not_have_them() -> None:
     with pytest.raises(ValueError, match=r"has none: train some with `comb train"):
         methods.create("linktokens", tiny("llama"))
     with pytest.raises(ValueError, match="trained encoder"):
-        make_method("comb", adapter(), None, {}, PICacheStore(), "")
+        make_method("comb", adapter(), None, {})
     with pytest.raises(UnsupportedBackboneError, match="adapter on a backbone already"):
         LinkTokensForCausalLM.from_backbone(adapter())
     with pytest.raises(ValueError, match="at least 1, got 0"):

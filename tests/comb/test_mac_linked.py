@@ -12,7 +12,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from comb import CombForCausalLM, methods
-from comb.cache.store import PICacheStore
 from comb.cli import main as cli
 from comb.engine.engine import PICEngine
 from comb.mac import mac
@@ -29,7 +28,7 @@ QUERY = [80, 81, 82, 83, 84, 85, 86]
 @pytest.mark.parametrize("spec", ["full", "prefix", "naive", "legolink:4", "legolink-0", "cacheblend:0.3", "focus:0.3"])
 def test_linked_prompts(spec: str) -> None:
     model = tiny("llama", std=0.2)
-    method = methods.create(methods.parse(spec)[0], model, **_extra(spec))
+    method = methods.create(spec, model)
     picaches = method.compile(SEGMENTS)
 
     def run() -> Tensor:
@@ -46,12 +45,6 @@ def test_linked_prompts(spec: str) -> None:
         run()
     assert session.report().hit_rate > 0.8
     assert model.config._attn_implementation == "sdpa"
-
-
-def _extra(spec: str) -> dict[str, Any]:
-    name, parameters = methods.parse(spec)
-    needs = {"store": PICacheStore(device="cpu", device_bytes=2**24), "salt": ""}
-    return {**parameters, **(needs if methods.get(name).needs_store else {})}
 
 
 def test_linking_leaves_rows_of_what_it_computed() -> None:

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from comb import CombForCausalLM, methods
 from comb.bench.methods import every_method
-from comb.cache.picache import CrossPICache, DecoderPICache, TokenPICache, content_key
-from comb.cache.store import PICacheStore
+from comb.cache.picache import CrossPICache, TokenPICache
 from comb.cli.doctor import check_methods
 from comb.linking.cache import Span
-from comb.methods.base import Method
+from comb.methods.base import LinkRequest, Method
 from comb.methods.linked import selects
-from comb.methods.prefix import Prefix
+from comb.methods.prefix import PrefixMethod
+from comb.methods.prefixes import prefixes_of
 from comb.methods.selection import Tokens
 from tests.helpers.families import open_gates, tiny
 
@@ -157,8 +157,8 @@ def test_a_picache_of_another_method_is_refused(comb_model: CombForCausalLM) -> 
 
 
 def test_prefix_is_exact_and_reuses_the_longest_stored_prefix(backbone: PreTrainedModel) -> None:
-    store = PICacheStore()
-    prefix = methods.create("prefix", backbone, store=store)
+    prefix = methods.create("prefix", backbone)
+    prefixes_of(backbone).clear()
     picaches = prefix.compile(DOCUMENTS)
 
     def link(order: list[int]) -> tuple[list[str], int]:
@@ -182,34 +182,16 @@ def test_prefix_is_exact_and_reuses_the_longest_stored_prefix(backbone: PreTrain
     # the same documents in another order are another prefix
     assert link([1, 0]) == (["compiled", "compiled"], 8)
     assert link([]) == ([], 0)
-    assert store.stats().in_use == 0
-    store.check_integrity()
 
 
-def test_prefix_survives_the_loss_of_its_middle() -> None:
-    model, store = make("llama"), PICacheStore()
-    prefix = methods.create("prefix", model, store=store)
-    picaches = prefix.compile(DOCUMENTS)
-    prefix.link(picaches, QUERY, head_ids=HEAD).release()
-    start = len(HEAD) + len(DOCUMENTS[0])
-    tokens = HEAD + DOCUMENTS[0] + DOCUMENTS[1]
-    key = content_key(tokens, fingerprint=prefix.fingerprint, method=f"prefix@{start}", dtype="float32")
-    assert store.remove(key)
-    state = prefix.link(picaches, QUERY, head_ids=HEAD)
-    assert [use.state for use in state.uses[0]] == ["hit", "compiled", "hit"]
-    torch.testing.assert_close(state.logits, plain_logits(model, DOCUMENTS), atol=1e-5, rtol=1e-5)
-
-
-def test_prefix_keys_tell_models_heads_cuts_and_tenants_apart() -> None:
-    store = PICacheStore()
+def test_prefixes_tell_models_and_tenants_apart() -> None:
     model, other = make("llama"), make("llama")
     with torch.no_grad():  # same shapes, same embedding: a fine-tune
         other.model.layers[1].mlp.down_proj.weight[0, 0] += 0.5
 
     def states(model: PreTrainedModel, documents: list[list[int]], head: list[int] = HEAD, salt: str = "") -> list[str]:
-        prefix = methods.create("prefix", model, store=store, salt=salt)
-        state = prefix.link(prefix.compile(documents), QUERY, head_ids=head)
-        state.release()
+        prefix = methods.create("prefix", model)
+        state = prefix.link_row(LinkRequest(prefix.compile(documents), QUERY, head, salt=salt))
         return [use.state for use in state.uses[0]]
 
     assert states(model, DOCUMENTS[:1]) == ["compiled"]
@@ -217,28 +199,17 @@ def test_prefix_keys_tell_models_heads_cuts_and_tenants_apart() -> None:
     assert states(other, DOCUMENTS[:1]) == ["compiled"]
     assert states(model, DOCUMENTS[:1], salt="tenant") == ["compiled"]
     assert states(model, DOCUMENTS[:1], head=[1]) == ["compiled"]
-    assert states(model, [DOCUMENTS[0][:2], DOCUMENTS[0][2:]]) == ["compiled", "compiled"]
+    assert states(model, [DOCUMENTS[0][:2], DOCUMENTS[0][2:]]) == ["hit", "hit"]  # the same tokens
 
 
 def test_prefix_without_query_computes_the_last_segment_anew(backbone: PreTrainedModel) -> None:
     prefix = methods.create("prefix", backbone)
+    prefixes_of(backbone).clear()
     state = prefix.link(prefix.compile(DOCUMENTS), [], head_ids=HEAD)
     with torch.no_grad():
         expected = backbone(flat(DOCUMENTS)[:, : -len(QUERY)]).logits[:, -1]
     torch.testing.assert_close(state.logits, expected, atol=1e-5, rtol=1e-5)
     assert [use.state for use in state.uses[0]] == ["compiled", "compiled", "inlined"]
-
-
-def test_prefix_notices_a_foreign_entry() -> None:
-    model, store = make("llama"), PICacheStore()
-    prefix = methods.create("prefix", model, store=store)
-    tokens = HEAD + DOCUMENTS[0]
-    key = content_key(tokens, fingerprint=prefix.fingerprint, method=f"prefix@{len(HEAD)}", dtype="float32")
-    wrong = DecoderPICache("x", [torch.zeros(2, 3, 8)] * 2, [torch.zeros(2, 3, 8)] * 2)
-    store.acquire([key], lambda missing: [wrong]).release()
-    with pytest.raises(ValueError, match="something else"):
-        prefix.link(prefix.compile(DOCUMENTS[:1]), QUERY, head_ids=HEAD)
-    assert store.stats().in_use == 0
 
 
 @pytest.mark.parametrize(
@@ -259,7 +230,7 @@ def test_prefix_on_other_families(family: str) -> None:
 def test_prefix_refuses_what_it_cannot_store() -> None:
     dynamic = make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match="length of the prompt"):
-        Prefix(dynamic)
+        PrefixMethod(dynamic)
 
 
 # ---- comb ----

@@ -188,8 +188,8 @@ def test_nothing_is_left_after_a_thousand_requests(linked: LinkedEngine) -> None
 
 
 def test_several_samples_of_one_prompt_are_linked_each(linked: LinkedEngine) -> None:
-    prompt, parameters = linked.request(PROMPTS[0], "legolink:4")
+    prompt, parameters = linked.request(PROMPTS[0], linked.behind("legolink:4"))
     parameters.n, parameters.temperature, parameters.top_k = 3, 1.0, 1
     (output,) = linked.llm.generate([prompt], [parameters], use_tqdm=False)
-    expected = linked.reference(PROMPTS[0], "legolink:4")[0]
+    expected = linked.reference(PROMPTS[0], linked.behind("legolink:4"))[0]
     assert [list(one.token_ids) for one in output.outputs] == [expected] * 3

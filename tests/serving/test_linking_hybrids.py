@@ -17,7 +17,7 @@ from comb.hybrid.families.scalar import recurrence
 from comb_serving.config.options import DISK_PATH
 from comb_serving.linking.layout import LinkingLayout
 from comb_serving.linking.methods import LinkMethod
-from comb_serving.linking.plan import plan
+from comb_serving.linking.plan import plan_interiors
 from comb_serving.pool.handles import PoolHandle, pack, unpack
 from tests.helpers.linked import largest_difference
 from tests.helpers.linked_hybrid import PROMPTS, ask_hybrid, documents, error, library, tiny_model
@@ -144,7 +144,7 @@ def test_interiors_are_loaded_whole_or_not_at_all(
         spans.append((position + gap, tokens))
         position += gap + tokens
     length = position + behind
-    found = plan(length, spans, head, 0, tail)
+    found = plan_interiors(length, spans, head, tail)
     whole = [(start + head, start + tokens - tail) for start, tokens in spans if head + tail + 1 < tokens]
     assert [(load.start, load.end) for load in found.loads] == [each for each in whole if each[1] < length]
     # in front of each interior there is a seam, and together they are all that is in front of the request

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from comb_serving.linking.methods import LinkMethod
 from comb_serving.linking.plan import plan
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("plugin")]
@@ -23,7 +24,8 @@ def rows_for(documents: int) -> tuple[list[Any], list[int]]:
     from comb_serving.vllm.linking.scheduler import LinkingScheduler
 
     prompt = [5 + index % 1000 for index in range(documents * DOCUMENT + 9)]
-    planned = plan(len(prompt), [(index * DOCUMENT, DOCUMENT) for index in range(documents)], SEAM)
+    spans = [(index * DOCUMENT, DOCUMENT) for index in range(documents)]
+    planned = plan(len(prompt), spans, LinkMethod.parse(f"legolink:{SEAM}").recomputed(spans))
     connector: Any = LinkingConnector.__new__(LinkingConnector)
     connector.jobs, connector.behind_seams, connector._loads = {}, {}, []
     connector._matched = {"r": (0, planned)}

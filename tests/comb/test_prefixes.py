@@ -1,4 +1,4 @@
-"""Heads: computed once for all methods and engines on a backbone, exactly, and every computed token is counted."""
+"""Prefixes: computed once for all methods and engines on a backbone, exactly; every computed token is counted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from comb import PICEngine, methods
 from comb.linking.cache import RoomyLayer, plain_layer
-from comb.methods import heads
+from comb.methods import prefixes
 from comb.methods.base import DecodeState, LinkRequest
-from comb.methods.heads import head_cache_of
+from comb.methods.prefixes import prefixes_of
 from tests.comb.test_conversation import engine_of
 from tests.comb.test_conversation import model_of as text_model
 from tests.helpers.families import tiny
@@ -64,7 +64,7 @@ def model_of(family: str) -> Any:
 def empty() -> None:
     """Models are shared by the tests, their heads aren't."""
     for family in (*ATTENTION, *HYBRIDS):
-        head_cache_of(model_of(family)).clear()
+        prefixes_of(model_of(family)).clear()
 
 
 def linked(method: Any, picaches: Any, head: Any = HEAD, query: Any = QUERY, salt: str = "") -> tuple[DecodeState, int]:
@@ -81,10 +81,17 @@ def afresh(method: Any, picaches: Any, monkeypatch: pytest.MonkeyPatch, head: An
         method = methods.create("full", method.model)
     with monkeypatch.context() as patched:
         for module in ("linked", "hypic"):
-            patched.setattr(f"comb.methods.{module}.behind_head", lambda method, row, past: (past, 0, row))
+            patched.setattr(f"comb.methods.{module}.behind_prefix", lambda method, row, past: (past, 0, row))
         state, tokens = linked(method, picaches, head, query)
     assert (state.head_tokens, tokens >= len(head) + len(query)) == (0, True)
     return state.logits
+
+
+def check_integrity(kept: prefixes.PrefixCache) -> None:
+    """What is counted is what is held, each piece once."""
+    pieces = {id(piece): piece for prefix in kept._found.values() for piece in prefix.pieces}
+    assert kept.nbytes == sum(map(prefixes._storage, pieces.values()))
+    assert set(kept._holders) == set(pieces)
 
 
 def error(left: Tensor, right: Tensor) -> float:
@@ -143,12 +150,12 @@ def test_a_new_head_is_found_as_far_as_it_begins_like_another(family: str, monke
     method = methods.create("hypic:4" if family in HYBRIDS else "naive", model_of(family))
     picaches = method.compile(DOCUMENTS)
     linked(method, picaches, [])  # what is tried out once, is
-    # what comes, and how much of it is there: states can't be cut, but once two heads have parted there is one
+    # what comes, and how much of it is there: states can't be cut
     cuts = family not in HYBRIDS
     steps = [
-        (HEAD, 0), ([*HEAD[:30], HEAD[30] - 1, *ids(8)], 30 if cuts else 0), ([*HEAD[:30], HEAD[30] - 2, *ids(19)], 30),
-        (HEAD[:-1], 39 if cuts else 30), ([*HEAD, 7], 40), ([HEAD[0] - 1, *HEAD[1:]], 0),
-        ([*HEAD[:15], HEAD[15] - 1], 0),
+        (HEAD, 0), ([*HEAD[:30], HEAD[30] - 1, *ids(8)], 30 if cuts else 0),
+        ([*HEAD[:30], HEAD[30] - 2, *ids(19)], 30 if cuts else 0), (HEAD[:-1], 39 if cuts else 0), ([*HEAD, 7], 40),
+        ([HEAD[0] - 1, *HEAD[1:]], 0), ([*HEAD, 7, 8], 41),
     ]  # fmt: skip
     for head, reused in steps:
         state, tokens = linked(method, picaches, head)
@@ -158,7 +165,7 @@ def test_a_new_head_is_found_as_far_as_it_begins_like_another(family: str, monke
         expected = afresh(method, picaches, monkeypatch, head)
         assert error(state.logits, expected) < EXACT
         assert error(again.logits, expected) < EXACT
-    head_cache_of(method.backbone).store.check_integrity()
+    check_integrity(prefixes_of(method.backbone))
 
 
 def test_one_other_token_or_weight_or_tenant_is_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,25 +215,26 @@ def test_what_is_linked_never_changes_the_cached_head(family: str) -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "HEAD_BYTES", 3 * 40 * 4 * 2 * 2 * 8 * 4)  # three heads of the tiny model
+    monkeypatch.setattr(prefixes, "PREFIX_BYTES", 3 * 40 * 4 * 2 * 2 * 8 * 4)  # three heads of the tiny model
     model = tiny("llama", std=0.15)
     method = methods.create("naive", model)
     picaches = method.compile(DOCUMENTS)
     every = [ids(40) for _ in range(6)]
     asked = [*every, *every[:2], every[5], every[0]]
     assert [linked(method, picaches, head)[0].head_tokens for head in asked] == [0] * 8 + [40] * 2
-    store = head_cache_of(model).store
-    assert 0 < store.stats().tiers["device"].bytes <= heads.HEAD_BYTES
+    assert 0 < prefixes_of(model).nbytes <= prefixes.PREFIX_BYTES
     for _ in range(2):  # longer than all of it: used, not kept
         state, tokens = linked(method, picaches, ids(125))
         assert (state.head_tokens, tokens) == (0, 125 + 6)
     head = ids(125)
     assert error(linked(method, picaches, head)[0].logits, afresh(method, picaches, monkeypatch, head)) < EXACT
-    monkeypatch.setattr(heads, "_MOST_HEADS", 4)
+    monkeypatch.setattr(prefixes, "_MOST", 4)
     for head in every:
         linked(method, picaches, head[1:])
-    assert len(head_cache_of(model)._ends) <= 4
-    store.check_integrity()
+    assert len(prefixes_of(model)._found) == 3  # as many as there is room for
+    check_integrity(prefixes_of(model))
+    prefixes_of(model).clear()
+    assert prefixes_of(model).nbytes == 0
 
 
 def test_a_cached_head_follows_a_layer_to_its_device() -> None:
@@ -284,7 +292,7 @@ def test_engines_and_conversations_share_heads() -> None:
     question = [*messages, {"role": "user", "content": "who?"}]
     documents = ["The mill burnt down in spring.", "Rill is a small city by the sea."]
     for family, specs in (("llama", ("naive", "legolink:2", "prefix")), ("bamba", ("hypic:4", "addition"))):
-        head_cache_of(text_model(family)).clear()
+        prefixes_of(text_model(family)).clear()
         first, *others = (engine_of(family, spec) for spec in specs)
         assert first.chat(question, documents, max_new_tokens=2).report.head_tokens == 0
         for engine in (first, *others):
@@ -316,12 +324,9 @@ def test_threads_share_a_head() -> None:
     for engine in engines:
         engine.store.clear()
     engines[0].heads.clear()
-    before = engines[0].heads.store.stats().misses
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, list(range(12)) * 3)) == expected * 3
     assert len(set(expected)) > 4
-    stats = engines[0].heads.store.stats()
-    assert (stats.in_use, stats.misses - before) == (0, 5)  # what two of them share is a piece of its own
     for engine in engines:
         idle(engine.store)
-    idle(engines[0].heads.store)
+    check_integrity(engines[0].heads)
