@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from comb.backbones.identity import one_walk
@@ -183,9 +182,9 @@ class Conversation:
         begin = TurnStart.plan(asked.end, method, question)
         past, rest = begin.past, begin.question
         with engine.acquired(rest.segments, encoder=encoder) as acquired:
-            row = engine.link_request(rest, acquired, encoder=encoder)
-            link = partial(method.link_row, row) if past is None else partial(method.continue_row, past, row)
-            decoded = engine.decode(method, link, settings, timer)
+            check_wanted(timer.stop)
+            with engine.linked([rest], acquired, encoder=encoder, past=past) as (state, session):
+                decoded = engine.decode(state, session, settings, timer, encoder=encoder)
             answer = engine.answer(rest, decoded, 0, acquired, encoder=encoder)
         check_wanted(timer.stop)
         report = replace(

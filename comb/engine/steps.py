@@ -38,6 +38,7 @@ from comb.mac.accounting import MacReport
 from comb.mac.session import check_joins
 from comb.methods.base import DecodeState, LinkRequest, Method
 from comb.methods.full import token_picache
+from comb.methods.past_state import PastState
 from comb.methods.prefixes import PrefixCache, prefixes_of
 
 Question = str | Sequence[Message]
@@ -248,25 +249,48 @@ class AnswerSteps:
 
     # ---- link and decode ----
 
+    @contextmanager
+    def linked(
+        self,
+        questions: Sequence[PreparedQuestion],
+        documents: AcquiredDocuments,
+        *,
+        encoder: bool,
+        past: PastState | None = None,
+    ) -> Iterator[tuple[DecodeState, MacSession | None]]:
+        """The state that their answers are decoded from, and what reuses attention meanwhile; given back at the end.
+
+        Args:
+            past: what a conversation's turn goes on from.
+        """
+        method = self.method_of(encoder)
+        rows = [self.link_request(question, documents, encoder=encoder) for question in questions]
+        with ExitStack() as stack:
+            session = None if self.mac is None else stack.enter_context(MacSession(method.model, self.mac))
+            state = method.link_batch(rows) if past is None else method.continue_row(past, rows[0])
+            stack.callback(state.release)
+            yield state, session
+
     def decode(
-        self, method: Method, link: Callable[[], DecodeState], settings: Mapping[str, Any], timer: FirstTokenTimer
+        self,
+        state: DecodeState,
+        session: MacSession | None,
+        settings: Mapping[str, Any],
+        timer: FirstTokenTimer,
+        *,
+        encoder: bool,
     ) -> DecodedBatch:
-        """Runs `link` and decodes from its state; what it has borrowed is given back.
+        """Decodes from what `linked` gave.
 
         Raises:
             Abandoned: nobody waits any more (the timer's event).
             ValueError: as `with_length`.
         """
         check_wanted(timer.stop)
-        with ExitStack() as stack:
-            session = None if self.mac is None else stack.enter_context(MacSession(method.model, self.mac))
-            state = link()
-            stack.callback(state.release)
-            check_wanted(timer.stop)
-            prompt = state.input_ids.shape[1]
-            arguments = with_length(settings, method.backbone, prompt, method.max_prompt_tokens)
-            arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), timer]
-            sequences, cache = state.generate_with_cache(**arguments)
+        prompt = state.input_ids.shape[1]
+        arguments = with_length(settings, self.method.backbone, prompt, self.method_of(encoder).max_prompt_tokens)
+        arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), timer]
+        sequences, cache = state.generate_with_cache(**arguments)
         answers = [trim(row[prompt:].tolist(), arguments, len(sequences)) for row in sequences]
         total_s = time.perf_counter() - timer.start
         mac = None if session is None else session.report()
@@ -332,20 +356,8 @@ class AnswerSteps:
         with self.acquired([part for each in questions for part in each.segments], encoder=encoder) as documents:
             for first in range(0, len(questions), size):
                 batch, timer = questions[first : first + size], FirstTokenTimer(start, stop)
-                found += self._batch(batch, documents, settings, timer, encoder)
+                check_wanted(stop)
+                with self.linked(batch, documents, encoder=encoder) as (state, session):
+                    decoded = self.decode(state, session, settings, timer, encoder=encoder)
+                found += [self.answer(one, decoded, row, documents, encoder=encoder) for row, one in enumerate(batch)]
         return found
-
-    def _batch(
-        self,
-        questions: Sequence[PreparedQuestion],
-        documents: AcquiredDocuments,
-        settings: Mapping[str, Any],
-        timer: FirstTokenTimer,
-        encoder: bool,
-    ) -> list[Answer]:
-        method = self.method_of(encoder)
-        rows = [self.link_request(question, documents, encoder=encoder) for question in questions]
-        decoded = self.decode(method, lambda: method.link_batch(rows), settings, timer)
-        return [
-            self.answer(question, decoded, row, documents, encoder=encoder) for row, question in enumerate(questions)
-        ]
