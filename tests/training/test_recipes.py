@@ -38,6 +38,7 @@ QWEN = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 MODELS: dict[str, tuple[type[Any], dict[str, Any], str, tuple[str, ...]]] = {
     "qwen3-8b": (Qwen3Config, {"num_hidden_layers": 4}, CHATML, QWEN),
     "qwen3.5-9b": (Qwen3_5TextConfig, LINEAR, CHATML, QWEN),
+    "front": (Qwen3Config, {"num_hidden_layers": 4}, CHATML, QWEN),
     "llama-3.1-8b-instruct": (
         LlamaConfig, {}, HEADERS, ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     ),
@@ -59,7 +60,7 @@ def test_a_recipe_from_training_to_the_hub(recipe: str, tmp_path: Path, monkeypa
     (tmp_path / "a.txt").write_text("Ann lives in Rome.")
 
     trained = invoke(
-        "train", str(CONFIGS / f"{recipe}.yaml"), "data=mine.jsonl", "model.backbone=backbone", "train.output_dir=out",
+        "train", str(CONFIGS / f"{recipe}.yaml"), "data=mine.jsonl", "model=backbone", "train.output_dir=out",
         "train.deepspeed=null", "train.steps=2", "train.gradient_accumulation_steps=1", "train.batch_size=4",
         "train.answer_max_new_tokens=4", "eval.limit=2", "eval.max_new_tokens=4", "train.eval_answers=0",
     )  # fmt: skip
@@ -68,7 +69,7 @@ def test_a_recipe_from_training_to_the_hub(recipe: str, tmp_path: Path, monkeypa
     asked = PICEngine.from_pretrained("out")
     prompt = asked.tokenizer.decode(asked.prompt_builder.build("Who?", [(5, 6)]).query)
     assert prompt.endswith("<think>\n\n</think>\n\n" if thoughtless else "<|end_header_id|>\n\n")
-    assert invoke("eval", "out", "--limit", "2", "--methods", "full,comb").exit_code == 0
+    assert invoke("eval", "out", "--limit", "2", "--methods", "full,linktokens" if recipe == "front" else "full,comb").exit_code == 0
     runner = CliRunner(env={"COLUMNS": "200"})
     for command in (
         ["ask", "out", "--doc", "a.txt", "Who lives in Rome?", "--max-new-tokens", "3"],

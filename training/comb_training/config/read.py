@@ -61,7 +61,8 @@ EXPECTED = {
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML: ``train.steps=20``).
 
-    ``data=mine.jsonl``, or a list, takes the place of all keys that say which rows are read (`other_rows`).
+    ``data=mine.jsonl``, or a list, takes the place of all keys that say which rows are read (`other_rows`), and
+    ``model=NAME`` is ``model.backbone=NAME``.
 
     Raises:
         ValueError: for a missing or malformed file, an unknown key (naming the nearest one and the file), or a value
@@ -133,8 +134,8 @@ def override(config: Config, items: Sequence[str]) -> Config:
 
 
 def _ordered(items: Sequence[str]) -> list[str]:
-    """``data=...`` first: ``data.limit=5``, before or behind it, is of its rows."""
-    return sorted(items, key=lambda item: item.partition("=")[0].strip() != "data")
+    """``data=...`` and ``model=...`` first: ``data.limit=5``, before or behind it, is of its rows."""
+    return sorted(items, key=lambda item: item.partition("=")[0].strip() not in ("data", "model"))
 
 
 def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
@@ -155,6 +156,8 @@ def _override(content: Mapping[str, Any], item: str) -> dict[str, Any]:
         target = target[parent]
         if not isinstance(target, dict):
             raise ValueError(f"{item!r}: {parent} is a value and has no keys")
+    if name.strip() == "model" and isinstance(value, str):
+        value = {**(target.get("model") or {}), "backbone": value}
     if name.strip() == "data" and isinstance(value, str | list):
         value = other_rows(target.get("data") or {}, value)
     target[key] = value
